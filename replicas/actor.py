@@ -1,0 +1,127 @@
+"""One replica as a Ray Serve deployment: the service, its identity, its health and its metrics.
+
+The only file of this folder that knows Ray and prometheus_client.
+"""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from ray import serve
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+from holdfast.replicas.service import Service
+
+
+class Replica:
+    """What `cluster` deploys. One per GPU, or per share of the cores."""
+
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it on the loop it uses
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._service = Service.load(config)
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(self._service, self._id))
+
+    async def generate(self, request: GenerateRequest) -> Answer | Errored:
+        return await self._service.generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+        async for pieces in self._service.stream(request):
+            yield pieces
+
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
+        return await self._service.tokenize(prompt)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return await self._service.detokenize(tokens)
+
+    async def card(self) -> ModelCard:
+        card = self._service.card
+        return ModelCard(card.name, card.context_length, card.vocabulary, self._id)
+
+    async def metrics(self) -> str:
+        """Prometheus text exposition of the engine, every sample labelled with this replica."""
+        return generate_latest(self._registry).decode()
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """Load, polled by Serve for the request router."""
+        now = self._service.engine.occupancy()
+        return {"running": now.running, "waiting": now.waiting, "cells_free": now.cells_free}
+
+    async def check_health(self) -> None:
+        if not self._service.alive:
+            raise UnavailableError("the engine thread has died")
+
+    async def shutdown(self) -> None:
+        await self._service.close()
+
+    async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        await self._service.close()
+
+
+class EngineCollector(Collector):
+    """The engine's counters and gauges as Prometheus families, read when scraped."""
+
+    def __init__(self, service: Service, replica: str) -> None:
+        self._service = service
+        self._labels = (service.card.name, replica)
+
+    def collect(self) -> Iterator[Metric]:
+        stats, now = self._service.engine.stats, self._service.engine.occupancy()
+        for name, help_text, value in (
+            ("holdfast_prompt_tokens_computed", "Prompt tokens run through the model", stats.prompt_computed),
+            ("holdfast_prompt_tokens_cached", "Prompt tokens found in the KV cache", stats.prompt_cached),
+            ("holdfast_prompt_tokens_grouped", "Prompt tokens a leader computed for others", stats.prompt_grouped),
+            ("holdfast_completion_tokens", "Tokens drawn", stats.completion),
+            ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
+            ("holdfast_engine_steps", "Steps run", stats.steps),
+            ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),
+        ):
+            yield self._counter(name, help_text, value)
+        for name, help_text, gauge in (
+            ("holdfast_sequences_running", "Sequences in the batch", now.running),
+            ("holdfast_sequences_waiting", "Requests waiting for a place in the batch", now.waiting),
+            ("holdfast_sequence_rows_taken", "Rows of the sequence pool in use", now.rows_taken),
+            ("holdfast_cell_capacity", "KV cells there are", now.cells_total),
+        ):
+            family = GaugeMetricFamily(name, help_text, labels=("model", "replica"))
+            family.add_metric(self._labels, gauge)
+            yield family
+        yield self._phases()
+        yield self._ended()
+        yield self._cells()
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=("model", "replica"))
+        family.add_metric(self._labels, value)
+        return family
+
+    def _phases(self) -> Metric:
+        stats = self._service.engine.stats
+        family = CounterMetricFamily(
+            "holdfast_step_seconds", "Time in the parts of a step", labels=("model", "replica", "phase")
+        )
+        for phase in ("schedule", "forward", "sample", "commit"):
+            family.add_metric((*self._labels, phase), getattr(stats, f"{phase}_s"))
+        return family
+
+    def _ended(self) -> Metric:
+        family = CounterMetricFamily(
+            "holdfast_engine_requests", "Requests by how they ended", labels=("model", "replica", "outcome")
+        )
+        for outcome, n in self._service.engine.stats.ended.items():
+            family.add_metric((*self._labels, outcome), n)
+        return family
+
+    def _cells(self) -> Metric:
+        now = self._service.engine.occupancy()
+        family = GaugeMetricFamily(
+            "holdfast_cells", "KV cells by state; one cell holds one token", labels=("model", "replica", "state")
+        )
+        for state in ("free", "tree", "held"):
+            family.add_metric((*self._labels, state), getattr(now, f"cells_{state}"))
+        return family

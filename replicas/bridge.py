@@ -1,0 +1,179 @@
+"""Between asyncio and the engine: one thread runs the engine, one event loop talks to it.
+
+Commands cross through a queue, events come back with one `call_soon_threadsafe` per step. Asyncio stops here: nothing
+below this file awaits, nothing above it touches the engine.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
+from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Stop, Submit, Terminal
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[list[Event]], None]
+Ended = Callable[[], None]
+
+
+class EngineThread:
+    """Runs an engine until told to stop. When it ends, for whatever reason, it ends every request it knows."""
+
+    def __init__(
+        self, engine: Engine, deliver: Deliver, ended: Ended, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._ended = ended  # called once, after the last delivery
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.error: BaseException | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step it is in."""
+        self._inbox.put(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _main(self) -> None:
+        farewell: HoldfastError = UnavailableError("the engine is shutting down")
+        try:
+            self._loop()
+        except BaseException as error:  # the thread's supervisor: the error is kept, the requests are told
+            log.exception("the engine died")
+            self.error = error
+            farewell = EngineError(f"the engine died: {error}")
+        self._deliver(self._end(farewell))
+        self._ended()
+
+    def _loop(self) -> None:
+        engine, clock = self._engine, self._clock
+        while True:
+            events: list[Event] = []
+            while not self._inbox.empty() or not engine.busy:
+                command = self._inbox.get()
+                if command is None:
+                    return
+                events += engine.handle(command, clock())
+                if events:
+                    break  # what ends without a step must not wait for one
+            if engine.busy:
+                events += engine.step(clock(), clock)
+            if events:
+                self._deliver(events)
+
+    def _end(self, farewell: HoldfastError) -> list[Event]:
+        events: list[Event] = []
+        try:
+            events = self._engine.fail_all(farewell, self._clock())
+        except Exception:  # after a crash the books may be wrong; the bridge tells those that are left
+            log.exception("the engine could not end its requests")
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if isinstance(command, Submit):
+                events.append(Rejected(command.request_id, farewell.info))
+        return events
+
+
+class Bridge:
+    """Submit requests and read their events, from one event loop.
+
+    Create it on the loop that uses it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._streams: dict[str, asyncio.Queue[list[Event]]] = {}
+        self._closed = False
+        self._thread = EngineThread(engine, self._deliver, lambda: self._on_loop(self._fail_the_rest))
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.alive
+
+    @property
+    def n_live(self) -> int:
+        """Requests without a terminal event so far."""
+        return len(self._streams)
+
+    async def run(self, submit: Submit) -> AsyncGenerator[list[Event], None]:
+        """The events of one request, a list per step; the last list ends with its terminal event.
+
+        A caller that leaves early, by closing the generator or being cancelled, aborts the request.
+        Raises InvalidRequestError for an id in use and UnavailableError once closed.
+        """
+        request_id = submit.request_id
+        if self._closed:
+            raise UnavailableError("the engine is not running")
+        if request_id in self._streams:
+            raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
+        stream: asyncio.Queue[list[Event]] = asyncio.Queue()
+        self._streams[request_id] = stream
+        ended = False
+        try:
+            self._thread.send(submit)
+            while not ended:
+                events = await stream.get()
+                ended = isinstance(events[-1], Terminal)
+                while not ended and not stream.empty():  # the reader was slow: several steps at once
+                    events += stream.get_nowait()
+                    ended = isinstance(events[-1], Terminal)
+                yield events
+        finally:
+            del self._streams[request_id]
+            if not ended:
+                self._thread.send(Abort(request_id))
+
+    def stop(self, request_id: str) -> None:
+        """End a request as finished; its terminal event still comes."""
+        self._thread.send(Stop(request_id))
+
+    async def close(self) -> None:
+        """Stop the engine; requests still running fail as unavailable."""
+        self._closed = True
+        self._thread.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Called on the engine thread, once per step."""
+        self._on_loop(lambda: self._dispatch(events))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: nobody is left to read
+            log.debug("the event loop is closed")
+
+    def _dispatch(self, events: list[Event]) -> None:
+        by_request: dict[str, list[Event]] = {}
+        for event in events:
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, batch in by_request.items():
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put_nowait(batch)
+
+    def _fail_the_rest(self) -> None:
+        """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
+        self._closed = True
+        info = UnavailableError("the engine has stopped").info
+        for request_id, stream in self._streams.items():
+            stream.put_nowait([Failed(request_id, info)])

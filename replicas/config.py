@@ -1,0 +1,107 @@
+"""Settings of one replica's engine. Frozen: what depends on hardware is filled in by `resolve`, into a new object."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from holdfast.replicas.errors import ConfigError
+
+DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+
+POCKET = "pocket"  # the name of the shipped model
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every knob of the engine. Counts are in tokens, cells or rows; times in seconds."""
+
+    model: str = POCKET  # "pocket", a folder, or a hub name already in the local cache
+    served_name: str = ""  # the model's name in the API; empty: the folder's name
+    dtype: DType = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
+    device: str = "auto"  # auto: cuda where there is one
+    threads: int = 0  # of torch on a CPU; 0: all cores
+
+    context_length: int = 0  # 0: the model's own
+    cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
+    kv_memory: float = 1.0  # GiB of KV where `cells` is 0
+    page_size: int = 16
+
+    max_sequences: int = 64  # rows of the sequence pool
+    session_rows: int = 16  # of these, kept for long-lived sessions
+    max_waiting: int = 4096  # queued requests; one more is refused
+    queue_timeout_s: float = 300.0  # a request that waited this long is refused
+
+    # Stateful inference, section 3.2.
+    admission_ceiling: float = 0.5  # share of all cells that admitted requests may come to need
+    high_water: float = 0.95  # occupancy above which prefill chunks wait
+    completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
+    step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
+    latency_chunk: int = 1024  # the ceiling while a latency-sensitive request is co-resident
+    latency_max_tokens: int = 32  # what counts as latency-sensitive
+
+    # Switches, one for each mechanism, so that its worth can be measured.
+    prefix_cache: bool = True
+    grouped_prefill: bool = True
+
+    render_cache: int = 256
+    tokenize_cache: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        for name in ("admission_ceiling", "high_water"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
+        for name in ("threads", "context_length", "cells", "session_rows"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        if self.kv_memory <= 0:
+            raise ConfigError(f"kv_memory must be positive, not {self.kv_memory}", "kv_memory")
+        if self.session_rows >= self.max_sequences:
+            raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What `resolve` may know of the machine."""
+
+    cuda: bool
+    cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What `resolve` may know of the model. `cell_bytes` is one token's KV in every layer."""
+
+    context_length: int
+    checkpoint_dtype: DType
+    cell_values: int  # 2 * layers * kv_heads * head_dim
+
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
+    """`config` with every "auto" and 0 replaced by a value. Pure.
+
+    Raises ConfigError when the KV cache could not hold one request of the whole context length.
+    """
+    device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.checkpoint_dtype
+    context = config.context_length or model.context_length
+    if context > model.context_length:
+        raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
+    cells = config.cells or int(config.kv_memory * 2**30 / (model.cell_values * BYTES[dtype]))
+    cells = cells // config.page_size * config.page_size
+    if cells < config.page_size:
+        raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        context_length=context,
+        cells=cells,
+        threads=config.threads or hardware.cores,
+    )

@@ -1,0 +1,83 @@
+"""Typed errors of the engine, few on purpose; `router/protocol` maps their kinds to HTTP in one table.
+
+Nothing here knows HTTP. An error names the field that caused it where there is one, so a client can be told
+what to change.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ErrorKind(StrEnum):
+    """What went wrong, as a client has to react to it."""
+
+    INVALID = "invalid_request"  # malformed or impossible: change the request
+    TOO_LONG = "context_length_exceeded"
+    OVERLOADED = "overloaded"  # no room now: come back later
+    UNAVAILABLE = "unavailable"  # shutting down, or the replica died
+    TIMEOUT = "timeout"
+    INTERNAL = "internal_error"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: what crosses threads, processes and the wire."""
+
+    kind: ErrorKind
+    message: str
+    field: str | None = None
+
+
+class HoldfastError(Exception):
+    """Base of every error Holdfast raises on purpose."""
+
+    kind = ErrorKind.INTERNAL
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    @property
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(self.kind, self.message, self.field)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str | None]]:
+        # Ray pickles exceptions across processes; the default would drop the field.
+        return type(self), (self.message, self.field)
+
+
+class InvalidRequestError(HoldfastError):
+    """The request can never be served as it stands."""
+
+    kind = ErrorKind.INVALID
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and completion together do not fit the model's context, or the whole KV cache."""
+
+    kind = ErrorKind.TOO_LONG
+
+
+class OverloadedError(HoldfastError):
+    """A bounded queue or pool is full, or a wait for it timed out."""
+
+    kind = ErrorKind.OVERLOADED
+
+
+class UnavailableError(HoldfastError):
+    """The engine is stopping or has died."""
+
+    kind = ErrorKind.UNAVAILABLE
+
+
+class EngineError(HoldfastError):
+    """A step failed; the requests in it fail, the engine goes on."""
+
+    kind = ErrorKind.INTERNAL
+
+
+class ConfigError(HoldfastError):
+    """A setting is unknown, has the wrong type, or cannot be met on this machine."""
+
+    kind = ErrorKind.INVALID

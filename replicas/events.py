@@ -1,0 +1,144 @@
+"""What goes into the engine and what comes out: frozen commands and events in token ids, no text.
+
+Every submitted request ends in exactly one terminal event: `Finished`, `Aborted`, `Rejected` or `Failed`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.replicas.errors import ErrorInfo
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Defaults are greedy, for the engine's own callers.
+
+    `seed` None means the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely ones
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a chosen token, and of the most likely ones, before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached` of the `prompt` tokens were not computed again."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happened, in seconds of the engine's clock; None: never came that far."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+# ---- commands ----
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One request. `program_arrival` is when its program began; `scope` is the tenant's cache scope."""
+
+    request_id: str
+    tokens: TokenIds
+    sampling: Sampling = field(default_factory=Sampling)
+    scope: str = ""
+    program_id: str = ""
+    program_arrival: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End a request now as finished by `stop`: its text reached a stop string or closed a tool call."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request now: its client has gone."""
+
+    request_id: str
+
+
+Command: TypeAlias = Submit | Stop | Abort
+
+# ---- events ----
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens committed for a request in one step; `logprobs` is empty or as long as `tokens`."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    request_id: str
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Refused before any work was done for it."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Went wrong during work."""
+
+    request_id: str
+    error: ErrorInfo
+    usage: Usage = field(default_factory=Usage)
+
+
+Terminal: TypeAlias = Finished | Aborted | Rejected | Failed
+Event: TypeAlias = Tokens | Terminal

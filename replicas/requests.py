@@ -1,0 +1,125 @@
+"""What a router sends to a replica and what comes back: plain picklable data in text, no HTTP.
+
+A reply is a stream of `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`; or, for a
+caller that does not stream, one `Answer` folded from the same stream.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.events import Sampling, Timing, Usage
+
+ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation in OpenAI message dicts, for the model's chat template.
+
+    `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`); `tool_choice` "none" renders the
+    template without them. `template_kwargs` go to the template as they are.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A prompt for plain completion: text, or token ids taken as they are."""
+
+    content: str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One accepted request, validated by the router.
+
+    `sampling.max_tokens` -1 means "as many as the context has room for".
+    """
+
+    request_id: str
+    prompt: ChatPrompt | RawPrompt
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    scope: str = ""
+    program_id: str = ""
+    program_arrival: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobText:
+    """A token's text, its bytes and its log probability; `top` holds the alternatives."""
+
+    token: str
+    bytes: bytes
+    logprob: float
+    top: tuple["LogprobText", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+    logprobs: tuple[LogprobText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of tool call `index`: the first piece has `call_id` and `name`, later ones only `arguments`."""
+
+    index: int
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    reason: ReplyReason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Errored:
+    """The request was rejected, failed or aborted; nothing follows."""
+
+    error: ErrorInfo
+    usage: Usage = field(default_factory=Usage)
+
+
+Piece: TypeAlias = TextDelta | ToolCallDelta | Completed | Errored
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    call_id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply. `text` is None when the reply is tool calls alone."""
+
+    text: str | None
+    tool_calls: tuple[ToolCall, ...]
+    logprobs: tuple[LogprobText, ...]
+    reason: ReplyReason
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a replica serves, for `/v1/models` and for validation in the router."""
+
+    name: str
+    context_length: int
+    vocabulary: int
+    replica_id: str = ""

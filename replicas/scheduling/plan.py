@@ -1,0 +1,95 @@
+"""What one engine step does: frozen data from the scheduler to the runner, and the runner's answer.
+
+The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.replicas.events import Sampling, TokenIds, TokenLogprobs
+
+PageIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowWrite:
+    """Put `pages` into page-table row `row`, from page slot `first` on: one device operation, any length."""
+
+    row: int
+    first: int
+    pages: PageIds
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `cells` cells of page `source` to page `target` in every layer, before the forward."""
+
+    source: int
+    target: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
+
+    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
+    on is drawn, and the output is the accepted drafts plus one token.
+    """
+
+    sampling: Sampling
+    seed: int
+    drafts: int = 0
+    history: TokenIds | None = None  # generated so far; given only when a penalty needs it
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
+
+    Its KV is written to the pages of `row` at those positions and it attends to everything before.
+    `draw` None: a prefill chunk that is not the prompt's last.
+    """
+
+    row: int
+    start: int
+    tokens: TokenIds
+    draw: Draw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Order of effects: copies, row writes, then one forward over all chunks."""
+
+    chunks: tuple[Chunk, ...]
+    writes: tuple[RowWrite, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens drawn for one chunk: accepted drafts, then the next token. Never empty."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """`drawn[i]` belongs to `plan.chunks[i]`; None where the chunk draws nothing.
+
+    Seconds spent in the two parts of the step, measured by the runner.
+    """
+
+    drawn: tuple[Drawn | None, ...]
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+class Runner(Protocol):
+    """Runs plans on a model. Raises only for a failed step; its state survives a failure."""
+
+    def run(self, plan: StepPlan) -> StepOutput: ...

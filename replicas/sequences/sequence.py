@@ -1,0 +1,127 @@
+"""The engine's state of one request: its tokens, and how far the engine has come with them."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.events import Aborted, Failed, Finished, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
+from holdfast.replicas.kv.cache import Holding
+
+
+class Status(Enum):
+    """Where a sequence is in its life; changed by `Sequence.move` alone."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_MOVES = {
+    Status.WAITING: {Status.RUNNING, Status.ENDED},
+    Status.RUNNING: {Status.WAITING, Status.ENDED},  # back to waiting: preempted
+    Status.ENDED: set[Status](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and how far the engine has come with them.
+
+    tokens   |<---- cached ---->|<- computed ->|<--- pending --->|
+             0             n_cached        n_computed         length
+
+    Cells below `n_computed` are filled. Who owns their pages (the tree or this sequence) is written in `holding`,
+    which is None while the sequence waits. `pending` is one token while decoding and more while prefilling.
+    """
+
+    submit: Submit
+    arrived: float
+    n_prompt: int
+    buffer: TokenIds  # capacity for prompt and completion; valid up to `length`
+    length: int
+    n_cached: int = 0  # prompt tokens that were found in the cache when it was first admitted
+    n_computed: int = 0
+    status: Status = Status.WAITING
+    preempted: bool = False
+    row: int | None = None
+    holding: Holding | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+    seed: int = 0
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def of(cls, submit: Submit, now: float, eos: frozenset[int], seed: int) -> "Sequence":
+        n_prompt = len(submit.tokens)
+        buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
+        buffer[:n_prompt] = submit.tokens
+        stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
+        return cls(submit, now, n_prompt, buffer, n_prompt, seed=seed, stop_ids=stop_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.submit.sampling
+
+    @property
+    def tokens(self) -> TokenIds:
+        """Prompt and completion so far, int32 [length]; a view."""
+        return self.buffer[: self.length]
+
+    @property
+    def completion(self) -> TokenIds:
+        return self.buffer[self.n_prompt : self.length]
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have no KV yet."""
+        return self.length - self.n_computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.pending == 1 and self.length > self.n_prompt
+
+    @property
+    def held(self) -> Holding:
+        """The cells of a running sequence."""
+        assert self.holding is not None, self.request_id
+        return self.holding
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.n_prompt, self.n_cached, self.length - self.n_prompt)
+
+    def timing(self, now: float) -> Timing:
+        return Timing(self.arrived, self.scheduled, self.first_token, now)
+
+    def move(self, status: Status) -> None:
+        if status not in _MOVES[self.status]:
+            raise AssertionError(f"{self.request_id}: {self.status.value} -> {status.value}")
+        self.status = status
+
+    def append(self, drawn: tuple[int, ...], now: float) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
+        if self.first_token is None:
+            self.first_token = now
+        for i, token in enumerate(drawn):
+            self.buffer[self.length] = token
+            self.length += 1
+            if token in self.stop_ids:
+                return drawn[: i + 1], "stop"
+            if self.length == len(self.buffer):
+                return drawn[: i + 1], "length"
+        return drawn, None
+
+    def finished(self, reason: FinishReason, now: float) -> Finished:
+        return Finished(self.request_id, reason, self.usage, self.timing(now))
+
+    def aborted(self, now: float) -> Aborted:
+        return Aborted(self.request_id, self.usage, self.timing(now))
+
+    def failed(self, error: ErrorInfo) -> Failed:
+        return Failed(self.request_id, error, self.usage)

@@ -1,0 +1,147 @@
+"""One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from holdfast.replicas.bridge import Bridge
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
+from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens, Usage
+from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Completed,
+    Errored,
+    GenerateRequest,
+    LogprobText,
+    ModelCard,
+    Piece,
+    RawPrompt,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from holdfast.replicas.text.conversation import Reply, TextSide
+
+_ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
+
+
+class Service:
+    """Text side and engine of one model, joined. Create it on the event loop that uses it."""
+
+    def __init__(self, engine: Engine, text: TextSide, card: ModelCard) -> None:
+        self.engine = engine
+        self.card = card
+        self._text = text
+        self._bridge = Bridge(engine)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "Service":
+        """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
+        loaded = load_runner(config)
+        engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary)
+        text = TextSide(loaded.tokenizer, loaded.config)
+        card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
+        return cls(engine, text, card)
+
+    @property
+    def alive(self) -> bool:
+        return self._bridge.alive
+
+    @property
+    def n_live(self) -> int:
+        return self._bridge.n_live
+
+    async def close(self) -> None:
+        await self._bridge.close()
+
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
+        """The prompt's token ids, as `generate` would compute them. Raises InvalidRequestError."""
+        tokens: list[int] = self._text.encode(prompt).tokens.tolist()
+        return tokens
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return self._text.detokenize(tokens)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+        """The reply as it is made: what each step adds, the last piece being `Completed` or `Errored`.
+
+        Closing the generator early aborts the request.
+        """
+        try:
+            encoded = self._text.encode(request.prompt)
+            submit = self._submit(request, encoded.tokens)
+            reply = self._text.reply(request, encoded)
+            async with aclosing(self._bridge.run(submit)) as steps:
+                async for events in steps:
+                    pieces = tuple(piece for event in events for piece in self._pieces(reply, event))
+                    if pieces:
+                        yield pieces
+        except HoldfastError as error:
+            yield (Errored(error.info),)
+
+    async def generate(self, request: GenerateRequest) -> Answer | Errored:
+        """The whole reply at once. Cancelling the call aborts the request."""
+        pieces: list[Piece] = []
+        async with aclosing(self.stream(request)) as stream:
+            async for batch in stream:
+                pieces += batch
+        return fold(pieces)
+
+    def _submit(self, request: GenerateRequest, tokens: TokenIds) -> Submit:
+        sampling = request.sampling
+        if sampling.max_tokens == -1:
+            sampling = replace(sampling, max_tokens=self._room(len(tokens)))
+        return Submit(request.request_id, tokens, sampling, request.scope, request.program_id, request.program_arrival)
+
+    def _room(self, n_prompt: int) -> int:
+        """Tokens a completion may have where the request does not say: what the context and the cache leave."""
+        config = self.engine.config
+        return max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
+
+    def _pieces(self, reply: Reply, event: Event) -> list[Piece]:
+        if isinstance(event, Tokens):
+            if reply.done:
+                return []  # drawn after the text had ended, before the engine heard of it
+            pieces = list(reply.feed(event.tokens, event.logprobs))
+            if reply.done:
+                self._bridge.stop(event.request_id)
+            return pieces
+        if isinstance(event, Finished):
+            tail, reason = reply.finish(event.reason)
+            reply.remember()
+            usage = Usage(event.usage.prompt, event.usage.cached, reply.completion_tokens)
+            return [*tail, Completed(reason, usage, event.timing)]
+        if isinstance(event, Aborted):
+            return [Errored(_ABORTED, event.usage)]
+        return [Errored(event.error)]
+
+
+def fold(pieces: Sequence[Piece]) -> Answer | Errored:
+    """A stream of pieces as one answer; the last piece is `Completed` or `Errored`."""
+    text: list[str] = []
+    logprobs: list[LogprobText] = []
+    calls: dict[int, ToolCall] = {}
+    for piece in pieces:
+        if isinstance(piece, TextDelta):
+            text.append(piece.text)
+            logprobs += piece.logprobs
+        elif isinstance(piece, ToolCallDelta):
+            before = calls.get(piece.index, ToolCall(piece.call_id or "", piece.name or "", ""))
+            calls[piece.index] = replace(before, arguments=before.arguments + piece.arguments)
+        elif isinstance(piece, Errored):
+            return piece
+        else:
+            content = "".join(text)
+            return Answer(
+                content if content or not calls else None,
+                tuple(calls[i] for i in sorted(calls)),
+                tuple(logprobs),
+                piece.reason,
+                piece.usage,
+                piece.timing,
+            )
+    raise AssertionError("a reply without a terminal piece")

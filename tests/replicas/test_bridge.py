@@ -1,0 +1,135 @@
+"""The border between asyncio and the engine thread: one terminal event for everybody, whatever happens."""
+
+import asyncio
+import threading
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+
+from holdfast.replicas.bridge import Bridge
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
+from holdfast.replicas.events import Failed, Finished, Sampling, Submit, Tokens
+
+CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
+
+
+class GatedRunner(FakeRunner):
+    """Steps only while the gate is open."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, plan):
+        assert self.gate.wait(30)
+        return super().run(plan)
+
+
+def make() -> tuple[Engine, GatedRunner]:
+    runner = GatedRunner(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
+    return Engine(CONFIG, runner, frozenset({EOS}), VOCABULARY), runner
+
+
+def submit(name: str, seed: int = 1, max_tokens: int = 8) -> Submit:
+    prompt = np.random.default_rng(seed).integers(1, VOCABULARY, 12).astype(np.int32)
+    return Submit(name, prompt, Sampling(max_tokens))
+
+
+async def collect(bridge: Bridge, command: Submit):
+    return [event async for events in bridge.run(command) for event in events]
+
+
+def test_many_requests_at_once_each_get_their_own_tokens():
+    async def main():
+        engine, _ = make()
+        bridge = Bridge(engine)
+        commands = [submit(f"r{i}", i, 20) for i in range(100)]
+        for command, events in zip(
+            commands, await asyncio.gather(*(collect(bridge, c) for c in commands)), strict=True
+        ):
+            tokens = [t for e in events if isinstance(e, Tokens) for t in e.tokens]
+            assert tokens == complete(command.tokens.tolist(), 20)
+            assert [type(e) for e in events if not isinstance(e, Tokens)] == [Finished]
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_leaving_early_aborts():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
+            async for _ in stream:
+                runner.gate.clear()
+                break
+        steps = engine.stats.steps
+        runner.gate.set()
+        await collect(bridge, submit("b"))
+        assert engine.stats.ended["aborted"] == 1
+        assert engine.occupancy().cells_held == 0
+        assert len([p for p in runner.plans[steps:] if len(p.chunks) > 1]) <= 2
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_close_fails_those_that_run_and_refuses_new_ones():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.gate.clear()
+        task = asyncio.create_task(collect(bridge, submit("a", max_tokens=400)))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(bridge.close())
+        await asyncio.sleep(0)
+        runner.gate.set()
+        await closing
+        events = await task
+        assert isinstance(events[-1], Failed)
+        assert events[-1].error.kind is ErrorKind.UNAVAILABLE
+        with pytest.raises(UnavailableError):
+            await collect(bridge, submit("b"))
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_fails_everybody():
+    async def main():
+        engine, _ = make()
+        bridge = Bridge(engine)
+
+        def die(*_):
+            raise RuntimeError("bug")
+
+        engine.step = die
+        events = await collect(bridge, submit("a"))
+        assert isinstance(events[-1], Failed)
+        await bridge.close()
+        assert not bridge.alive
+        with pytest.raises(UnavailableError):
+            await collect(bridge, submit("b"))
+
+    asyncio.run(main())
+
+
+def test_an_id_in_use_is_refused():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.gate.clear()
+        task = asyncio.create_task(collect(bridge, submit("a")))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError):
+            await collect(bridge, submit("a"))
+        runner.gate.set()
+        assert isinstance((await task)[-1], Finished)
+        await bridge.close()
+
+    asyncio.run(main())

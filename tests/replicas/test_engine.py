@@ -1,0 +1,371 @@
+"""The engine over a fake model: right outputs, one terminal event each, and everything returned when idle."""
+
+import numpy as np
+import pytest
+from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ErrorKind, UnavailableError
+from holdfast.replicas.events import (
+    Abort,
+    Aborted,
+    Event,
+    Failed,
+    Finished,
+    Rejected,
+    Sampling,
+    Stop,
+    Submit,
+    Terminal,
+    Tokens,
+)
+
+
+class World:
+    """An engine, its fake runner, and what came out of it."""
+
+    def __init__(self, **settings) -> None:
+        defaults = {
+            "cells": 256,
+            "page_size": 4,
+            "max_sequences": 4,
+            "session_rows": 0,
+            "context_length": 128,
+            "completion_reserve": 16,
+        }
+        self.config = EngineConfig(**(defaults | settings))
+        pages = self.config.cells // self.config.page_size
+        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences)
+        self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
+        self.now = 0.0
+        self.out: dict[str, list[int]] = {}
+        self.ends: dict[str, list[Event]] = {}
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int = 8, scope: str = "", began: float = 0.0) -> None:
+        self.prompts[name] = (prompt, max_tokens)
+        self.out[name], self.ends[name] = [], []
+        tokens = np.asarray(prompt, np.int32)
+        self.take(
+            self.engine.handle(
+                Submit(name, tokens, Sampling(max_tokens), scope, program_arrival=began or self.now), self.now
+            )
+        )
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                assert not self.ends[event.request_id], "tokens after the end"
+                self.out[event.request_id] += event.tokens
+            else:
+                self.ends[event.request_id].append(event)
+
+    def step(self) -> None:
+        self.now += 1.0
+        self.take(self.engine.step(self.now))
+        self.engine.cache.check()
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.engine.busy:
+                break
+            self.step()
+        assert not self.engine.busy, "the engine makes no progress"
+
+    def end(self, name: str) -> Event:
+        (event,) = self.ends[name]
+        assert isinstance(event, Terminal)
+        return event
+
+    def assert_right(self, name: str) -> None:
+        assert self.out[name] == complete(*self.prompts[name])
+        assert isinstance(self.end(name), Finished)
+
+    def assert_idle(self) -> None:
+        now = self.engine.occupancy()
+        assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
+        assert now.cells_free + now.cells_tree == now.cells_total
+
+
+def words(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, VOCABULARY, n).tolist()
+
+
+def test_a_request_is_completed_and_its_usage_counted():
+    world = World()
+    world.submit("a", words(1, 10), max_tokens=6)
+    world.run()
+    world.assert_right("a")
+    usage = world.end("a").usage
+    assert (usage.prompt, usage.cached, usage.completion) == (10, 0, len(world.out["a"]))
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_next_turn_computes_its_delta_and_at_most_a_page(page_size):
+    world = World(page_size=page_size, cells=512)
+    prompt, known = words(1, 20), 0
+    for turn in range(6):
+        name = f"turn{turn}"
+        before = world.engine.stats.prompt_computed
+        world.submit(name, prompt, max_tokens=5)
+        world.run()
+        world.assert_right(name)
+        computed = world.engine.stats.prompt_computed - before
+        assert computed <= len(prompt) - known + page_size
+        known = len(prompt) + len(world.out[name])
+        prompt = prompt + world.out[name] + words(turn + 2, 7)
+    world.assert_idle()
+
+
+def test_prompt_in_small_chunks_gives_the_same_output():
+    world = World(step_tokens=3)
+    world.submit("a", words(1, 50))
+    world.submit("b", words(2, 31))
+    world.run()
+    world.assert_right("a")
+    world.assert_right("b")
+    assert all(sum(len(c.tokens) for c in plan.chunks if c.draw is None) <= 3 for plan in world.runner.plans)
+
+
+def test_decoding_goes_on_while_another_prompt_is_prefilled():
+    world = World(step_tokens=4)
+    world.submit("a", words(1, 4), max_tokens=20)
+    world.step()
+    world.submit("b", words(2, 40))
+    before = len(world.out["a"])
+    for _ in range(5):
+        world.step()
+    assert len(world.out["a"]) > before
+    world.run()
+    world.assert_right("a")
+    world.assert_right("b")
+
+
+def test_preemption_loses_nothing_and_changes_no_output():
+    world = World(cells=64, admission_ceiling=1.0, completion_reserve=1, high_water=1.0)
+    for i in range(4):
+        world.submit(f"r{i}", words(i, 10), max_tokens=40)
+    world.run()
+    for i in range(4):
+        world.assert_right(f"r{i}")
+    assert world.engine.stats.preemptions > 0
+    world.assert_idle()
+
+
+def test_programs_that_began_earlier_go_first():
+    world = World(max_sequences=1)
+    world.submit("running", words(1, 8), max_tokens=4)
+    world.step()
+    world.submit("young", words(2, 8), began=50.0)
+    world.submit("old", words(3, 8), began=10.0)
+    world.run()
+    scheduled = {name: world.end(name).timing.scheduled for name in ("young", "old")}
+    assert scheduled["old"] < scheduled["young"]
+
+
+def test_stop_finishes_and_keeps_the_cells_for_the_next_turn():
+    world = World()
+    world.submit("a", words(1, 9), max_tokens=50)
+    world.step()
+    world.take(world.engine.handle(Stop("a"), world.now))
+    assert world.end("a").reason == "stop"
+    assert world.engine.cache.peek("", np.asarray([*words(1, 9), 1], np.int32)) == 9
+
+
+def test_abort_frees_row_and_cells_at_once():
+    world = World()
+    world.submit("a", words(1, 9), max_tokens=50)
+    world.submit("waiting", words(2, 9))
+    world.step()
+    world.take(world.engine.handle(Abort("a"), world.now))
+    world.take(world.engine.handle(Abort("waiting"), world.now))
+    world.take(world.engine.handle(Abort("unknown"), world.now))
+    assert isinstance(world.end("a"), Aborted)
+    assert isinstance(world.end("waiting"), Aborted)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "kind", "field"),
+    [
+        ([], 4, ErrorKind.INVALID, "prompt"),
+        ([1, 2], 0, ErrorKind.INVALID, "max_tokens"),
+        ([1, 2], -5, ErrorKind.INVALID, "max_tokens"),
+        ([1, VOCABULARY], 4, ErrorKind.INVALID, "prompt"),
+        ([1, -1], 4, ErrorKind.INVALID, "prompt"),
+        ([1] * 128, 1, ErrorKind.TOO_LONG, "messages"),
+        ([1] * 100, 29, ErrorKind.TOO_LONG, "max_tokens"),
+    ],
+)
+def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, kind, field):
+    world = World()
+    world.submit("a", prompt, max_tokens)
+    error = world.end("a").error
+    assert (error.kind, error.field) == (kind, field)
+    assert not world.engine.busy
+
+
+def test_a_request_larger_than_the_cache_is_rejected_and_the_largest_that_fits_is_served():
+    world = World(cells=64)
+    world.submit("big", words(1, 30), max_tokens=31)
+    assert world.end("big").error.kind is ErrorKind.TOO_LONG
+    world.submit("fits", words(1, 30), max_tokens=30)
+    world.run()
+    world.assert_right("fits")
+    world.submit("again", words(1, 30), max_tokens=30)
+    world.run()
+    world.assert_right("again")
+
+
+def test_a_full_queue_refuses_and_a_late_request_is_refused():
+    world = World(max_sequences=1, max_waiting=2, queue_timeout_s=5.0)
+    world.submit("runs", words(1, 8), max_tokens=100)
+    world.step()
+    world.submit("w1", words(2, 8))
+    world.submit("w2", words(3, 8))
+    world.submit("w3", words(4, 8))
+    assert world.end("w3").error.kind is ErrorKind.OVERLOADED
+    for _ in range(6):
+        world.step()
+    assert isinstance(world.end("w1"), Rejected)
+    assert isinstance(world.end("w2"), Rejected)
+    world.run()
+    world.assert_right("runs")
+    world.assert_idle()
+
+
+def test_a_failed_step_fails_its_requests_only():
+    world = World(max_sequences=1)
+    world.submit("a", words(1, 8))
+    world.submit("b", words(2, 8))
+    world.runner.fail = lambda plan: len(world.runner.plans) == 1
+    world.run()
+    assert isinstance(world.end("a"), Failed)
+    assert world.end("a").error.kind is ErrorKind.INTERNAL
+    world.assert_right("b")
+    world.assert_idle()
+
+
+def test_fail_all_ends_running_and_waiting():
+    world = World(max_sequences=1)
+    world.submit("a", words(1, 8))
+    world.submit("b", words(2, 8))
+    world.step()
+    world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
+    assert world.end("a").error.kind is world.end("b").error.kind is ErrorKind.UNAVAILABLE
+    world.assert_idle()
+
+
+def test_three_interleaved_agents_keep_their_prefixes():
+    world = World(cells=1024, context_length=256)
+    system = words(0, 24)
+    prompts = {agent: system + words(agent, 10) for agent in (1, 2, 3)}
+    for turn in range(4):
+        for agent, prompt in prompts.items():
+            name = f"{agent}.{turn}"
+            world.submit(name, prompt, max_tokens=4)
+            world.run()
+            world.assert_right(name)
+            if turn:
+                assert world.end(name).usage.cached >= len(prompt) - 12 - world.config.page_size
+            prompts[agent] = prompt + world.out[name] + words(100 * agent + turn, 8)
+    assert world.engine.cache.stats.evicted == 0
+
+
+@pytest.mark.parametrize("step_tokens", [16, 4096])
+def test_a_burst_over_a_shared_preamble_computes_it_once(step_tokens):
+    world = World(cells=4096, context_length=512, max_sequences=16, step_tokens=step_tokens)
+    preamble = words(0, 200)
+    for i in range(8):
+        world.submit(f"r{i}", preamble + words(i + 1, 10))
+    world.run()
+    for i in range(8):
+        world.assert_right(f"r{i}")
+    assert world.engine.stats.prompt_computed <= 200 + 8 * (10 + world.config.page_size)
+    assert world.engine.stats.prompt_grouped >= 7 * (200 - world.config.page_size)
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("how", [Abort, Stop])
+def test_followers_go_on_when_their_leader_ends(how):
+    world = World(cells=4096, context_length=512, max_sequences=16, step_tokens=16)
+    preamble = words(0, 200)
+    for i in range(3):
+        world.submit(f"r{i}", preamble + words(i + 1, 10))
+    world.step()
+    world.take(world.engine.handle(how("r0"), world.now))
+    world.take(world.engine.handle(Abort("r1"), world.now))
+    world.run()
+    world.assert_right("r2")
+    world.assert_idle()
+
+
+def test_switches_turn_sharing_off_and_change_no_output():
+    computed = {}
+    for switches in ({}, {"grouped_prefill": False}, {"prefix_cache": False}):
+        world = World(cells=4096, context_length=512, max_sequences=16, **switches)
+        for i in range(3):
+            world.submit(f"r{i}", words(0, 100) + words(i + 1, 10))
+        world.run()
+        world.submit("again", words(0, 100) + words(1, 10))
+        world.run()
+        for name in world.prompts:
+            world.assert_right(name)
+        computed[tuple(switches)] = world.engine.stats.prompt_computed
+    assert computed[()] < computed[("grouped_prefill",)] < computed[("prefix_cache",)] == 4 * 110
+
+
+def test_scopes_share_nothing():
+    world = World()
+    world.submit("a", words(1, 30), scope="one")
+    world.run()
+    world.submit("b", words(1, 30), scope="two")
+    world.run()
+    world.assert_right("b")
+    assert world.end("b").usage.cached == 0
+
+
+request = st.tuples(
+    st.integers(0, 3),  # which shared prefix
+    st.integers(1, 30),  # tokens of one's own
+    st.integers(1, 30),  # max_tokens
+    st.integers(0, 6),  # steps before the next action
+    st.sampled_from(["finish", "finish", "finish", "abort", "stop"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(request, min_size=1, max_size=12),
+    page_size=st.sampled_from([1, 4, 16]),
+    cells=st.sampled_from([96, 128, 512]),
+    step_tokens=st.sampled_from([1, 7, 64]),
+    failing=st.sets(st.integers(1, 40), max_size=2),
+)
+def test_any_traffic_ends_once_each_and_leaves_nothing_behind(requests, page_size, cells, step_tokens, failing):
+    world = World(
+        cells=cells, page_size=page_size, step_tokens=step_tokens, admission_ceiling=0.9, completion_reserve=2
+    )
+    world.runner.fail = lambda plan: len(world.runner.plans) in failing
+    for i, (shared, own, max_tokens, steps, how) in enumerate(requests):
+        name = f"r{i}"
+        world.submit(name, words(shared, 20) + words(1000 + i, own), max_tokens)
+        for _ in range(steps):
+            world.step()
+        if how != "finish":
+            world.take(world.engine.handle(Abort(name) if how == "abort" else Stop(name), world.now))
+    world.run()
+    for name, (prompt, max_tokens) in world.prompts.items():
+        end = world.end(name)
+        expected = complete(prompt, max_tokens)
+        if isinstance(end, Finished):
+            assert world.out[name] == expected[: len(world.out[name])]
+        if isinstance(end, Finished) and end.reason == "length":
+            assert world.out[name] == expected
+        assert not isinstance(end, Rejected)
+    world.assert_idle()
+    assert sum(world.engine.stats.ended.values()) == len(requests)

@@ -1,0 +1,71 @@
+"""A runner without a model: cells remember what was written to them, and the next token is a hash of what is read.
+
+So a wrong page, a stale cell or a missing copy changes the output, as it would with a real model.
+"""
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
+
+VOCABULARY = 50
+EOS = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes()) % VOCABULARY
+
+
+def complete(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset({EOS})) -> list[int]:
+    """What any correct engine must generate over `FakeRunner`."""
+    tokens, out = list(prompt), []
+    while len(out) < max_tokens:
+        out.append(next_token(tokens))
+        tokens.append(out[-1])
+        if out[-1] in eos:
+            break
+    return out
+
+
+class FakeRunner:
+    def __init__(self, pages: int, page_size: int, rows: int) -> None:
+        self.page_size = page_size
+        self.cells = np.full((pages, page_size, 2), -1, np.int64)  # token, position
+        self.table = np.full((rows, pages + 1), -1, np.int32)
+        self.plans: list[StepPlan] = []
+        self.fail: Callable[[StepPlan], bool] = lambda plan: False
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        self.plans.append(plan)
+        for copy in plan.copies:
+            self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
+        for write in plan.writes:
+            self.table[write.row, write.first : write.first + len(write.pages)] = write.pages
+        if self.fail(plan):
+            raise RuntimeError("injected")
+        for chunk in plan.chunks:
+            for i, token in enumerate(chunk.tokens):
+                page, cell = self._place(chunk.row, chunk.start + i)
+                self.cells[page, cell] = (token, chunk.start + i)
+        drawn = []
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.tokens)
+            drawn.append(Drawn((next_token(self.read(chunk.row, end)),)) if chunk.draw else None)
+        return StepOutput(tuple(drawn))
+
+    def read(self, row: int, end: int) -> list[int]:
+        """The tokens whose cells the row's page table shows, checked to be at their positions."""
+        read = []
+        for position in range(end):
+            page, cell = self._place(row, position)
+            token, at = self.cells[page, cell]
+            assert at == position, f"row {row} position {position} holds the cell of position {at}"
+            read.append(int(token))
+        return read
+
+    def _place(self, row: int, position: int) -> tuple[int, int]:
+        page = int(self.table[row, position // self.page_size])
+        assert page >= 0, f"row {row} has no page for position {position}"
+        return page, position % self.page_size

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 from holdfast.replicas.errors import ConfigError
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 
 POCKET = "pocket"  # the name of the shipped model
 
@@ -18,6 +19,7 @@ class EngineConfig:
     served_name: str = ""  # the model's name in the API; empty: the folder's name
     dtype: DType = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
     device: str = "auto"  # auto: cuda where there is one
+    decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
     threads: int = 0  # of torch on a CPU; 0: all cores
 
     context_length: int = 0  # 0: the model's own

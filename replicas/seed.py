@@ -4,7 +4,8 @@ FNV-1a is h = (h ^ byte) * P modulo 2^64, byte after byte, which no array librar
 byte of h meets the XOR, and it evolves by itself modulo 256. Once the low bytes are known, h ^ byte is h plus a known
 small number, the whole is linear in h, and the result is a dot product with the powers of P. The low bytes come bit
 by bit: bit k of the next state is bit k of this one, XOR the byte's bit, XOR a carry out of the bits below, so each bit
-is one cumulative XOR over the message. 30,000 tokens take about 2 ms; a plain loop takes 15.
+is one cumulative XOR over the message. A long prompt takes a
+third of the time of a plain loop.
 """
 
 import numpy as np
@@ -16,7 +17,9 @@ OFFSET_BASIS = 0xCBF29CE484222325
 PRIME = 0x100000001B3
 _BLOCK = 1 << 15  # bytes hashed at a time; the powers of PRIME are kept for one block
 
-_POWERS: npt.NDArray[np.uint64] = np.cumprod(np.full(_BLOCK, PRIME, dtype=np.uint64))  # PRIME^1, PRIME^2, ...
+_POWERS: npt.NDArray[np.uint64] = np.cumprod(
+    np.full(_BLOCK, PRIME, dtype=np.uint64), dtype=np.uint64
+)  # PRIME^1, PRIME^2, ...
 
 
 def prompt_seed(tokens: TokenIds) -> int:

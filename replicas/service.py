@@ -9,6 +9,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens, Usage
+from holdfast.replicas.fold import Fold
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.requests import (
     Answer,
@@ -16,13 +17,9 @@ from holdfast.replicas.requests import (
     Completed,
     Errored,
     GenerateRequest,
-    LogprobText,
     ModelCard,
     Piece,
     RawPrompt,
-    TextDelta,
-    ToolCall,
-    ToolCallDelta,
 )
 from holdfast.replicas.text.conversation import Reply, TextSide
 
@@ -85,11 +82,11 @@ class Service:
 
     async def generate(self, request: GenerateRequest) -> Answer | Errored:
         """The whole reply at once. Cancelling the call aborts the request."""
-        pieces: list[Piece] = []
+        fold = Fold()
         async with aclosing(self.stream(request)) as stream:
-            async for batch in stream:
-                pieces += batch
-        return fold(pieces)
+            async for pieces in stream:
+                fold.add(pieces)
+        return fold.answer() or fold.error()
 
     def _submit(self, request: GenerateRequest, tokens: TokenIds) -> Submit:
         sampling = request.sampling
@@ -118,30 +115,3 @@ class Service:
         if isinstance(event, Aborted):
             return [Errored(_ABORTED, event.usage)]
         return [Errored(event.error)]
-
-
-def fold(pieces: Sequence[Piece]) -> Answer | Errored:
-    """A stream of pieces as one answer; the last piece is `Completed` or `Errored`."""
-    text: list[str] = []
-    logprobs: list[LogprobText] = []
-    calls: dict[int, ToolCall] = {}
-    for piece in pieces:
-        if isinstance(piece, TextDelta):
-            text.append(piece.text)
-            logprobs += piece.logprobs
-        elif isinstance(piece, ToolCallDelta):
-            before = calls.get(piece.index, ToolCall(piece.call_id or "", piece.name or "", ""))
-            calls[piece.index] = replace(before, arguments=before.arguments + piece.arguments)
-        elif isinstance(piece, Errored):
-            return piece
-        else:
-            content = "".join(text)
-            return Answer(
-                content if content or not calls else None,
-                tuple(calls[i] for i in sorted(calls)),
-                tuple(logprobs),
-                piece.reason,
-                piece.usage,
-                piece.timing,
-            )
-    raise AssertionError("a reply without a terminal piece")

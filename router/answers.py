@@ -1,0 +1,67 @@
+"""A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/fold.py`."""
+
+from typing import Any
+
+import orjson
+
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.requests import (
+    Answer,
+    Completed,
+    LogprobText,
+    Piece,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+
+
+def pieces_of(answer: Answer) -> tuple[Piece, ...]:
+    """The pieces that fold to `answer`."""
+    pieces: list[Piece] = []
+    if answer.text or answer.logprobs:
+        pieces.append(TextDelta(answer.text or "", answer.logprobs))
+    for index, call in enumerate(answer.tool_calls):
+        pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments))
+    pieces.append(Completed(answer.reason, answer.usage, answer.timing))
+    return tuple(pieces)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """`answer` in JSON, without its timing."""
+    usage = answer.usage
+    return orjson.dumps(
+        {
+            "text": answer.text,
+            "tool_calls": [[call.call_id, call.name, call.arguments] for call in answer.tool_calls],
+            "logprobs": [_pack(token) for token in answer.logprobs],
+            "reason": answer.reason,
+            "usage": [usage.prompt, usage.cached, usage.completion],
+        }
+    )
+
+
+def decode_answer(value: bytes) -> Answer:
+    """The answer in `value`. Raises ValueError for anything that `encode_answer` did not write."""
+    try:
+        read = orjson.loads(value)
+        return Answer(
+            text=read["text"],
+            tool_calls=tuple(ToolCall(*call) for call in read["tool_calls"]),
+            logprobs=tuple(_unpack(token) for token in read["logprobs"]),
+            reason=read["reason"],
+            usage=Usage(*read["usage"]),
+            timing=Timing(arrived=0.0),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not an answer: {error}") from None
+
+
+def _pack(token: LogprobText) -> list[Any]:
+    return [token.token, token.bytes.hex(), token.logprob, [_pack(other) for other in token.top]]
+
+
+def _unpack(packed: list[Any]) -> LogprobText:
+    token, raw, logprob, top = packed
+    value = float("-inf") if logprob is None else logprob  # JSON has no infinity
+    return LogprobText(token, bytes.fromhex(raw), value, tuple(_unpack(other) for other in top))

@@ -1,0 +1,69 @@
+"""What the HTTP layer asks of whatever runs the replicas: one Protocol and the data it hands back.
+
+Nothing here knows Ray or HTTP. `cluster` implements it with Serve handles, the tests with a fake.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A whole reply and the replica that gave it; `replica_id` is "" where none was reached."""
+
+    replica_id: str
+    reply: Answer | Errored
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of a reply that arrived together, in order, and the replica they come from. Never empty."""
+
+    replica_id: str
+    pieces: tuple[Piece, ...]
+
+
+class Backend(Protocol):
+    """The replicas, seen from the router.
+
+    Any method may raise `HoldfastError`: `OverloadedError` where no replica has room, `UnavailableError` where
+    none is there. Other exceptions are bugs and are answered with status 500.
+    """
+
+    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
+        """The whole reply. Cancelling the call aborts the request on its replica.
+
+        `last_replica` served the program's last turn, by the program table: a hint for placement, not a demand.
+        """
+        ...
+
+    def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+        """The reply as it is made; the last piece of the last batch is `Completed` or `Errored`.
+
+        Closing the generator (`aclose`) before that aborts the request on its replica. It is closed exactly once
+        on every path, also when it was never iterated.
+        """
+        ...
+
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
+        """The token ids that a generation from `prompt` would start with."""
+        ...
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special tokens included."""
+        ...
+
+    async def models(self) -> Sequence[ModelCard]:
+        """What is served, one card a model. Asked on every request, so answered from memory; () before start-up."""
+        ...
+
+    async def metrics(self) -> Sequence[str]:
+        """One Prometheus text exposition a replica, each sample labelled with its replica."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether at least one replica can take requests."""
+        ...

@@ -1,0 +1,36 @@
+"""Work that no request waits for: writes to the store. Bounded; what does not fit is dropped."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """Runs coroutines beside the requests and keeps them referenced until they end."""
+
+    def __init__(self, limit: int = 1024) -> None:
+        self._limit = limit
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run `work` soon. False where too much is under way: it is dropped."""
+        if len(self._tasks) >= self._limit:
+            work.close()
+            return False
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return True
+
+    async def drain(self) -> None:
+        """Wait for everything that was started."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)

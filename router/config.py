@@ -1,0 +1,32 @@
+"""Settings of the router. Frozen; `cluster` composes them with the other folders'."""
+
+from dataclasses import dataclass
+
+from holdfast.replicas.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Every knob of the HTTP layer. Sizes in bytes, times in seconds."""
+
+    max_body_bytes: int = 32 * 2**20  # a larger request body is refused (413)
+    max_in_flight: int = 4096  # generation requests of all tenants at once; one more is refused (429)
+
+    response_cache: bool = True
+    cache_entries: int = 1024  # answers in this process
+    cache_memory: int = 64 * 2**20
+    cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
+    cache_ttl_s: float = 3600.0
+
+    program_entries: int = 65536  # programs in this process
+    program_ttl_s: float = 86400.0
+
+    store_timeout_s: float = 0.05  # of one Redis operation
+    store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
+    store_entries: int = 65536  # kept in memory where there is no Redis
+    store_memory: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if name != "response_cache" and getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)

@@ -1,0 +1,142 @@
+"""HTTP pieces that every endpoint shares: reading a body, answering, and the headers that every answer carries.
+
+Endpoints are plain functions from request to response, so that nothing is parsed or serialised twice.
+"""
+
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.replicas.errors import EngineError, HoldfastError
+from holdfast.router.event_stream import ClientGoneError
+from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
+from holdfast.router.tenants import Caller
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
+CLIENT_GONE = 499  # nobody reads it; proxies log it
+
+
+@dataclass(slots=True)
+class AnswerHeaders:
+    """Headers of the answer to one request, filled in while it is served."""
+
+    request_id: str
+    cache: str = "bypass"
+    replica: str = "none"
+
+    def encode(self) -> list[tuple[bytes, bytes]]:
+        return [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-holdfast-cache", self.cache.encode()),
+            (b"x-holdfast-replica", self.replica.encode()),
+        ]
+
+
+class AnswerHeadersMiddleware:
+    """Gives every request an id and puts `AnswerHeaders` on every answer, errors and unknown paths included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = AnswerHeaders(_request_id(scope))
+        scope[STATE] = headers
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *headers.encode()]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def answer_headers(request: Request) -> AnswerHeaders:
+    headers: AnswerHeaders = request.scope[STATE]
+    return headers
+
+
+def caller(request: Request) -> Caller:
+    """Who calls, for authentication."""
+    client, server = request.scope.get("client"), request.scope.get("server")
+    return Caller(
+        authorization=request.headers.get("authorization"),
+        peer=client[0] if client else None,
+        server=server[0] if server else None,
+        forwarded=",".join(request.headers.getlist("x-forwarded-for")),
+    )
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of `request`. Raises RefusedError (413) as soon as it is longer than `limit` bytes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return b"".join(parts)
+
+
+def json_response(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
+
+
+def error_response(error: HoldfastError) -> Response:
+    answer = api_error(error)
+    return Response(answer.body, answer.status, answer.headers, "application/json")
+
+
+def supervised(handler: Handler) -> Handler:
+    """`handler`, with everything it raises turned into an answer."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except HoldfastError as error:
+            return error_response(error)
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:  # a bug: the client gets an error in the usual shape, the log the traceback
+            return error_response(internal_error(error, answer_headers(request).request_id))
+
+    return answer
+
+
+def internal_error(error: Exception, request_id: str) -> EngineError:
+    """Log `error` and make what a client is told of it."""
+    log.error("request %s failed", request_id, exc_info=error)
+    return EngineError(f"The server failed to handle the request ({request_id})")
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            if REQUEST_ID.fullmatch(given):
+                return str(given)
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _too_large(limit: int) -> RefusedError:
+    return RefusedError(Refusal.TOO_LARGE, f"The request body is longer than {limit} bytes")

@@ -1,0 +1,147 @@
+"""From bytes to a validated pydantic model: JSON, fields that are ignored or not supported, and errors that name
+the field as OpenAI's do (`messages.2.content`).
+
+The supported fields themselves are in `chat`, `completions` and `tokens`.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from holdfast.replicas.errors import InvalidRequestError
+
+Model = TypeVar("Model", bound="Body")
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields of OpenAI's that do not change the answer and that Holdfast does nothing with."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": (),
+    "functions": (),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "return_token_strs": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that would change the answer and are not supported, with the values that change nothing."""
+
+
+def one_or_many(value: object) -> str:
+    """Discriminates a field that is a string or a list, so that an error speaks of the one that was meant."""
+    return "many" if isinstance(value, list) else "one"
+
+
+class Body(BaseModel):
+    """Base of every request body: no coercion (`"1"` is not a number), no unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def decode(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises InvalidRequestError that names the position of a syntax error."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno} (position {error.pos})"
+        raise InvalidRequestError(f"The request body is not valid JSON: {error.msg} at {where}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError("The request body must be a JSON object")
+    return body
+
+
+def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
+    """`body` as a `model`. A field that is null counts as absent.
+
+    Raises InvalidRequestError for the first thing that is wrong, with the field's path.
+    """
+    given: dict[str, Any] = {}
+    for name, value in body.items():
+        if value is None or name in IGNORED:
+            continue
+        if name in NEUTRAL and name not in model.model_fields:
+            _require_neutral(name, value)
+            continue
+        given[name] = value
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _translate(model, error.errors(include_url=False, include_input=False), given) from None
+
+
+def _require_neutral(name: str, value: object) -> None:
+    neutral = NEUTRAL[name]
+    if any(type(value) is type(other) and value == other for other in neutral):
+        return
+    only = f"; only {orjson.dumps(neutral[0]).decode()} is accepted" if neutral else ""
+    raise InvalidRequestError(f"'{name}' is not supported{only}", name)
+
+
+def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mapping[str, Any]) -> InvalidRequestError:
+    detail = details[0]
+    if detail["type"] == "missing":  # perhaps because of a misspelling, which says more
+        detail = next((item for item in details if item["type"] == "extra_forbidden"), detail)
+    kind = detail["type"]
+    path = _path(detail["loc"], given)
+    if kind == "extra_forbidden":
+        return InvalidRequestError(f"Unrecognized request argument supplied: {path}{_nearest(model, path)}", path)
+    if kind == "missing":
+        return InvalidRequestError(f"Missing required parameter: '{path}'", path)
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        path = f"{path}.{detail['ctx']['discriminator'].strip(chr(39))}"
+        if kind == "union_tag_not_found":
+            return InvalidRequestError(f"Missing required parameter: '{path}'", path)
+        expected = detail["ctx"]["expected_tags"]
+        return InvalidRequestError(f"Invalid value for '{path}': '{detail['ctx']['tag']}', not one of {expected}", path)
+    message = detail["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"Invalid value for '{path}': {message[:1].lower()}{message[1:]}", path)
+
+
+def _path(location: Sequence[int | str], given: object) -> str:
+    """`location` without the names of union branches, which pydantic mixes in and a client never wrote."""
+    parts: list[str] = []
+    here = given
+    for index, step in enumerate(location):
+        last = index + 1 == len(location)
+        if isinstance(here, dict) and step in here:  # noqa: SIM114 (types are lost in the joint form)
+            here = here[step]
+        elif isinstance(here, list) and isinstance(step, int):
+            here = here[step]
+        elif not (last and isinstance(here, dict)):  # the last step of a missing field is not in the input
+            continue
+        parts.append(str(step))
+    return ".".join(parts)
+
+
+def _nearest(model: type[Body], path: str) -> str:
+    near = get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.75) if "." not in path else ()
+    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -1,0 +1,88 @@
+"""`/v1/chat/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
+from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
+from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
+from holdfast.router.protocol.usage import chat_logprobs, usage_object
+
+MAX_TOP_LOGPROBS = 20
+
+
+class ChatBody(GenerationBody):
+    """What a client may send; `max_tokens` is the old name of `max_completion_tokens`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
+    """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    max_tokens, max_field = _max_tokens(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("'top_logprobs' is only allowed with 'logprobs': true", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    check_tools(body.tools)
+    prompt = ChatPrompt(
+        messages=plain_messages(body.messages),
+        tools=tuple(body.tools),
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    return build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
+
+
+def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:
+    """The `chat.completion` object in JSON. `created` is in seconds since the epoch."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": chat_logprobs(answer.logprobs) if answer.logprobs else None,
+        "finish_reason": answer.reason,
+    }
+    return orjson.dumps(
+        {
+            "id": reply_id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [choice],
+            "usage": usage_object(answer.usage),
+        }
+    )
+
+
+def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
+    if body.max_completion_tokens is None:
+        return body.max_tokens, "max_tokens"
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' contradict each other", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+def _tool_choice(given: str | dict[str, Any]) -> Literal["auto", "none"]:
+    if given == "auto":
+        return "auto"
+    if given == "none":
+        return "none"
+    if given == "required" or isinstance(given, dict):
+        raise InvalidRequestError("'tool_choice': only 'auto' and 'none' are supported yet", "tool_choice")
+    raise InvalidRequestError(f"'tool_choice': {given!r} is not 'auto' or 'none'", "tool_choice")

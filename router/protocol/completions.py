@@ -1,0 +1,58 @@
+"""`/v1/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
+
+from typing import Annotated
+
+import orjson
+from pydantic import Discriminator, Field, Tag
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import Answer, ModelCard, RawPrompt
+from holdfast.router.protocol.body import one_or_many
+from holdfast.router.protocol.turn import GenerationBody, TokenId, Turn, build_sampling, build_turn, check_tokens
+from holdfast.router.protocol.usage import completion_logprobs, usage_object
+
+MAX_LOGPROBS = 20
+
+
+class CompletionBody(GenerationBody):
+    """What a client may send. One prompt: text, or token ids. Several prompts in a list are refused."""
+
+    prompt: Annotated[Annotated[str, Tag("one")] | Annotated[list[TokenId], Tag("many")], Discriminator(one_or_many)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:
+    """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    prompt = raw_prompt(body.prompt, card)
+    sampling = build_sampling(body, card, body.logprobs, body.max_tokens, "max_tokens")
+    return build_turn(body, prompt, card, sampling)
+
+
+def raw_prompt(given: str | list[int], card: ModelCard) -> RawPrompt:
+    """A prompt of text or token ids. Raises InvalidRequestError where it is empty or an id is unknown."""
+    if not given:
+        raise InvalidRequestError("'prompt' must not be empty", "prompt")
+    if isinstance(given, str):
+        return RawPrompt(given)
+    check_tokens(given, card, "prompt")
+    return RawPrompt(tuple(given))
+
+
+def completion_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:
+    """The `text_completion` object in JSON. `created` is in seconds since the epoch."""
+    choice = {
+        "index": 0,
+        "text": answer.text or "",
+        "logprobs": completion_logprobs(answer.logprobs) if answer.logprobs else None,
+        "finish_reason": answer.reason,
+    }
+    return orjson.dumps(
+        {
+            "id": reply_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": [choice],
+            "usage": usage_object(answer.usage),
+        }
+    )

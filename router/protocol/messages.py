@@ -1,0 +1,171 @@
+"""Messages and tools of a conversation: their shapes, what must hold between them, and the plain form that a chat
+template gets.
+
+Shapes are typed dictionaries, so validation hands back dictionaries and nothing is copied twice. Only text content
+is supported.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.router.protocol.body import one_or_many
+
+CLOSED = ConfigDict(strict=True, extra="forbid")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+@with_config(CLOSED)
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[TextPart], Tag("many")], Discriminator(one_or_many)
+]
+
+
+@with_config(CLOSED)
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+@with_config(CLOSED)
+class CallMessage(TypedDict):
+    """A tool call inside an assistant message; `index` is left over where a client kept streamed deltas."""
+
+    id: Annotated[str, Field(min_length=1)]
+    function: FunctionCall
+    type: NotRequired[Literal["function"]]
+    index: NotRequired[int]
+
+
+@with_config(CLOSED)
+class SystemMessage(TypedDict):
+    role: Literal["system", "developer"]
+    content: Content
+    name: NotRequired[str | None]
+
+
+@with_config(CLOSED)
+class UserMessage(TypedDict):
+    role: Literal["user"]
+    content: Content
+    name: NotRequired[str | None]
+
+
+@with_config(CLOSED)
+class AssistantMessage(TypedDict):
+    """Besides what a template uses, what clients send back when they return our own message unchanged."""
+
+    role: Literal["assistant"]
+    content: NotRequired[Content | None]
+    tool_calls: NotRequired[list[CallMessage] | None]
+    name: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    refusal: NotRequired[str | None]
+    annotations: NotRequired[list[Any] | None]
+    audio: NotRequired[None]
+    function_call: NotRequired[None]
+
+
+@with_config(CLOSED)
+class ToolMessage(TypedDict):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: NotRequired[str | None]
+
+
+Message: TypeAlias = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+@with_config(CLOSED)
+class FunctionTool(TypedDict):
+    """`strict` is accepted and not enforced."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(CLOSED)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object."""
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        name = function["name"]
+        where = f"tools.{index}.function"
+        if not TOOL_NAME.fullmatch(name):
+            raise InvalidRequestError(f"Invalid '{where}.name': {name!r} is not [a-zA-Z0-9_-]{{1,64}}", f"{where}.name")
+        if name in seen:
+            raise InvalidRequestError(f"'{where}.name': there are two tools named {name!r}", f"{where}.name")
+        seen.add(name)
+        parameters = function.get("parameters") or {}
+        if parameters.get("type", "object") != "object":
+            field = f"{where}.parameters"
+            raise InvalidRequestError(f"'{field}' must be a JSON schema of type 'object'", field)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` as a template reads them: text content joined, empty and foreign fields left out.
+
+    Raises InvalidRequestError for a tool message that answers no earlier tool call, and for an assistant message
+    with neither content nor tool calls.
+    """
+    calls: set[str] = set()
+    plain: list[dict[str, Any]] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            plain.append(_assistant(index, message))
+            calls.update(call["id"] for call in message.get("tool_calls") or ())
+            continue
+        if message["role"] == "tool" and message["tool_call_id"] not in calls:
+            field = f"messages.{index}.tool_call_id"
+            given = message["tool_call_id"]
+            raise InvalidRequestError(f"'{field}': no earlier assistant message has a tool call {given!r}", field)
+        plain.append(_other(message))
+    return plain
+
+
+def _assistant(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None and not calls:
+        field = f"messages.{index}.content"
+        raise InvalidRequestError(f"'{field}' may be null only where there are tool_calls", field)
+    plain: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content)}
+    if calls:
+        plain["tool_calls"] = [{"id": call["id"], "type": "function", "function": call["function"]} for call in calls]
+    for name in ("name", "reasoning_content"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    return plain
+
+
+def _other(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message["role"]
+    plain = {"role": "system" if role == "developer" else role, "content": _text(message["content"])}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    return plain
+
+
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

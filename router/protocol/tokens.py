@@ -1,0 +1,63 @@
+"""`/tokenize` and `/detokenize`, in the shapes that vLLM gave them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
+from holdfast.router.protocol.body import Body
+from holdfast.router.protocol.completions import raw_prompt
+from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
+from holdfast.router.protocol.turn import TokenId, check_tokens
+
+
+class TokenizeBody(Body):
+    """Either `prompt` or `messages`. The ids are those that a generation from the same input would start with."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def tokenize_prompt(body: TokenizeBody, card: ModelCard) -> ChatPrompt | RawPrompt:
+    """The prompt to tokenize. Raises InvalidRequestError unless there is exactly one."""
+    if body.messages is not None and body.prompt is None:
+        check_tools(body.tools)
+        return ChatPrompt(
+            messages=plain_messages(body.messages),
+            tools=tuple(body.tools),
+            template_kwargs=body.chat_template_kwargs,
+        )
+    if body.prompt is not None and body.messages is None:
+        return raw_prompt(body.prompt, card)
+    raise InvalidRequestError("Give either 'prompt' or 'messages'", "prompt")
+
+
+def tokenize_reply(tokens: Sequence[int], card: ModelCard) -> bytes:
+    reply = {
+        "count": len(tokens),
+        "max_model_len": card.context_length,
+        "tokens": [int(token) for token in tokens],
+        "token_strs": None,
+    }
+    return orjson.dumps(reply)
+
+
+def detokenize_tokens(body: DetokenizeBody, card: ModelCard) -> list[int]:
+    """The ids to turn into text. Raises InvalidRequestError for one outside the vocabulary."""
+    check_tokens(body.tokens, card, "tokens")
+    return body.tokens
+
+
+def detokenize_reply(text: str) -> bytes:
+    return orjson.dumps({"prompt": text})

@@ -1,0 +1,154 @@
+"""What every kind of generation request has in common: sampling fields, who asks, and the turn they become.
+
+`chat` and `completions` add their prompts. Defaults are OpenAI's: temperature 1 and top_p 1 where a request says
+nothing, whatever the checkpoint's own generation settings are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
+from holdfast.router.protocol.body import Body, one_or_many
+from holdfast.router.protocol.errors import Refusal, RefusedError
+
+MAX_STOPS = 16
+REST_OF_CONTEXT = -1
+INT64 = 2**63
+
+Identifier = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted: chunks are not padded either way
+
+
+class GenerationBody(Body):
+    """Fields of both endpoints that generate."""
+
+    model: str
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    stop: Annotated[Annotated[str, Tag("one")] | Annotated[list[str], Tag("many")], Discriminator(one_or_many)] = Field(
+        default_factory=list
+    )
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    program_id: Identifier | None = None
+    previous_response_id: Identifier | None = None
+    prompt_cache_key: Identifier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedIds:
+    """The ids in a body that may name the program, in the order in which they count."""
+
+    program_id: str | None
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A validated request, the same for chat and for plain completion."""
+
+    model: ModelCard
+    prompt: ChatPrompt | RawPrompt
+    sampling: Sampling
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    ids: ClaimedIds
+
+
+def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:
+    """The card of model `name`. Raises RefusedError (404)."""
+    for card in models:
+        if card.name == name:
+            return card
+    served = ", ".join(f"'{card.name}'" for card in models)
+    raise RefusedError(Refusal.NO_MODEL, f"The model '{name}' does not exist; served: {served}", "model")
+
+
+def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: ModelCard, sampling: Sampling) -> Turn:
+    """The turn that `body` asks for. Raises InvalidRequestError for stops or stream options that make no sense."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("'stream_options' is only allowed with 'stream': true", "stream_options")
+    return Turn(
+        model=card,
+        prompt=prompt,
+        sampling=sampling,
+        stop=_stops(body.stop),
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key),
+    )
+
+
+def build_sampling(
+    body: GenerationBody, card: ModelCard, logprobs: int | None, max_tokens: int | None, max_field: str
+) -> Sampling:
+    """Sampling as the engine takes it; `max_field` is the name under which the client gave `max_tokens`."""
+    if max_tokens is not None and max_tokens > card.context_length:
+        message = f"'{max_field}' {max_tokens} is beyond the model's context length of {card.context_length} tokens"
+        raise ContextLengthError(message, max_field)
+    check_tokens(body.stop_token_ids, card, "stop_token_ids")
+    return Sampling(
+        max_tokens=REST_OF_CONTEXT if max_tokens is None else max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        seed=body.seed,
+        logprobs=logprobs,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_bias(body.logit_bias, card),
+        stop_token_ids=frozenset(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def check_tokens(tokens: Sequence[int], card: ModelCard, field: str) -> None:
+    """Raises InvalidRequestError for an id outside the model's vocabulary."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= card.vocabulary):
+        index = next(i for i, token in enumerate(tokens) if not 0 <= token < card.vocabulary)
+        where = f"{field}.{index}"
+        raise InvalidRequestError(f"'{where}': {tokens[index]} is not a token id below {card.vocabulary}", where)
+
+
+def _bias(given: Mapping[str, float], card: ModelCard) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not key.isascii() or not key.isdigit() or int(key) >= card.vocabulary:
+            message = f"'logit_bias': key {key!r} is not a token id below {card.vocabulary}"
+            raise InvalidRequestError(message, f"logit_bias.{key}")
+        bias[int(key)] = value
+    return dict(sorted(bias.items()))
+
+
+def _stops(given: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequestError(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
+    if not all(stops):
+        raise InvalidRequestError("'stop' must not contain an empty string", "stop")
+    return stops

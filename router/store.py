@@ -1,0 +1,166 @@
+"""A small key-value store shared by the routers of a cluster: in Redis, or in this process where there is none.
+
+Losing Redis fails no request: after the first failed operation everything goes to the memory of this process until
+Redis answers again. Keys come in already scoped (`cache/<tenant>/...`); nothing here knows what they mean.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from holdfast.router.lru import Lru
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREFIX = "holdfast/"
+CONNECTIONS = 32
+
+
+class Store(Protocol):
+    """Bytes under string keys, each with a time to live in seconds. No method raises for a lost server."""
+
+    @property
+    def degraded(self) -> bool:
+        """Whether values are kept in this process although they should be shared."""
+        ...
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
+
+    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
+        """Put `value` unless there is one; the value that stands afterwards."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class MemoryStore:
+    """The store of one process: bounded in entries and bytes."""
+
+    def __init__(self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._values: Lru[bytes] = Lru(max_entries, max_bytes)
+        self._clock = clock
+
+    @property
+    def degraded(self) -> bool:
+        return False
+
+    async def get(self, key: str) -> bytes | None:
+        return self._values.get(key, self._clock())
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
+
+    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
+        there = self._values.get(key, self._clock())
+        if there is not None:
+            return there
+        await self.set(key, value, ttl_s)
+        return value
+
+    async def close(self) -> None:
+        return
+
+
+class RedisStore:
+    """Redis behind a circuit breaker, with `fallback` for the time it is away.
+
+    The breaker opens at the first operation that fails or takes longer than `timeout_s`. From then on Redis is
+    probed in the background, at once and then every `retry_s`, and used again as soon as it answers.
+    """
+
+    def __init__(self, url: str, fallback: Store, timeout_s: float = 0.05, retry_s: float = 1.0) -> None:
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._probe: asyncio.Task[None] | None = None
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._redis: Any = Redis.from_pool(pool)  # redis-py types its commands as maybe synchronous
+
+    @property
+    def degraded(self) -> bool:
+        return self._probe is not None
+
+    async def ping(self) -> bool:
+        """Whether Redis answers now, for a check at start-up."""
+        return await self._attempt(self._redis.ping) is not None
+
+    async def get(self, key: str) -> bytes | None:
+        async def work() -> tuple[bytes | None]:
+            return (await self._redis.get(PREFIX + key),)
+
+        done = await self._guarded(work)
+        return done[0] if done else await self._fallback.get(key)
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        async def work() -> bool:
+            await self._redis.set(PREFIX + key, value, px=_milliseconds(ttl_s))
+            return True
+
+        if not await self._guarded(work):
+            await self._fallback.set(key, value, ttl_s)
+
+    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
+        async def work() -> bytes:
+            # One round trip; SET with both NX and GET needs a newer server than the embedded one.
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(PREFIX + key, value, px=_milliseconds(ttl_s), nx=True)
+                pipe.get(PREFIX + key)
+                stands: bytes | None = (await pipe.execute())[1]
+            return value if stands is None else stands
+
+        done = await self._guarded(work)
+        return await self._fallback.set_if_absent(key, value, ttl_s) if done is None else done
+
+    async def close(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.wait({self._probe})
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+    async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        """What `work` gives, or None where Redis is away."""
+        if self._probe is not None:
+            return None
+        done = await self._attempt(work)
+        if done is None and self._probe is None:
+            log.warning("Redis does not answer; keeping values in memory until it does")
+            self._probe = asyncio.get_running_loop().create_task(self._wait_for_redis())
+        return done
+
+    async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work()
+        except (RedisError, OSError, TimeoutError) as error:
+            log.debug("Redis operation failed: %s", error)
+            return None
+
+    async def _wait_for_redis(self) -> None:
+        while True:
+            if await self.ping():
+                break
+            await asyncio.sleep(self._retry_s)
+        log.warning("Redis answers again")
+        self._probe = None
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

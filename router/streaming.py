@@ -1,0 +1,123 @@
+"""Pieces of a reply as server-sent events in OpenAI's chunk shapes.
+
+What is the same in every chunk of a reply is made once, so a token costs one JSON string and one join. How the
+bytes reach the client is in `event_stream`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import orjson
+
+from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import Completed, Piece, TextDelta, ToolCallDelta
+from holdfast.router.protocol.errors import api_error
+from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs, usage_object
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Encoder(Protocol):
+    """Turns the pieces of one reply into events, in order."""
+
+    def opening(self) -> bytes:
+        """Events before the first piece."""
+        ...
+
+    def encode(self, pieces: Iterable[Piece]) -> bytes: ...
+
+
+def error_event(error: ErrorInfo) -> bytes:
+    """The event that ends a stream which failed."""
+    return b"data: " + api_error(error).body + b"\n\n"
+
+
+class Envelope:
+    """The outside of every chunk of one reply: `open` + a choice + `close`."""
+
+    def __init__(self, kind: str, reply_id: str, created: int, model: str, include_usage: bool) -> None:
+        same = {"id": reply_id, "object": kind, "created": created, "model": model}
+        self._same = same
+        self._include_usage = include_usage
+        self.open = b"data: " + orjson.dumps(same)[:-1] + b',"choices":[{"index":0,'
+        self.close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+
+    def ending(self, usage: Usage) -> bytes:
+        """The usage chunk where one was asked for, and the mark of the end."""
+        if not self._include_usage:
+            return DONE
+        return b"data: " + orjson.dumps({**self._same, "choices": [], "usage": usage_object(usage)}) + b"\n\n" + DONE
+
+
+class ChatEncoder:
+    """Chunks of `chat.completion.chunk`: the role first, then text and tool-call deltas, then the reason."""
+
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage)
+        self._text_open = self._envelope.open + b'"delta":{"content":'
+        self._text_close = b'},"logprobs":null,"finish_reason":null' + self._envelope.close
+
+    def opening(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+
+    def encode(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join([self._event(piece) for piece in pieces])
+
+    def _event(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            if piece.logprobs:
+                return self._chunk({"content": piece.text}, chat_logprobs(piece.logprobs))
+            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
+        if isinstance(piece, ToolCallDelta):
+            return self._chunk({"tool_calls": [_call_delta(piece)]})
+        if isinstance(piece, Completed):
+            return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage)
+        return error_event(piece.error)
+
+    def _chunk(self, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = orjson.dumps({"delta": delta, "logprobs": logprobs, "finish_reason": reason})
+        return self._envelope.open + choice[1:-1] + self._envelope.close
+
+
+class CompletionEncoder:
+    """Chunks of `text_completion`. Tool calls do not occur in plain completions."""
+
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
+        self._envelope = Envelope("text_completion", reply_id, created, model, include_usage)
+        self._text_open = self._envelope.open + b'"text":'
+        self._text_close = b',"logprobs":null,"finish_reason":null' + self._envelope.close
+        self._offset = 0  # of the next logprob's token in the text
+
+    def opening(self) -> bytes:
+        return b""
+
+    def encode(self, pieces: Iterable[Piece]) -> bytes:
+        return b"".join([self._event(piece) for piece in pieces])
+
+    def _event(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            if piece.logprobs:
+                return self._with_logprobs(piece)
+            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
+        if isinstance(piece, Completed):
+            return self._chunk("", reason=piece.reason) + self._envelope.ending(piece.usage)
+        if isinstance(piece, ToolCallDelta):
+            return b""
+        return error_event(piece.error)
+
+    def _with_logprobs(self, piece: TextDelta) -> bytes:
+        logprobs = completion_logprobs(piece.logprobs, self._offset)
+        self._offset += sum(len(token.token) for token in piece.logprobs)
+        return self._chunk(piece.text, logprobs)
+
+    def _chunk(self, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
+        choice = orjson.dumps({"text": text, "logprobs": logprobs, "finish_reason": reason})
+        return self._envelope.open + choice[1:-1] + self._envelope.close
+
+
+def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}

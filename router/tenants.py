@@ -1,0 +1,151 @@
+"""Tenants, and who a request's API key belongs to. Limits are applied in `limits`."""
+
+import hashlib
+import hmac
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.protocol.errors import Refusal, RefusedError
+
+KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # no "/": names are the first part of scoped keys
+
+
+def hash_key(key: str) -> str:
+    """`sha256:<hex>`, the form in which API keys stand in a configuration."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """None: no limit."""
+
+    requests_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests_per_minute", "max_concurrent"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who pays. `weight` is the share among tenants; an `operator` may read the metrics of all of them."""
+
+    name: str
+    key_hashes: tuple[str, ...] = ()
+    weight: float = 1.0
+    limits: TenantLimits = TenantLimits()
+    operator: bool = False
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(f"tenant name {self.name!r} is not {NAME.pattern}", "name")
+        if self.weight <= 0:
+            raise ConfigError(f"weight of tenant {self.name!r} must be positive, not {self.weight}", "weight")
+        for value in self.key_hashes:
+            if not KEY_HASH.fullmatch(value):
+                message = f"tenant {self.name!r} has a key that is not 'sha256:' and 64 hex digits; see `holdfast key`"
+                raise ConfigError(message, "key_hashes")
+
+
+DEFAULT_TENANT = Tenant("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What authentication may look at: the key, and where the connection comes from.
+
+    `peer` and `server` are the two addresses of the connection, `forwarded` the value of `X-Forwarded-For`.
+    """
+
+    authorization: str | None
+    peer: str | None
+    server: str | None
+    forwarded: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the connection, and every hop a proxy tells of, comes from this machine."""
+        if self.peer is None or not (_is_loopback(self.peer) or self.peer == self.server):
+            return False
+        return all(_is_loopback(hop.strip()) for hop in (self.forwarded or "").split(",") if hop.strip())
+
+
+class TenantDirectory:
+    """Maps API keys to tenants; without any keys there is one tenant, for local callers only.
+
+    `exposed` says that a proxy in front listens on an address that others can reach. Such a proxy hides where a
+    request comes from, so without keys nobody is served then.
+    """
+
+    def __init__(self, tenants: Sequence[Tenant] = (), exposed: bool = False) -> None:
+        names = [tenant.name for tenant in tenants]
+        if len(set(names)) < len(names):
+            raise ConfigError("two tenants have the same name", "tenants")
+        self._by_key = {value: tenant for tenant in tenants for value in tenant.key_hashes}
+        if len(self._by_key) < sum(len(tenant.key_hashes) for tenant in tenants):
+            raise ConfigError("two tenants have the same API key", "tenants")
+        if tenants and not self._by_key:
+            raise ConfigError("there are tenants, but none has an API key", "tenants")
+        self._exposed = exposed
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._by_key)
+
+    def authenticate(self, caller: Caller) -> Tenant:
+        """The tenant of `caller`. Raises RefusedError: 401 for its key, 403 for its address."""
+        if not self._by_key:
+            self._require_local(caller)
+            return DEFAULT_TENANT
+        scheme, _, key = (caller.authorization or "").partition(" ")
+        key = key.strip()
+        if scheme.lower() != "bearer" or not key:
+            raise RefusedError(Refusal.UNAUTHENTICATED, "Give your API key in a header: 'Authorization: Bearer KEY'")
+        found = self._find(hash_key(key))
+        if found is None:
+            raise RefusedError(Refusal.UNAUTHENTICATED, "Incorrect API key provided")
+        return found
+
+    def authorize_metrics(self, caller: Caller) -> None:
+        """Metrics tell of every tenant: for local callers and operators. Raises RefusedError."""
+        if caller.is_local and not self._exposed:
+            return
+        if not self.authenticate(caller).operator:
+            raise RefusedError(Refusal.FORBIDDEN, "Metrics need the API key of a tenant with 'operator: true'")
+
+    def _find(self, hashed: str) -> Tenant | None:
+        found = None
+        for value, tenant in self._by_key.items():  # all of them, so that the time taken tells nothing
+            if hmac.compare_digest(value, hashed):
+                found = tenant
+        return found
+
+    def _require_local(self, caller: Caller) -> None:
+        if self._exposed:
+            message = (
+                "No API keys are configured and this server listens beyond this machine, so it serves nobody. "
+                "Configure 'tenants' with 'key_hashes' (made by `holdfast key`), or listen on 127.0.0.1"
+            )
+            raise RefusedError(Refusal.FORBIDDEN, message)
+        if not caller.is_local:
+            message = (
+                "No API keys are configured, so only callers on this machine are served. "
+                "Configure 'tenants' with 'key_hashes' (made by `holdfast key`)"
+            )
+            raise RefusedError(Refusal.FORBIDDEN, message)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address.strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return bool((mapped or parsed).is_loopback)

@@ -1,0 +1,99 @@
+"""A streamed reply on its way from a replica to the client: batches of pieces in, events out, one outcome."""
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
+
+from holdfast.replicas.errors import EngineError, HoldfastError
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import Answer, Completed, Errored
+from holdfast.router.backend import Batch
+from holdfast.router.metrics import Meter, Outcome, outcome_of
+from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.streaming import Encoder, error_event
+
+log = logging.getLogger(__name__)
+
+
+class TurnStream:
+    """A `Source` of events. `on_answer` gets the replica and the whole answer once it is complete.
+
+    Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
+    """
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[Batch, None],
+        encoder: Encoder,
+        meter: Meter,
+        on_answer: Callable[[str, Answer], None],
+    ) -> None:
+        self.replica_id = ""
+        self.held = ExitStack()
+        self._batches = batches
+        self._encoder = encoder
+        self._meter = meter
+        self._on_answer = on_answer
+        self._fold = Fold()
+        self._opening = b""
+
+    async def start(self) -> None:
+        """Wait for the first pieces.
+
+        Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP
+        error then, and whoever called gives everything back.
+        """
+        batch = await anext(self._batches, None)
+        if batch is None:
+            raise _ended_early()
+        self.replica_id = batch.replica_id
+        first = batch.pieces[0]
+        if isinstance(first, Errored):
+            raise ReplyError(first.error)
+        self._meter.first_token()
+        self._opening = self._encoder.opening() + self._take(batch)
+
+    async def next(self) -> bytes | None:
+        data, self._opening = self._opening, b""
+        while not data and self._fold.terminal is None:
+            data = await self._receive()
+        return data or None
+
+    async def close(self) -> None:
+        """Close the replica's generator, which aborts the request there unless it has ended."""
+        try:
+            await self._batches.aclose()
+        finally:
+            self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+            self.held.close()
+
+    async def _receive(self) -> bytes:
+        try:
+            batch = await anext(self._batches, None)
+        except HoldfastError as error:
+            return self._fail(error)
+        except Exception as error:  # a bug in the backend: the client gets the usual event, the log the traceback
+            log.error("a stream failed", exc_info=error)
+            return self._fail(EngineError("The server failed during the reply"))
+        return self._fail(_ended_early()) if batch is None else self._take(batch)
+
+    def _take(self, batch: Batch) -> bytes:
+        fold = self._fold
+        fold.add(batch.pieces)
+        if isinstance(fold.terminal, Errored):
+            self._meter.end(outcome_of(ReplyError(fold.terminal.error)))
+        elif isinstance(fold.terminal, Completed):
+            answer = fold.answer()
+            assert answer is not None  # the fold has completed
+            self._meter.answered(answer.usage.completion)
+            self._on_answer(batch.replica_id, answer)
+        return self._encoder.encode(batch.pieces)
+
+    def _fail(self, error: HoldfastError) -> bytes:
+        self._fold.terminal = Errored(error.info)
+        self._meter.end(outcome_of(error))
+        return error_event(error.info)
+
+
+def _ended_early() -> EngineError:
+    return EngineError("The replica's reply ended before it was complete")

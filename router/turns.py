@@ -1,0 +1,211 @@
+"""One generation request from its arrival to its answer: authenticate, validate, look in the cache, ask a replica.
+
+The order is that of the architecture: a cache hit counts against no limit and reaches no replica. Whatever
+happens, a request ends in exactly one outcome and gives back what it holds.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.requests import Answer, Errored, GenerateRequest, ModelCard
+from holdfast.router.answers import pieces_of
+from holdfast.router.backend import Backend
+from holdfast.router.config import RouterConfig
+from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
+from holdfast.router.http import answer_headers, caller, json_response, read_body
+from holdfast.router.identity import program_key
+from holdfast.router.limits import Limiter
+from holdfast.router.metrics import Meter, Outcome, RouterMetrics, outcome_of
+from holdfast.router.programs import ProgramTable
+from holdfast.router.protocol.body import decode, validate
+from holdfast.router.protocol.chat import ChatBody, chat_reply, chat_turn
+from holdfast.router.protocol.completions import CompletionBody, completion_reply, completion_turn
+from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.protocol.turn import Turn, find_model
+from holdfast.router.response_cache import CacheResult, ResponseCache
+from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
+from holdfast.router.tenants import Tenant, TenantDirectory
+from holdfast.router.turn_stream import TurnStream
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How one endpoint reads requests and writes answers. `prefix` begins the ids of its replies."""
+
+    name: str
+    prefix: str
+    turn: Callable[[dict[str, Any], Callable[[str], ModelCard]], Turn]
+    reply: Callable[[str, int, str, Answer], bytes]
+    encoder: Callable[[str, int, str, bool], Encoder]
+
+
+def _chat(body: dict[str, Any], card: Callable[[str], ModelCard]) -> Turn:
+    parsed = validate(ChatBody, body)
+    return chat_turn(parsed, card(parsed.model))
+
+
+def _completion(body: dict[str, Any], card: Callable[[str], ModelCard]) -> Turn:
+    parsed = validate(CompletionBody, body)
+    return completion_turn(parsed, card(parsed.model))
+
+
+CHAT = Endpoint("chat", "chatcmpl-", _chat, chat_reply, ChatEncoder)
+COMPLETION = Endpoint("completion", "cmpl-", _completion, completion_reply, CompletionEncoder)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that passed authentication and validation. `cache_key` None: the cache is bypassed."""
+
+    endpoint: Endpoint
+    tenant: Tenant
+    turn: Turn
+    meter: Meter
+    program: str
+    cache_key: str | None
+    unique: str
+    created: int
+
+    @property
+    def encoder(self) -> Encoder:
+        return self.endpoint.encoder(self._reply_id, self.created, self.turn.model.name, self.turn.include_usage)
+
+    def reply(self, answer: Answer) -> bytes:
+        return self.endpoint.reply(self._reply_id, self.created, self.turn.model.name, answer)
+
+    @property
+    def _reply_id(self) -> str:
+        return self.endpoint.prefix + self.unique
+
+
+class Turns:
+    """Serves generation requests of both endpoints."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tenants: TenantDirectory,
+        programs: ProgramTable,
+        cache: ResponseCache,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+    ) -> None:
+        self._backend = backend
+        self._tenants = tenants
+        self._programs = programs
+        self._cache = cache
+        self._metrics = metrics
+        self._config = config
+        self._limiter = Limiter(config.max_in_flight)
+
+    async def serve(self, request: Request, endpoint: Endpoint) -> Response:
+        """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
+        meter = Meter(self._metrics, endpoint.name)
+        try:
+            accepted = await self._accept(request, endpoint, meter)
+            repeat = await self._look_up(request, accepted)
+            return await self._ask(request, accepted) if repeat is None else repeat
+        except BaseException as error:
+            meter.end(outcome_of(error))
+            raise
+
+    async def _accept(self, request: Request, endpoint: Endpoint, meter: Meter) -> Accepted:
+        tenant = self._tenants.authenticate(caller(request))
+        meter.tenant = tenant.name
+        body = decode(await read_body(request, self._config.max_body_bytes))
+        models = await self._backend.models()
+        if not models:
+            raise UnavailableError("No model is loaded yet")
+        turn = endpoint.turn(body, lambda name: find_model(name, models))
+        meter.model = turn.model.name
+        bypassed = self._cache.bypassed(request.headers.get("cache-control"))
+        return Accepted(
+            endpoint=endpoint,
+            tenant=tenant,
+            turn=turn,
+            meter=meter,
+            program=program_key(tenant.name, turn.ids, request.headers, turn.prompt),
+            cache_key=None if bypassed else self._cache.key(tenant.name, turn),
+            unique=secrets.token_hex(12),
+            created=int(time.time()),
+        )
+
+    async def _look_up(self, request: Request, accepted: Accepted) -> Response | None:
+        """The answer from the cache, in the shape that was asked for, or None."""
+        key = accepted.cache_key
+        answer = None if key is None else await self._cache.find(key)
+        result = CacheResult.BYPASS if key is None else CacheResult.MISS if answer is None else CacheResult.HIT
+        answer_headers(request).cache = result.value
+        self._metrics.cache.labels(accepted.tenant.name, result.value).inc()
+        if answer is None:
+            return None
+        self._programs.note(accepted.program)
+        if accepted.turn.stream:
+            encoder = accepted.encoder
+            response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
+        else:
+            response = json_response(accepted.reply(answer))
+        accepted.meter.end(Outcome.CACHED)
+        return response
+
+    async def _ask(self, request: Request, accepted: Accepted) -> Response:
+        with ExitStack() as held:
+            self._limiter.enter(accepted.tenant, self._metrics.clock())
+            held.callback(self._limiter.leave, accepted.tenant)
+            program = await self._programs.begin(accepted.program)
+            command = GenerateRequest(
+                request_id=accepted.unique,
+                prompt=accepted.turn.prompt,
+                sampling=accepted.turn.sampling,
+                stop=accepted.turn.stop,
+                scope=accepted.tenant.name,
+                program_id=accepted.program,
+                program_arrival=program.arrival,
+            )
+            if not accepted.turn.stream:
+                return await self._whole(request, accepted, command, program.last_replica)
+            stream = await self._begin_stream(request, accepted, command, program.last_replica)
+            stream.held = held.pop_all()
+            return EventStream(stream)
+
+    async def _whole(
+        self, request: Request, accepted: Accepted, command: GenerateRequest, last_replica: str | None
+    ) -> Response:
+        routed = await until_disconnect(request.receive, self._backend.generate(command, last_replica))
+        answer_headers(request).replica = routed.replica_id or "none"
+        answer = routed.reply
+        if isinstance(answer, Errored):
+            raise ReplyError(answer.error)
+        timing = answer.timing
+        first_token_s = None if timing.first_token is None else timing.first_token - timing.arrived
+        accepted.meter.answered(answer.usage.completion, first_token_s)
+        self._settle(accepted, routed.replica_id, answer)
+        return json_response(accepted.reply(answer))
+
+    async def _begin_stream(
+        self, request: Request, accepted: Accepted, command: GenerateRequest, last_replica: str | None
+    ) -> TurnStream:
+        """The stream after its first pieces, so that what fails before them is answered with an HTTP status."""
+        batches = self._backend.stream(command, last_replica)
+        stream = TurnStream(batches, accepted.encoder, accepted.meter, partial(self._settle, accepted))
+        try:
+            await until_disconnect(request.receive, stream.start())
+        except BaseException:
+            await batches.aclose()
+            raise
+        answer_headers(request).replica = stream.replica_id
+        return stream
+
+    def _settle(self, accepted: Accepted, replica_id: str, answer: Answer) -> None:
+        self._programs.finish(accepted.program, replica_id)
+        if accepted.cache_key is not None:
+            self._cache.keep(accepted.cache_key, answer)

@@ -1,0 +1,125 @@
+import pytest
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.router.protocol.body import IGNORED, NEUTRAL, decode, validate
+from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.completions import CompletionBody
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def refused(body, model=ChatBody):
+    with pytest.raises(InvalidRequestError) as error:
+        validate(model, body)
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"a": 1,}', "position 7"),
+        (b'{"a":\n nope}', "line 2, column 2"),
+        (b"[1]", "JSON object"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b'"\\ud800"', "not valid JSON"),
+        (b"[" * 5000, "not valid JSON"),
+    ],
+)
+def test_a_body_that_is_no_json_object(raw, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        decode(raw)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "?"}]}, "messages.0.mood"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
+            "messages.0.tool_calls.0.function.arguments",
+        ),
+        ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools.0.function.nam"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": ["a", 1]}, "stop.1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include": True}, "stream": True}, "stream_options.include"),
+        ({"program_id": ""}, "program_id"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named_by_its_path(change, field):
+    error = refused({**CHAT, **change})
+    assert error.field == field
+    assert field in error.message
+
+
+def test_an_unknown_field_is_named_with_its_nearest_relative():
+    error = refused({**CHAT, "temprature": 1})
+    assert error.message == "Unrecognized request argument supplied: temprature (did you mean 'temperature'?)"
+    assert "did you mean" not in refused({**CHAT, "zzz": 1}).message
+
+
+def test_a_misspelled_required_field_is_reported_as_such():
+    assert refused({"modle": "m", "messages": CHAT["messages"]}).field == "modle"
+
+
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_fields_that_change_nothing_are_accepted(name):
+    assert validate(ChatBody, {**CHAT, name: {"any": "thing"}}) == validate(ChatBody, CHAT)
+
+
+@pytest.mark.parametrize(("name", "values"), sorted(NEUTRAL.items()))
+def test_fields_that_are_not_supported_are_accepted_only_where_they_change_nothing(name, values):
+    for value in values:
+        assert validate(ChatBody, {**CHAT, name: value}) == validate(ChatBody, CHAT)
+    error = refused({**CHAT, name: "something else"})
+    assert (error.field, name in error.message) == (name, True)
+
+
+def test_a_number_is_no_truth_value():
+    assert refused({**CHAT, "n": True}).field == "n"
+    assert refused({**CHAT, "n": 2}).field == "n"
+
+
+def test_null_counts_as_absent():
+    assert validate(ChatBody, {**CHAT, "temperature": None, "n": None, "tools": None}) == validate(ChatBody, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": ["a", "b"]}, "prompt.0"),
+        ({"prompt": None}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"prompt": [-1]}, "prompt.0"),
+    ],
+)
+def test_plain_completions_take_one_prompt(change, field):
+    assert refused({"model": "m", "prompt": "x", **change}, CompletionBody).field == field

@@ -1,0 +1,69 @@
+import pytest
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.router.protocol.messages import check_tools, plain_messages
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ASSISTANT = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "42", "tool_call_id": "call_1"}
+
+
+def tool(name, **function):
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+def test_an_agents_conversation_is_passed_on_as_it_is():
+    conversation = [{"role": "system", "content": "s"}, USER, ASSISTANT, RESULT, {"role": "assistant", "content": "ok"}]
+    assert plain_messages(conversation) == conversation
+
+
+def test_our_own_message_comes_back_with_everything_a_client_library_adds():
+    returned = {**ASSISTANT, "refusal": None, "annotations": [], "audio": None, "function_call": None, "name": None}
+    returned["tool_calls"] = [{**CALL, "index": 0}]
+    assert plain_messages([USER, returned, RESULT]) == [USER, ASSISTANT, RESULT]
+
+
+def test_text_parts_are_joined_and_developers_are_system():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain_messages([{"role": "developer", "content": parts}]) == [{"role": "system", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([USER, RESULT], "messages.1.tool_call_id"),
+        ([RESULT, ASSISTANT], "messages.0.tool_call_id"),
+        ([USER, ASSISTANT, {**RESULT, "tool_call_id": "call_2"}], "messages.2.tool_call_id"),
+        ([USER, {"role": "assistant", "content": None}], "messages.1.content"),
+        ([USER, {"role": "assistant"}], "messages.1.content"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "messages.1.content"),
+    ],
+)
+def test_messages_must_fit_together(messages, field):
+    with pytest.raises(InvalidRequestError) as refused:
+        plain_messages(messages)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("tools", "field"),
+    [
+        ([tool("a b")], "tools.0.function.name"),
+        ([tool("")], "tools.0.function.name"),
+        ([tool("x" * 65)], "tools.0.function.name"),
+        ([tool("f\n")], "tools.0.function.name"),
+        ([tool("f"), tool("f")], "tools.1.function.name"),
+        ([tool("f", parameters={"type": "array"})], "tools.0.function.parameters"),
+    ],
+)
+def test_tools_that_cannot_be_called(tools, field):
+    with pytest.raises(InvalidRequestError) as refused:
+        check_tools(tools)
+    assert refused.value.field == field
+
+
+def test_well_formed_tools():
+    check_tools(
+        [tool("f"), tool("get-it_2", description=None, parameters={}), tool("h", parameters={"type": "object"})]
+    )

@@ -1,0 +1,128 @@
+import pytest
+
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.requests import ModelCard, RawPrompt
+from holdfast.router.protocol.body import validate
+from holdfast.router.protocol.chat import ChatBody, chat_turn
+from holdfast.router.protocol.completions import CompletionBody, completion_turn
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.tokens import DetokenizeBody, TokenizeBody, detokenize_tokens, tokenize_prompt
+from holdfast.router.protocol.turn import find_model
+
+MODEL = ModelCard("m", context_length=100, vocabulary=50)
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields):
+    return chat_turn(validate(ChatBody, {"model": "m", "messages": MESSAGES, **fields}), MODEL)
+
+
+def completion(**fields):
+    return completion_turn(validate(CompletionBody, {"model": "m", "prompt": "hi", **fields}), MODEL)
+
+
+def test_defaults_are_openais():
+    turn = chat()
+    assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.seed) == (1.0, 1.0, None)
+    assert turn.sampling.max_tokens == -1
+    assert turn.sampling.logprobs is None
+    assert (turn.stop, turn.stream, turn.include_usage) == ((), False, False)
+    assert (turn.prompt.tool_choice, turn.prompt.parallel_tool_calls) == ("auto", True)
+
+
+def test_every_sampling_field_arrives():
+    sampling = chat(
+        max_completion_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        seed=-3,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"9": 2, "4": -100},
+        stop_token_ids=[3, 3],
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=2,
+    ).sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (7, 0.0, 0.5)
+    assert (sampling.top_k, sampling.min_p, sampling.seed) == (0, 0.1, -3)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -1.0)
+    assert list(sampling.logit_bias.items()) == [(4, -100.0), (9, 2.0)]
+    assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == (frozenset({3}), True, 2)
+
+
+def test_chat_prompt_carries_tools_and_template_arguments():
+    tool = {"type": "function", "function": {"name": "f"}}
+    prompt = chat(tools=[tool], tool_choice="none", parallel_tool_calls=False, chat_template_kwargs={"a": 1}).prompt
+    assert prompt.tools == (tool,)
+    assert (prompt.tool_choice, prompt.parallel_tool_calls, prompt.template_kwargs) == ("none", False, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"50": 1}}, "logit_bias.50"),
+        ({"stop_token_ids": [1, 50]}, "stop_token_ids.1"),
+    ],
+)
+def test_fields_that_do_not_make_sense_together(fields, field):
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(**fields)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_is_told_under_the_name_that_was_used(name):
+    assert chat(**{name: 100}).sampling.max_tokens == 100
+    with pytest.raises(ContextLengthError) as refused:
+        chat(**{name: 101})
+    assert refused.value.field == name
+
+
+def test_stops_come_as_a_tuple():
+    assert chat(stop="a").stop == ("a",)
+    assert chat(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_completion_prompts():
+    assert completion().prompt == RawPrompt("hi")
+    assert completion(prompt=[1, 2]).prompt == RawPrompt((1, 2))
+    assert completion(logprobs=3).sampling.logprobs == 3
+    for prompt, field in ((["x"], "prompt.0"), ([1, 50], "prompt.1"), ([], "prompt"), ("", "prompt")):
+        with pytest.raises(InvalidRequestError) as refused:
+            completion(prompt=prompt)
+        assert refused.value.field == field
+
+
+def test_an_unknown_model_is_told_what_there_is():
+    assert find_model("m", [MODEL]) is MODEL
+    with pytest.raises(RefusedError, match="'m'") as refused:
+        find_model("q", [MODEL])
+    assert refused.value.refusal is Refusal.NO_MODEL
+
+
+def test_tokenize_takes_a_prompt_or_messages():
+    assert tokenize_prompt(validate(TokenizeBody, {"prompt": "hi"}), MODEL) == RawPrompt("hi")
+    assert tokenize_prompt(validate(TokenizeBody, {"messages": MESSAGES}), MODEL).messages == MESSAGES
+    for body in ({}, {"prompt": "hi", "messages": MESSAGES}):
+        with pytest.raises(InvalidRequestError):
+            tokenize_prompt(validate(TokenizeBody, body), MODEL)
+
+
+def test_detokenize_refuses_ids_the_model_does_not_have():
+    assert detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 49]}), MODEL) == [1, 49]
+    with pytest.raises(InvalidRequestError) as refused:
+        detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 50]}), MODEL)
+    assert refused.value.field == "tokens.1"

@@ -1,0 +1,79 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import (
+    Answer,
+    Completed,
+    Errored,
+    LogprobText,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from holdfast.router.answers import decode_answer, encode_answer, pieces_of
+
+TIMING = Timing(arrived=0.0)
+WORDS = st.text(st.characters(codec="utf-8"), max_size=8)
+LOGPROBS = st.builds(LogprobText, WORDS, st.binary(max_size=4), st.floats(max_value=0.0, allow_nan=False), st.just(()))
+TOKENS = st.builds(
+    LogprobText,
+    WORDS,
+    st.binary(max_size=4),
+    st.floats(max_value=0.0, allow_nan=False),
+    st.lists(LOGPROBS, max_size=2).map(tuple),
+)
+CALLS = st.lists(st.builds(ToolCall, WORDS, WORDS, WORDS), max_size=3).map(tuple)
+
+
+@st.composite
+def answers(draw):
+    calls = draw(CALLS)
+    text = draw(WORDS)
+    return Answer(
+        text=None if calls and not text else text,
+        tool_calls=calls,
+        logprobs=draw(st.lists(TOKENS, max_size=3).map(tuple)),
+        reason=draw(st.sampled_from(["stop", "length", "tool_calls"])),
+        usage=draw(st.builds(Usage, st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))),
+        timing=TIMING,
+    )
+
+
+@given(answers())
+def test_pieces_of_an_answer_fold_to_it(answer):
+    fold = Fold()
+    fold.add(pieces_of(answer))
+    assert fold.answer() == answer
+
+
+@given(answers())
+def test_an_answer_survives_the_store(answer):
+    assert decode_answer(encode_answer(answer)) == answer
+
+
+def test_interleaved_deltas_fold_by_call():
+    fold = Fold()
+    fold.add([TextDelta("a"), ToolCallDelta(1, "c1", "g", "{"), ToolCallDelta(0, "c0", "f")])
+    assert fold.answer() is None
+    fold.add([ToolCallDelta(1, arguments="}"), ToolCallDelta(0, arguments="{}"), TextDelta("b")])
+    fold.add([Completed("tool_calls", Usage(), TIMING)])
+    assert fold.answer() == Answer(
+        "ab", (ToolCall("c0", "f", "{}"), ToolCall("c1", "g", "{}")), (), "tool_calls", Usage(), TIMING
+    )
+
+
+def test_an_error_is_no_answer():
+    fold = Fold()
+    error = Errored(ErrorInfo(ErrorKind.INTERNAL, "bug"))
+    fold.add([TextDelta("half"), error])
+    assert (fold.answer(), fold.terminal) == (None, error)
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"{}", b"1", b'{"text":"a","tool_calls":[[1]]}', b"\xff"])
+def test_foreign_bytes_are_no_answer(value):
+    with pytest.raises(ValueError):
+        decode_answer(value)

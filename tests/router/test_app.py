@@ -1,0 +1,296 @@
+import pytest
+from fake_backend import CALL, CARD, DONE, HELLO, FakeBackend, World, chat_body
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, OverloadedError, UnavailableError
+from holdfast.replicas.requests import Errored, ModelCard, TextDelta
+from holdfast.router.config import RouterConfig
+from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+
+OURS = ("x-request-id", "x-holdfast-cache", "x-holdfast-replica")
+ACME = Tenant("acme", (hash_key("a"),))
+OTHER = Tenant("other", (hash_key("b"),), limits=TenantLimits(max_concurrent=1, requests_per_minute=2))
+PLAIN = ("POST", "/v1/completions", {"json": {"model": "pocket", "prompt": "hi"}})
+
+
+def failing(kind):
+    return FakeBackend([(Errored(ErrorInfo(kind, "told")),)])
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_a_chat_completion():
+    world = World()
+    answer = world.chat(seed=5, program_id="p")
+    body = answer.json()
+    assert answer.status_code == 200
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello!", "refusal": None}
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert [answer.headers[name] for name in OURS[1:]] == ["miss", "r1"]
+    [request] = world.backend.requests
+    assert (request.scope, request.program_id, request.sampling.seed) == ("default", "default/p", 5)
+    assert request.program_arrival > 0
+
+
+def test_tool_calls_alone_have_no_content():
+    message = World(FakeBackend(CALL)).chat().json()["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+
+
+def test_a_plain_completion():
+    body = World().call(*PLAIN[:2], **PLAIN[2]).json()
+    assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "Hello!")
+
+
+def test_the_clients_request_id_comes_back_and_the_engines_is_unique():
+    world = World()
+    headers = {"X-Request-ID": "mine-1", "Cache-Control": "no-cache"}
+    call = ("POST", "/v1/chat/completions", {"json": chat_body(), "headers": headers})
+    assert [answer.headers["x-request-id"] for answer in world.calls([call, call])] == ["mine-1", "mine-1"]
+    assert len({request.request_id for request in world.backend.requests}) == 2
+    odd = world.call("GET", "/health", headers={"X-Request-ID": "a b"})
+    assert odd.headers["x-request-id"].startswith("req-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeat_is_answered_without_a_replica_in_either_shape(stream):
+    world = World()
+    first, again = world.chat(), world.chat(stream=stream)
+    assert (again.headers["x-holdfast-cache"], again.headers["x-holdfast-replica"]) == ("hit", "none")
+    assert len(world.backend.requests) == 1
+    if stream:
+        assert again.headers["content-type"].startswith("text/event-stream")
+        assert '"content":"Hello!"' in again.text
+        assert again.text.endswith("data: [DONE]\n\n")
+    else:
+        assert again.json()["choices"] == first.json()["choices"]
+        assert again.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 10}
+    assert world.outcomes() == {"completed": 1, "cached": 1}
+
+
+def test_a_streamed_answer_is_kept_too():
+    world = World(FakeBackend(CALL))
+    world.chat(stream=True)
+    assert world.chat().json()["choices"][0]["message"]["tool_calls"][0]["id"] == "call_1"
+    assert len(world.backend.requests) == 1
+
+
+def test_tenants_do_not_share_answers_or_programs():
+    world = World(tenants=TenantDirectory([ACME, OTHER]))
+    call = ("POST", "/v1/chat/completions")
+    for key in ("a", "b"):
+        answer = world.call(*call, json=chat_body(program_id="p"), headers=bearer(key))
+        assert answer.headers["x-holdfast-cache"] == "miss"
+    assert [request.program_id for request in world.backend.requests] == ["acme/p", "other/p"]
+    assert [request.scope for request in world.backend.requests] == ["acme", "other"]
+
+
+def test_the_next_turn_carries_the_arrival_and_the_last_replica():
+    world = World()
+    world.chat(program_id="p")
+    world.chat(program_id="p", seed=2)
+    one, two = world.backend.requests
+    assert one.program_arrival == two.program_arrival
+    assert world.backend.hints == [None, "r1"]
+
+
+def test_who_goes_past_the_cache_is_told_so():
+    world = World()
+    for _ in range(2):
+        answer = world.call("POST", "/v1/chat/completions", json=chat_body(), headers={"Cache-Control": "no-cache"})
+        assert answer.headers["x-holdfast-cache"] == "bypass"
+    assert len(world.backend.requests) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "status", "outcome"),
+    [
+        (ErrorKind.TOO_LONG, 400, "rejected"),
+        (ErrorKind.OVERLOADED, 429, "rejected"),
+        (ErrorKind.INTERNAL, 500, "failed"),
+        (ErrorKind.UNAVAILABLE, 503, "failed"),
+        (ErrorKind.TIMEOUT, 504, "failed"),
+    ],
+)
+def test_an_error_before_the_first_piece_has_its_http_status(stream, kind, status, outcome):
+    world = World(failing(kind))
+    answer = world.chat(stream=stream)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (status, "told")
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert world.outcomes() == {outcome: 1}
+    assert world.chat(stream=stream).headers["x-holdfast-cache"] == "miss", "errors are not kept"
+
+
+@pytest.mark.parametrize("error", [OverloadedError("full"), UnavailableError("gone"), ZeroDivisionError("secret")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_backend_raises_is_answered(error, stream):
+    answer = World(FakeBackend([error])).chat(stream=stream)
+    assert answer.status_code in (429, 500, 503)
+    assert "secret" not in answer.text
+    assert all(name in answer.headers for name in OURS)
+
+
+@pytest.mark.parametrize("last", [(Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),), UnavailableError("broke"), None])
+def test_a_stream_that_fails_ends_with_an_error_event(last):
+    script = [(TextDelta("half"),)] if last is None else [(TextDelta("half"),), last]
+    world = World(FakeBackend(script))
+    answer = world.chat(stream=True)
+    assert answer.status_code == 200
+    event = answer.text.split("\n\n")[-2]
+    assert event.startswith('data: {"error":{"message":')
+    assert "[DONE]" not in answer.text
+    assert world.outcomes() == {"failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/docs", 404)],
+)
+def test_what_is_not_served_is_refused_in_the_same_shape(method, path, status):
+    answer = World().call(method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert all(name in answer.headers for name in OURS)
+
+
+def test_bad_requests_are_named_and_counted():
+    world = World()
+    calls = [
+        ({"content": b"{"}, 400, None),
+        ({"json": chat_body(model="gpt")}, 404, "model"),
+        ({"json": chat_body(messages=[])}, 400, "messages"),
+        ({"json": chat_body(max_tokens=5000)}, 400, "max_tokens"),
+        ({"json": chat_body(program_id="a\nb")}, 400, "program_id"),
+    ]
+    for arguments, status, field in calls:
+        answer = world.call("POST", "/v1/chat/completions", **arguments)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
+    assert world.outcomes() == {"rejected": len(calls)}
+    assert world.backend.requests == []
+
+
+def test_a_body_that_is_too_long_is_refused_declared_or_not():
+    world = World(config=RouterConfig(max_body_bytes=100))
+
+    async def chunks():
+        for _ in range(20):
+            yield b" " * 10
+
+    for content in (b" " * 101, chunks()):
+        answer = world.call("POST", "/v1/chat/completions", content=content)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_keys_and_addresses():
+    keyed = World(tenants=TenantDirectory([ACME]))
+    assert keyed.chat().status_code == 401
+    good = keyed.call("POST", "/v1/chat/completions", peer="203.0.113.9", json=chat_body(), headers=bearer("a"))
+    assert good.status_code == 200
+    assert World().chat(peer="203.0.113.9").status_code == 403
+    assert World(tenants=TenantDirectory(exposed=True)).chat().status_code == 403
+    for path in ("/v1/models", "/v1/models/pocket", "/metrics"):
+        assert World().call("GET", path, peer="203.0.113.9").status_code == 403
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        assert World().call("POST", path, peer="203.0.113.9", json=body).status_code == 403
+    assert World().call("GET", "/health", peer="203.0.113.9").status_code == 200
+
+
+def test_a_forwarded_stranger_is_refused():
+    answer = World().call("POST", "/v1/chat/completions", json=chat_body(), headers={"X-Forwarded-For": "203.0.113.9"})
+    assert answer.status_code == 403
+
+
+def test_a_tenants_rate_is_limited_but_not_its_cache_hits():
+    world = World(tenants=TenantDirectory([OTHER]))
+    call = ("POST", "/v1/chat/completions")
+    seeds = [1, 2, 3, 1]
+    answers = [world.call(*call, json=chat_body(seed=seed), headers=bearer("b")) for seed in seeds]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
+    assert int(answers[2].headers["retry-after"]) > 0
+    assert world.outcomes() == {"completed": 2, "rejected": 1, "cached": 1}
+
+
+def test_models():
+    world = World()
+    assert [model["id"] for model in world.call("GET", "/v1/models").json()["data"]] == ["pocket"]
+    assert world.call("GET", "/v1/models/pocket").json()["max_model_len"] == CARD.context_length
+    assert world.call("GET", "/v1/models/other").status_code == 404
+    world.backend.cards = (ModelCard("org/name", 100, 100),)
+    assert world.call("GET", "/v1/models/org/name").json()["id"] == "org/name"
+
+
+def test_before_a_model_is_loaded():
+    world = World()
+    world.backend.cards = ()
+    assert world.chat().status_code == 503
+    assert world.call("POST", "/tokenize", json={"prompt": "hi"}).status_code == 503
+
+
+def test_tokenize_and_detokenize():
+    world = World()
+    answer = world.call("POST", "/tokenize", json={"model": "pocket", "prompt": "abc"}).json()
+    assert answer == {"count": 3, "max_model_len": CARD.context_length, "tokens": [0, 1, 2], "token_strs": None}
+    assert world.call("POST", "/tokenize", json={"messages": chat_body()["messages"]}).json()["count"] == 1
+    assert world.call("POST", "/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "1 2"}
+    assert world.call("POST", "/detokenize", json={"tokens": [13]}).json()["error"]["message"] == "unlucky"
+    assert world.call("POST", "/tokenize", json={}).status_code == 400
+
+
+def test_health():
+    world = World()
+    assert world.call("GET", "/health").json() == {"status": "ok"}
+    world.backend.ready = False
+    assert world.call("GET", "/health").status_code == 503
+
+
+def test_metrics_of_the_router_and_the_replicas_in_one_exposition():
+    world = World()
+    world.chat()
+    heading = "# TYPE holdfast_cells gauge\n"
+    world.backend.texts = [heading + f'holdfast_cells{{replica="{name}"}} 5\n' for name in ("r1", "r2")]
+    answer = world.call("GET", "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    assert len(families["holdfast_cells"].samples) == 2
+    assert families["holdfast_time_to_first_token_seconds"].samples[-1].value >= 0
+    assert families["holdfast_store_degraded"].samples[0].value == 0
+    lookups = {
+        sample.labels["result"]: sample.value
+        for sample in families["holdfast_response_cache_lookups"].samples
+        if sample.name.endswith("_total")
+    }
+    assert lookups == {"miss": 1}
+
+
+def test_labels_hold_nothing_that_a_client_made_up():
+    world = World()
+    world.chat(model="made-up")
+    assert "made-up" not in world.call("GET", "/metrics").text
+
+
+STEPS = st.one_of(
+    st.sampled_from([(TextDelta("x"),), (TextDelta("x"), TextDelta("y"))]),
+    st.sampled_from([(DONE,), (TextDelta("z"), DONE)]),
+    st.sampled_from([(Errored(ErrorInfo(kind, "told")),) for kind in ErrorKind]),
+    st.sampled_from([OverloadedError("full"), ZeroDivisionError("bug")]),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.lists(STEPS, min_size=1, max_size=4), st.integers(0, 1)), min_size=1, max_size=4))
+def test_every_request_ends_in_one_outcome_and_gives_everything_back(requests):
+    world = World(config=RouterConfig(max_in_flight=1))
+    for script, seed in requests:
+        world.backend.script = script if isinstance(script[-1], Exception) else [*script, *HELLO[-1:]]
+        answer = world.chat(stream=True, seed=seed)
+        assert answer.status_code != 429 or "in flight" not in answer.text
+    assert sum(world.outcomes().values()) == len(requests)
+    assert world.in_flight() == 0
+    assert world.backend.open_streams == 0

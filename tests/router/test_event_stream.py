@@ -1,0 +1,124 @@
+import asyncio
+
+import pytest
+
+from holdfast.router.event_stream import ClientGoneError, EventStream, until_disconnect
+
+
+class Client:
+    """Both ends of an ASGI connection. `leave` is what a closed socket looks like to the application."""
+
+    def __init__(self, fail_send=False):
+        self._gone = asyncio.Event()
+        self.sent = []
+        self.fail_send = fail_send
+
+    def leave(self):
+        self._gone.set()
+
+    async def receive(self):
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        if self.fail_send and message["type"] == "http.response.body":
+            raise OSError("connection reset")
+        self.sent.append(message)
+
+    @property
+    def body(self):
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+class Source:
+    """Gives its chunks, then ends; an Event among them is waited for."""
+
+    def __init__(self, *chunks):
+        self.chunks = list(chunks)
+        self.closed = 0
+
+    async def next(self):
+        chunk = self.chunks.pop(0) if self.chunks else None
+        if isinstance(chunk, asyncio.Event):
+            await chunk.wait()
+        return chunk
+
+    async def close(self):
+        self.closed += 1
+
+
+def run(stream, client):
+    return stream({"type": "http"}, client.receive, client.send)
+
+
+def test_a_stream_is_sent_to_its_end_and_closed():
+    async def scenario():
+        client, source = Client(), Source(b"a", b"b")
+        await run(EventStream(source), client)
+        assert (client.body, source.closed) == (b"ab", 1)
+        assert client.sent[0]["status"] == 200
+        assert not client.sent[-1]["more_body"]
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_closes_the_source():
+    async def scenario():
+        client, source = Client(), Source(b"a", asyncio.Event())
+        task = asyncio.create_task(run(EventStream(source), client))
+        await asyncio.sleep(0)
+        client.leave()
+        await task
+        assert source.closed == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_socket_that_breaks_closes_the_source():
+    async def scenario():
+        client, source = Client(fail_send=True), Source(b"a", b"b")
+        await run(EventStream(source), client)
+        assert source.closed == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_stops_closes_the_source():
+    async def scenario():
+        client, source = Client(), Source(asyncio.Event())
+        task = asyncio.create_task(run(EventStream(source), client))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert source.closed == 1
+
+    asyncio.run(scenario())
+
+
+def test_work_goes_on_until_the_client_goes():
+    async def scenario():
+        client, cancelled = Client(), []
+
+        async def forever():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+
+        async def quick():
+            return 5
+
+        async def fails():
+            raise ZeroDivisionError
+
+        assert await until_disconnect(client.receive, quick()) == 5
+        with pytest.raises(ZeroDivisionError):
+            await until_disconnect(client.receive, fails())
+        asyncio.get_running_loop().call_soon(client.leave)
+        with pytest.raises(ClientGoneError):
+            await until_disconnect(client.receive, forever())
+        assert cancelled == [True]
+
+    asyncio.run(scenario())

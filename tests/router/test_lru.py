@@ -1,0 +1,58 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.router.lru import Lru
+
+KEYS = st.sampled_from("abcdef")
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), KEYS, st.integers(1, 4), st.integers(1, 5)),
+        st.tuples(st.just("get"), KEYS, st.just(0), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+class NaiveMap:
+    """A list from the least to the most recently used; slow and plain."""
+
+    def __init__(self, entries, weight):
+        self.entries, self.weight, self.items = entries, weight, []
+
+    def get(self, key, now):
+        for item in list(self.items):
+            if item[0] == key:
+                self.items.remove(item)
+                if now < item[2]:
+                    self.items.append(item)
+                    return item[1]
+        return None
+
+    def put(self, key, value, deadline, weight):
+        self.items = [item for item in self.items if item[0] != key]
+        if weight > self.weight:
+            return
+        self.items.append((key, value, deadline, weight))
+        while len(self.items) > self.entries or sum(item[3] for item in self.items) > self.weight:
+            self.items.pop(0)
+
+
+@given(OPERATIONS, st.integers(1, 4), st.integers(3, 12))
+def test_behaves_like_a_plain_list(operations, entries, weight):
+    lru, naive = Lru(entries, weight), NaiveMap(entries, weight)
+    for now, (word, key, size, life) in enumerate(operations):
+        if word == "put":
+            lru.put(key, now, now + life, size)
+            naive.put(key, now, now + life, size)
+        else:
+            assert lru.get(key, now) == naive.get(key, now)
+        assert len(lru) == len(naive.items) <= entries
+        assert lru.weight == sum(item[3] for item in naive.items) <= weight
+
+
+def test_a_value_is_gone_at_its_deadline():
+    lru = Lru(4)
+    lru.put("a", 1, deadline=10.0)
+    assert lru.get("a", 9.9) == 1
+    assert lru.get("a", 10.0) is None
+    assert len(lru) == 0

@@ -1,0 +1,117 @@
+import asyncio
+
+from holdfast.router.programs import Program, ProgramTable
+from holdfast.router.store import MemoryStore
+
+
+class SlowStore(MemoryStore):
+    """Counts what it is asked, and answers only when it is let."""
+
+    def __init__(self):
+        super().__init__(100, 2**20)
+        self.reads = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def set_if_absent(self, key, value, ttl_s):
+        self.reads += 1
+        await self.open.wait()
+        return await super().set_if_absent(key, value, ttl_s)
+
+    async def set(self, key, value, ttl_s):
+        await self.open.wait()
+        await super().set(key, value, ttl_s)
+
+
+def table(store, now):
+    return ProgramTable(store, 100, 3600.0, clock=lambda: now)
+
+
+def test_the_first_router_to_see_a_program_sets_its_arrival():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        assert await table(store, 5.0).begin("acme/p") == Program(5.0)
+        assert (await table(store, 9.0).begin("acme/p")).arrival == 5.0
+        assert (await table(store, 9.0).begin("acme/q")).arrival == 9.0
+
+    asyncio.run(scenario())
+
+
+def test_turns_and_the_last_replica_are_kept_and_shared():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        programs = table(store, 5.0)
+        await programs.begin("acme/p")
+        programs.finish("acme/p", "r1")
+        programs.finish("acme/p", "r2")
+        assert await programs.begin("acme/p") == Program(5.0, 2, "r2")
+        await programs.drain()
+        assert await table(store, 9.0).begin("acme/p") == Program(5.0, 2, "r2")
+
+    asyncio.run(scenario())
+
+
+def test_a_known_program_waits_for_no_store():
+    async def scenario():
+        store = SlowStore()
+        programs = table(store, 5.0)
+        await programs.begin("acme/p")
+        store.open.clear()
+        programs.finish("acme/p", "r1")
+        assert await programs.begin("acme/p") == Program(5.0, 1, "r1")
+        assert store.reads == 1
+        store.open.set()
+        await programs.drain()
+
+    asyncio.run(scenario())
+
+
+def test_two_first_turns_at_once_agree():
+    async def scenario():
+        store = SlowStore()
+        store.open.clear()
+        programs = ProgramTable(store, 100, 3600.0, clock=iter(range(100)).__next__)
+        both = asyncio.gather(programs.begin("acme/p"), programs.begin("acme/p"))
+        await asyncio.sleep(0)
+        store.open.set()
+        one, two = await both
+        assert one == two
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_without_a_replica_enters_its_program_behind_the_request():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        programs = table(store, 5.0)
+        programs.note("acme/p")
+        await programs.drain()
+        assert (await table(store, 9.0).begin("acme/p")).arrival == 5.0
+
+    asyncio.run(scenario())
+
+
+def test_foreign_bytes_in_the_store_do_not_fail_a_turn():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        await store.set("program/acme/p", b'{"not": "ours"}', 60.0)
+        assert await table(store, 5.0).begin("acme/p") == Program(5.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_program_is_forgotten_a_while_after_its_last_turn():
+    async def scenario():
+        now = [0.0]
+        store = MemoryStore(100, 2**20, clock=lambda: now[0])
+        programs = ProgramTable(store, 100, 10.0, clock=lambda: now[0])
+        await programs.begin("acme/p")
+        now[0] = 8.0
+        programs.finish("acme/p", "r1")
+        await programs.drain()
+        now[0] = 17.0
+        assert (await programs.begin("acme/p")).turns == 1
+        now[0] = 18.0
+        assert await programs.begin("acme/p") == Program(18.0)
+
+    asyncio.run(scenario())

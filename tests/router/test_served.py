@@ -1,0 +1,111 @@
+"""The router behind a real HTTP server, with the clients people use."""
+
+import http.client
+import json
+
+import httpx
+import openai
+import pytest
+from fake_backend import CALL, FakeBackend, World, chat_body
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.requests import Errored, TextDelta
+
+MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}]
+PATIENT = 10.0  # seconds a slow machine may take
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture
+def client(world):
+    with world.served() as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_chat(world, client):
+    raw = client.chat.completions.with_raw_response.create(
+        model="pocket", messages=MESSAGES, temperature=0, extra_body={"program_id": "p"}
+    )
+    answer = raw.parse()
+    assert answer.choices[0].message.content == "Hello!"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert raw.headers["x-holdfast-cache"] == "miss"
+    assert world.backend.requests[0].program_id == "default/p"
+
+
+def test_openai_streaming(client):
+    chunks = list(
+        client.chat.completions.create(
+            model="pocket", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "Hello!"
+    assert chunks[-1].usage.total_tokens == 13
+
+
+def test_an_agents_turn_with_a_tool_and_its_result(world, client):
+    world.backend.script = CALL
+    first = client.chat.completions.create(model="pocket", messages=MESSAGES, tools=TOOLS, tool_choice="auto")
+    message = first.choices[0].message
+    assert message.tool_calls[0].function.name == "get_weather"
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    returned = message.model_dump()  # every field, null or not
+    client.chat.completions.create(model="pocket", messages=[*MESSAGES, returned, result], tools=TOOLS)
+    one, two = world.backend.requests
+    assert one.program_id == two.program_id
+    assert two.prompt.messages[1]["tool_calls"][0]["id"] == "call_1"
+
+
+def test_openais_accumulator_reads_our_tool_calls(world, client):
+    world.backend.script = CALL
+    with client.chat.completions.stream(model="pocket", messages=MESSAGES, tools=TOOLS) as stream:
+        call = stream.get_final_completion().choices[0].message.tool_calls[0]
+    assert (call.id, call.function.name, call.function.arguments) == ("call_1", "get_weather", '{"city":"Oslo"}')
+
+
+def test_openai_completions_and_models(client):
+    assert client.completions.create(model="pocket", prompt="hi").choices[0].text == "Hello!"
+    streamed = client.completions.create(model="pocket", prompt=[1, 2], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "Hello!"
+    assert [model.id for model in client.models.list()] == ["pocket"]
+
+
+def test_openai_errors(world, client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="pocket", messages=MESSAGES, n=2)
+    assert refused.value.param == "n"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
+    world.backend.script = [(TextDelta("half"),), (Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),)]
+    with pytest.raises(openai.APIError, match="broke"):
+        list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True))
+
+
+@pytest.mark.parametrize("stalled_before", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
+    backend = FakeBackend()
+    backend.stall = stalled_before
+    world = World(backend)
+    with world.served() as address:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/chat/completions", json.dumps(chat_body(stream=stream)))
+        assert backend.started.wait(PATIENT)
+        assert not backend.aborted.is_set()
+        connection.close()
+        assert backend.aborted.wait(PATIENT)
+    assert backend.open_streams == 0
+    assert world.outcomes() == {"aborted": 1}
+    assert world.in_flight() == 0
+
+
+def test_a_long_body_is_refused_over_a_socket(world):
+    with world.served() as address:
+        answer = httpx.post(f"{address}/v1/chat/completions", content=b" " * (33 * 2**20), timeout=PATIENT)
+    assert answer.status_code == 413

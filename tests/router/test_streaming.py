@@ -1,0 +1,102 @@
+import math
+
+import orjson
+import pytest
+from fake_backend import CALL, DONE, HELLO, USAGE
+from openai.types.chat import ChatCompletionChunk
+from openai.types.completion import Completion
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.requests import Errored, LogprobText, TextDelta
+from holdfast.router.streaming import ChatEncoder, CompletionEncoder
+
+ODD = 'quote " newline \n line separator \u2028 é 🐎 </script>'
+TOKEN = LogprobText("ab", b"ab", -0.5, (LogprobText("ab", b"ab", -0.5), LogprobText("c", b"c", -math.inf)))
+
+
+def encode(encoder, *batches):
+    return encoder.opening() + b"".join(encoder.encode(batch) for batch in batches)
+
+
+def events(raw):
+    """Payloads of the events in `raw`, which must be nothing but whole events."""
+    assert raw.endswith(b"\n\n")
+    lines = raw[:-2].split(b"\n\n")
+    assert all(line.startswith(b"data: ") and b"\n" not in line for line in lines)
+    return [line if line == b"data: [DONE]" else orjson.loads(line[6:]) for line in lines]
+
+
+def chat(include_usage=False):
+    return ChatEncoder("chatcmpl-1", 7, "m", include_usage)
+
+
+def test_role_first_then_text_then_the_reason_then_the_end():
+    *chunks, end = events(encode(chat(), *HELLO))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
+    assert [delta.get("content") for delta in deltas[1:]] == ["Hel", "lo", "!", None]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, None, "stop"]
+    assert end == b"data: [DONE]"
+    assert all("usage" not in chunk for chunk in chunks)
+    for chunk in chunks:
+        parsed = ChatCompletionChunk.model_validate(chunk, strict=True)
+        assert (parsed.id, parsed.created, parsed.model) == ("chatcmpl-1", 7, "m")
+
+
+def test_the_usage_chunk_comes_last_and_only_when_asked_for():
+    *chunks, usage, _ = events(encode(chat(include_usage=True), *HELLO))
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": USAGE.prompt,
+        "completion_tokens": USAGE.completion,
+        "total_tokens": USAGE.prompt + USAGE.completion,
+        "prompt_tokens_details": {"cached_tokens": USAGE.cached},
+    }
+
+
+def test_tool_calls_are_streamed_with_index_id_and_name_first():
+    *chunks, _ = events(encode(chat(), *CALL))
+    calls = [chunk["choices"][0]["delta"].get("tool_calls", [None])[0] for chunk in chunks]
+    first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": ""}}
+    assert calls[1] == first
+    assert calls[2] == {"index": 0, "function": {"arguments": '{"city":'}}
+    assert "".join(call["function"]["arguments"] for call in calls if call) == '{"city":"Oslo"}'
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("encoder", [chat(), CompletionEncoder("cmpl-1", 7, "m", False)])
+def test_any_text_arrives_as_it_was(encoder):
+    *chunks, _ = events(encode(encoder, (TextDelta(ODD),), (DONE,)))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    texts = [choice["text"] if "text" in choice else choice["delta"].get("content") for choice in choices]
+    assert ODD in texts
+
+
+def test_no_event_for_no_text():
+    assert chat().encode((TextDelta(""),)) == b""
+
+
+def test_chat_logprobs():
+    chunk = events(chat().encode((TextDelta("ab", (TOKEN,)),)))[0]
+    [content] = chunk["choices"][0]["logprobs"]["content"]
+    assert (content["token"], content["logprob"], content["bytes"]) == ("ab", -0.5, [97, 98])
+    assert [other["logprob"] for other in content["top_logprobs"]] == [-0.5, -9999.0]
+    ChatCompletionChunk.model_validate(chunk, strict=True)
+
+
+def test_completion_chunks_and_the_offsets_of_their_logprobs():
+    encoder = CompletionEncoder("cmpl-1", 7, "m", True)
+    *chunks, usage, end = events(encode(encoder, (TextDelta("ab", (TOKEN,)),), (TextDelta("ab", (TOKEN,)), DONE)))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["ab", "ab", ""]
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks[:2]] == [[0], [2]]
+    assert chunks[2]["choices"][0]["finish_reason"] == "stop"
+    assert (usage["usage"]["completion_tokens"], end) == (USAGE.completion, b"data: [DONE]")
+    for chunk in chunks:
+        Completion.model_validate({**chunk, "choices": [{**chunk["choices"][0], "finish_reason": "stop"}]}, strict=True)
+
+
+def test_an_error_is_the_last_event():
+    raw = encode(chat(), (TextDelta("half"),), (Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),))
+    assert events(raw)[-1]["error"]["message"] == "broke"
+    assert b"[DONE]" not in raw

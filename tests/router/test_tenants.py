@@ -1,0 +1,109 @@
+import pytest
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.tenants import Caller, Tenant, TenantDirectory, TenantLimits, hash_key
+
+ACME = Tenant("acme", (hash_key("key-a"), hash_key("key-b")))
+OPS = Tenant("ops", (hash_key("key-ops"),), operator=True)
+
+
+def come(authorization=None, peer="127.0.0.1", server="127.0.0.1", forwarded=None):
+    return Caller(authorization, peer, server, forwarded)
+
+
+def refusal(directory, caller):
+    with pytest.raises(RefusedError) as refused:
+        directory.authenticate(caller)
+    return refused.value.refusal
+
+
+@pytest.mark.parametrize("header", ["Bearer key-a", "bearer key-b", "BEARER  key-a "])
+def test_any_of_a_tenants_keys_names_it(header):
+    assert TenantDirectory([ACME, OPS]).authenticate(come(header, peer="203.0.113.9")) is ACME
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Basic key-a", "key-a", "Bearer key-c", "Bearer Key-a"]
+)
+def test_a_missing_or_unknown_key_is_refused(header):
+    assert refusal(TenantDirectory([ACME]), come(header)) is Refusal.UNAUTHENTICATED
+
+
+def test_the_configured_hash_is_no_key():
+    assert refusal(TenantDirectory([ACME]), come(f"Bearer {ACME.key_hashes[0]}")) is Refusal.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_without_keys_loopback_is_the_default_tenant(peer):
+    assert TenantDirectory().authenticate(come(peer=peer)).name == "default"
+
+
+def test_a_connection_from_an_address_to_itself_is_local():
+    assert TenantDirectory().authenticate(come(peer="10.0.0.5", server="10.0.0.5")).name == "default"
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        come(peer="203.0.113.9"),
+        come(peer="10.0.0.6", server="10.0.0.5"),
+        come(peer="::ffff:203.0.113.9"),
+        come(peer="localhost.evil.example"),
+        come(peer=None, server=None),
+        come(forwarded="203.0.113.9"),
+        come(forwarded="127.0.0.1, 203.0.113.9"),
+        come(forwarded="unknown"),
+        come("Bearer anything", peer="203.0.113.9"),
+    ],
+)
+def test_without_keys_nobody_else_is_served(caller):
+    assert refusal(TenantDirectory(), caller) is Refusal.FORBIDDEN
+
+
+def test_a_forwarded_loopback_address_is_local():
+    assert TenantDirectory().authenticate(come(forwarded="127.0.0.1, ::1")).name == "default"
+
+
+def test_without_keys_an_exposed_server_serves_nobody_and_says_what_to_configure():
+    with pytest.raises(RefusedError, match="key_hashes") as refused:
+        TenantDirectory(exposed=True).authenticate(come())
+    assert refused.value.refusal is Refusal.FORBIDDEN
+
+
+def test_metrics_are_for_local_callers_and_operators():
+    directory = TenantDirectory([ACME, OPS])
+    directory.authorize_metrics(come())
+    directory.authorize_metrics(come("Bearer key-ops", peer="203.0.113.9"))
+    for caller in (come("Bearer key-a", peer="203.0.113.9"), come(peer="203.0.113.9")):
+        with pytest.raises(RefusedError):
+            directory.authorize_metrics(caller)
+
+
+def test_behind_an_exposed_proxy_every_caller_of_metrics_needs_a_key():
+    directory = TenantDirectory([ACME, OPS], exposed=True)
+    with pytest.raises(RefusedError):
+        directory.authorize_metrics(come())
+    directory.authorize_metrics(come("Bearer key-ops"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tenant("a/b"),
+        lambda: Tenant(""),
+        lambda: Tenant("a", ("plain-key",)),
+        lambda: Tenant("a", weight=0.0),
+        lambda: TenantLimits(max_concurrent=0),
+        lambda: TenantDirectory([ACME, Tenant("acme")]),
+        lambda: TenantDirectory([ACME, Tenant("other", ACME.key_hashes[:1])]),
+        lambda: TenantDirectory([Tenant("a")]),
+    ],
+)
+def test_configurations_that_make_no_sense(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_hash_key_is_plain_sha256():
+    assert hash_key("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,200 @@
+"""A backend that replies as told, and a whole router around it, for tests of the HTTP layer."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from holdfast.replicas.errors import EngineError
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Completed,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    Piece,
+    RawPrompt,
+    TextDelta,
+    ToolCallDelta,
+)
+from holdfast.router.app import create_app
+from holdfast.router.backend import Batch, Routed
+from holdfast.router.config import RouterConfig
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.programs import ProgramTable
+from holdfast.router.response_cache import ResponseCache
+from holdfast.router.store import MemoryStore
+from holdfast.router.tenants import TenantDirectory
+
+CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
+USAGE = Usage(prompt=10, cached=4, completion=3)
+DONE = Completed("stop", USAGE, Timing(arrived=0.0, first_token=0.25, finished=0.5))
+HELLO: tuple[tuple[Piece, ...], ...] = ((TextDelta("Hel"),), (TextDelta("lo"), TextDelta("!")), (DONE,))
+CALL: tuple[tuple[Piece, ...], ...] = (
+    (ToolCallDelta(0, "call_1", "get_weather"),),
+    (ToolCallDelta(0, arguments='{"city":'), ToolCallDelta(0, arguments='"Oslo"}')),
+    (Completed("tool_calls", USAGE, DONE.timing),),
+)
+
+
+class FakeBackend:
+    """Replies with `script`, a list of batches; an exception in it is raised in its place.
+
+    With `stall` set it never gets beyond that many batches. `aborted` is set once a reply was ended early.
+    """
+
+    def __init__(self, script: Sequence[Sequence[Piece] | Exception] = HELLO) -> None:
+        self.script = script
+        self.stall: int | None = None
+        self.cards: tuple[ModelCard, ...] = (CARD,)
+        self.ready = True
+        self.requests: list[GenerateRequest] = []
+        self.hints: list[str | None] = []
+        self.texts: list[str] = []
+        self.started = threading.Event()
+        self.aborted = threading.Event()
+        self.open_streams = 0
+
+    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
+        fold = Fold()
+        async with contextlib.aclosing(self.stream(request, last_replica)) as batches:
+            async for batch in batches:
+                fold.add(batch.pieces)
+        reply: Answer | Errored | None = fold.answer()
+        if reply is None:
+            assert isinstance(fold.terminal, Errored)
+            reply = fold.terminal
+        return Routed("r1", reply)
+
+    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+        self.requests.append(request)
+        self.hints.append(last_replica)
+        self.open_streams += 1
+        finished = False
+        try:
+            for index, step in enumerate(self.script):
+                if index == self.stall:
+                    self.started.set()
+                    await asyncio.Event().wait()
+                if isinstance(step, Exception):
+                    raise step
+                finished = isinstance(step[-1], Completed | Errored)
+                yield Batch("r1", tuple(step))
+        finally:
+            self.open_streams -= 1
+            if not finished:
+                self.aborted.set()
+
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
+        size = len(prompt.messages) if isinstance(prompt, ChatPrompt) else len(prompt.content)
+        return list(range(size))
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        if 13 in tokens:
+            raise EngineError("unlucky")
+        return " ".join(str(token) for token in tokens)
+
+    async def models(self) -> Sequence[ModelCard]:
+        return self.cards
+
+    async def metrics(self) -> Sequence[str]:
+        return self.texts
+
+    async def healthy(self) -> bool:
+        return self.ready
+
+
+@dataclass
+class World:
+    """A router around a fake backend, reached without a network."""
+
+    backend: FakeBackend = field(default_factory=FakeBackend)
+    tenants: TenantDirectory = field(default_factory=TenantDirectory)
+    config: RouterConfig = field(default_factory=RouterConfig)
+    store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
+
+    def __post_init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.programs = ProgramTable(self.store, 1000, 3600.0)
+        self.cache = ResponseCache(self.store, self.config, "weights-1")
+        metrics = RouterMetrics(self.registry)
+        self.app: FastAPI = create_app(self.backend, self.tenants, self.programs, self.cache, metrics, self.config)
+
+    def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:
+        """One request through the ASGI application, the answer read to its end."""
+        return self.calls([(method, path, arguments)], peer)[0]
+
+    def chat(self, peer: str = "127.0.0.1", **body: object) -> httpx.Response:
+        """A chat completion with a small default body."""
+        return self.call("POST", "/v1/chat/completions", peer, json=chat_body(**body))
+
+    def calls(
+        self, calls: Sequence[tuple[str, str, dict[str, object]]], peer: str = "127.0.0.1"
+    ) -> list[httpx.Response]:
+        """Requests one after the other, on one event loop."""
+
+        async def run() -> list[httpx.Response]:
+            transport = httpx.ASGITransport(self.app, client=(peer, 50000))
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                answers = [await client.request(method, path, **arguments) for method, path, arguments in calls]
+                await self.cache.drain()
+                await self.programs.drain()
+                return answers
+
+        return asyncio.run(run())
+
+    def outcomes(self) -> dict[str, float]:
+        """How many requests ended in each outcome."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name == "holdfast_requests_total":
+                    outcome = sample.labels["outcome"]
+                    found[outcome] = found.get(outcome, 0.0) + sample.value
+        return found
+
+    def in_flight(self) -> float | None:
+        return self.registry.get_sample_value("holdfast_requests_in_flight")
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[str]:
+        """The address of this router behind a real HTTP server on loopback."""
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        server = _Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        assert server.up.wait(10.0)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            thread.join(10.0)
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = threading.Event()
+
+    async def startup(self, sockets: list[object] | None = None) -> None:
+        await super().startup(sockets)  # type: ignore[arg-type]
+        self.up.set()
+
+
+def chat_body(**changes: object) -> dict[str, object]:
+    """A small valid chat body; a value of None takes the field out."""
+    body = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], **changes}
+    return {name: value for name, value in body.items() if value is not None}

@@ -12,8 +12,6 @@ import numpy as np
 from holdfast.replicas.kv.radix import common_prefix
 from holdfast.replicas.sequences.sequence import Sequence, Status
 
-WINDOW = 16  # tokens beyond the cached prefix that have to agree before whole prompts are compared
-
 
 @dataclass(frozen=True, slots=True)
 class Following:
@@ -33,7 +31,7 @@ class Following:
 def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> Following | None:
     """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
     tokens = sequence.tokens[:-1]
-    window = tokens[n_cached : n_cached + WINDOW]
+    window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
     best: Following | None = None
     for leader in running:
         if leader.decoding or leader.submit.scope != sequence.submit.scope:

@@ -43,13 +43,20 @@ class _Draft:
     chunks: list[Chunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     writes: list[RowWrite] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
+    copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
 
     def forget(self, sequence: Sequence) -> None:
-        """Take a sequence's chunk back: it was preempted to make room. Its writes and copies do no harm."""
+        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
+        assert sequence.row is not None
+        self.copies.pop(sequence.row, None)
+        self.writes = [write for write in self.writes if write.row != sequence.row]
         if sequence in self.sequences:
             i = self.sequences.index(sequence)
             del self.sequences[i], self.chunks[i]
+
+    def plan(self) -> StepPlan:
+        copies = tuple(copy for some in self.copies.values() for copy in some)
+        return StepPlan(tuple(self.chunks), tuple(self.writes), copies)
 
 
 class Scheduler:
@@ -107,10 +114,9 @@ class Scheduler:
             if len(self._running) == 1:
                 ended.append(self._failed(victim, _NO_ROOM, now))
             else:
-                self._preempt(victim, now)
+                self._preempt(draft, victim, now)
                 self._prefill(draft)
-        plan = StepPlan(tuple(draft.chunks), tuple(draft.writes), tuple(draft.copies))
-        return Step(plan, tuple(draft.sequences), tuple(ended))
+        return Step(draft.plan(), tuple(draft.sequences), tuple(ended))
 
     def commit(self, step: Step, output: StepOutput, now: float) -> list[Event]:
         """Take in what a step drew; finished sequences hand their cells to the tree."""
@@ -167,9 +173,7 @@ class Scheduler:
             while sequence.status is Status.RUNNING and not self._grow(draft, sequence, sequence.length):
                 if len(self._running) == 1:
                     return preempted
-                victim = self._last()
-                draft.forget(victim)
-                self._preempt(victim, now)
+                self._preempt(draft, self._last(), now)
                 preempted = True
             if sequence.status is Status.RUNNING:
                 self._plan(draft, sequence, 1)
@@ -180,9 +184,9 @@ class Scheduler:
 
         The head is never overtaken, except by others while it waits for a leader to compute its prefix.
         """
-        for following in [f for f in self._following if f.over]:
-            self._following.remove(following)
-            self._waiting.unhold(following.follower)
+        for done in [f for f in self._following if f.over]:
+            self._following.remove(done)
+            self._waiting.unhold(done.follower)
         committed = sum(self._budget.need(s, s.n_computed) for s in self._running)
         while (sequence := self._waiting.head()) is not None:
             n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
@@ -221,7 +225,7 @@ class Scheduler:
             sequence.scheduled = now
             sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
             self.stats.prompt_cached += sequence.n_cached
-        draft.copies.extend(acquired.copies)
+        draft.copies[row] = acquired.copies
         if len(acquired.holding.pages):
             draft.writes.append(RowWrite(row, 0, acquired.holding.pages.copy()))
         self._running.append(sequence)
@@ -270,12 +274,13 @@ class Scheduler:
     def _last(self) -> Sequence:
         return max(self._running, key=self._order.key)
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
+    def _preempt(self, draft: _Draft, sequence: Sequence, now: float) -> None:
         """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
 
         Nothing is lost: noise is keyed by position, so the recomputed sequence goes on as it would have.
         """
         self.stats.preemptions += 1
+        draft.forget(sequence)
         self._running.remove(sequence)
         self._return(sequence, now, keep=True)
         sequence.preempted = True

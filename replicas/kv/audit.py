@@ -1,0 +1,84 @@
+"""The law of the KV books, recounted from nothing: free + in tree + held by sequences == total.
+
+Every page is counted once, no page has two writers, and each counter that is kept along the way is what a recount
+gives. For tests, and for an engine that has gone idle: it visits every node.
+"""
+
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+
+from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.node import Node
+from holdfast.replicas.kv.pages import PagePool
+from holdfast.replicas.kv.radix import RadixTree
+
+
+def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding]) -> None:
+    """Raise AssertionError with the first thing that does not add up."""
+    nodes = [node for root in tree.roots.values() for node in _below(root)]
+    in_tree = [page for node in nodes for page in node.pages.tolist()]
+    written = [page for h in holdings for page in (*h.own.tolist(), *h.spare.tolist())]
+    free = pool.free_pages.tolist()
+
+    assert len(set(written)) == len(written), "a page has two writers"
+    assert not set(written) & set(in_tree), "a page of the tree has a writer"
+    assert len(set(free)) == len(free), "a page is free twice"
+    assert not set(free) & (set(written) | set(in_tree)), "a free page has an owner"
+    assert len(free) + len(set(in_tree)) + len(written) == pool.total, "free + in tree + held != total"
+    owners = np.zeros(pool.total, dtype=np.int32)
+    for page, count in Counter(in_tree + written).items():
+        owners[page] = count
+    assert np.array_equal(owners, pool.owners), "owners are miscounted"
+
+    for node in nodes:
+        _audit_node(node, pool)
+    _audit_leases(tree, holdings)
+    idle = [node for node in nodes if node.leases == 0]
+    assert tree.nodes == len(nodes)
+    assert tree.pages == sum(node.owned for node in nodes) == len(set(in_tree)), "pages of the tree are miscounted"
+    assert tree.evictable == sum(node.owned for node in idle), "evictable pages are miscounted"
+    leased = {page for node in nodes if node.leases for page in node.pages.tolist()}
+    assert tree.evictable == len({page for node in idle for page in node.pages.tolist()} - leased)
+    for node in nodes:
+        leaf = not node.children
+        assert node.leases == 0 or node not in tree.order, "a leased node could be evicted"
+        assert node.leases > 0 or not leaf or node in tree.order, "an idle leaf could not be evicted"
+
+
+def _below(root: Node) -> list[Node]:
+    found: list[Node] = []
+    todo = list(root.children.values())
+    while todo:
+        node = todo.pop()
+        found.append(node)
+        todo.extend(node.children.values())
+    return found
+
+
+def _audit_node(node: Node, pool: PagePool) -> None:
+    parent = node.parent
+    assert parent is not None
+    assert len(node.tokens) > 0, "a node without tokens"
+    assert parent.children[int(node.tokens[0])] is node, "a node that its parent does not know"
+    assert node.start == parent.end, "a gap between parent and child"
+    assert len(node.pages) == pool.pages_for(node.end) - node.start // pool.page_size, "pages do not cover the tokens"
+    inside = node.start % pool.page_size != 0
+    shared = inside and len(parent.pages) > 0 and parent.pages[-1] == node.pages[0]
+    assert node.owned == len(node.pages) - shared, "a shared page is not counted for the upper node"
+    assert parent.touched >= node.touched, "a node was touched without its path"
+
+
+def _audit_leases(tree: RadixTree, holdings: Collection[Holding]) -> None:
+    leases: Counter[Node] = Counter()
+    for holding in holdings:
+        assert holding.node.end == holding.n_shared, "a lease does not end where the shared cells do"
+        node: Node | None = holding.node
+        while node is not None:
+            leases[node] += 1
+            node = node.parent
+    for root in tree.roots.values():
+        assert root.parent is None
+        for node in (root, *_below(root)):
+            assert node.leases == leases[node], "leases are miscounted"

@@ -1,0 +1,233 @@
+"""The KV bookkeeping of one replica, as the scheduler sees it: acquire, grow, publish, finish, drop.
+
+Here: who owns which page, and that the books always balance. Not here: KV data (`tensors`), when to do what
+(`scheduling`). No clock, no I/O, not thread-safe: the engine thread is the only caller.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.replicas.errors import EngineError
+from holdfast.replicas.events import TokenIds
+from holdfast.replicas.kv.audit import audit
+from holdfast.replicas.kv.holding import Acquired, Holding
+from holdfast.replicas.kv.node import Node
+from holdfast.replicas.kv.pages import NO_PAGES, PagePool
+from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree
+from holdfast.replicas.scheduling.plan import PageCopy, PageIds
+
+__all__ = ["Acquired", "CacheStats", "Holding", "KVCache", "Label"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts in cells, if not named otherwise. free + tree + held == total."""
+
+    total: int
+    free: int
+    tree: int
+    held: int  # written by sequences, not in the tree yet
+    evictable: int  # of `tree`: without leases
+    evicted: int  # since the start
+    lookups: int  # holdings acquired
+    hits: int  # of these, with a cached prefix
+    hit_tokens: int
+
+    @property
+    def in_use(self) -> int:
+        """Cells that no eviction could free now."""
+        return self.total - self.free - self.evictable
+
+
+class KVCache:
+    """Pages, radix tree and the holdings of all running sequences.
+
+    `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
+    """
+
+    def __init__(self, n_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+        if n_pages < 1 or page_size < 1:
+            raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
+        self.pool = PagePool(n_pages, page_size)
+        self.tree = RadixTree(self.pool)
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self._live: set[Holding] = set()
+        self._evicted_pages = 0
+        self._lookups = 0
+        self._hits = 0
+        self._hit_tokens = 0
+
+    # ---- looking ----
+
+    def peek(self, scope: str, tokens: TokenIds) -> int:
+        """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
+        root = self.tree.roots.get(scope)
+        return self._walk(root, tokens).length if root is not None else 0
+
+    @property
+    def free_cells(self) -> int:
+        return self.pool.free * self.page_size
+
+    @property
+    def evictable_cells(self) -> int:
+        """Cells that could be had beside the free ones."""
+        return self.tree.evictable * self.page_size
+
+    @property
+    def stats(self) -> CacheStats:
+        size = self.page_size
+        return CacheStats(
+            total=self.pool.total * size,
+            free=self.free_cells,
+            tree=self.tree.pages * size,
+            held=(self.pool.used - self.tree.pages) * size,
+            evictable=self.evictable_cells,
+            evicted=self._evicted_pages * size,
+            lookups=self._lookups,
+            hits=self._hits,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
+        audit(self.pool, self.tree, self._live)
+
+    # ---- the five verbs ----
+
+    def acquire(self, scope: str, tokens: TokenIds, now: float) -> Acquired:
+        """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
+
+        At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
+        copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
+        """
+        if len(tokens) == 0:
+            raise EngineError("a sequence without tokens has nothing to compute")
+        root = self.tree.root(scope)
+        match = self._walk(root, tokens)
+        node = self._lease(match, now)
+        tail = match.length % self.page_size
+        fresh = self._take(1 if tail else 0)
+        if fresh is None:
+            self.tree.release(node)
+            match, tail, fresh = self.tree.walk(root, tokens[: match.length - tail]), 0, NO_PAGES
+            node = self._lease(match, now)
+        n_pages = self.pool.pages_for(match.length)
+        row = np.empty(max(self.pool.pages_for(len(tokens)), n_pages) + 8, dtype=np.int32)
+        self.tree.fill(row, node, above=root)
+        copies: tuple[PageCopy, ...] = ()
+        if tail:
+            copies = (PageCopy(source=int(row[n_pages - 1]), target=int(fresh[0]), cells=tail),)
+            row[n_pages - 1] = fresh[0]
+        holding = Holding(scope, node, match.length, match.length, self.page_size, row, n_pages)
+        self._live.add(holding)
+        self._lookups += 1
+        self._hits += match.length > 0
+        self._hit_tokens += match.length
+        return Acquired(holding, copies)
+
+    def grow(self, holding: Holding, n_tokens: int) -> PageIds | None:
+        """Make sure the row has cells for `n_tokens`; returns the pages appended to it, int32, possibly none.
+
+        Evicts where needed. None, and nothing changed, when even eviction cannot free enough.
+        """
+        self._expect(holding)
+        missing = self.pool.pages_for(n_tokens) - holding.n_pages
+        if missing <= 0:
+            return NO_PAGES
+        pages = self._take(missing)
+        if pages is None:
+            return None
+        end = holding.n_pages + missing
+        if end > len(holding.row):
+            row = np.empty(max(end, 2 * len(holding.row)), dtype=np.int32)
+            row[: holding.n_pages] = holding.pages
+            holding.row = row
+        holding.row[holding.n_pages : end] = pages
+        holding.n_pages = end
+        return pages
+
+    def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
+        """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
+
+        For a sequence that goes on. Its row stays as it is; a page still being filled stays its own. Each call may
+        make a tree node, so call it after prefill chunks and not after every decoded token.
+        """
+        self._expect(holding, tokens, n_computed)
+        length = n_computed - n_computed % self.page_size
+        if not self.prefix_cache or length <= holding.n_shared:
+            return
+        match = self.tree.walk(holding.node, tokens[:length])
+        first, known = holding.n_shared // self.page_size, match.length // self.page_size
+        if known > first:
+            holding.spare = np.concatenate([holding.spare, holding.row[first:known]])
+        node = self._save(match, tokens[:length], holding, label)
+        self.tree.lease(node, now, held=holding.node)
+        holding.node, holding.n_shared = node, length
+
+    def finish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
+        """End a sequence and keep its first `n_computed` cells: those the tree lacks become a node under `label`.
+
+        For completion and for preemption. Pages that hold nothing new are freed.
+        """
+        self._expect(holding, tokens, n_computed)
+        if not self.prefix_cache or n_computed <= holding.n_shared:
+            self.drop(holding)
+            return
+        self._live.remove(holding)
+        match = self.tree.walk(holding.node, tokens[:n_computed])
+        first, known = holding.n_shared // self.page_size, match.length // self.page_size
+        kept = self.pool.pages_for(n_computed) if match.length < n_computed else known
+        node = match.node
+        if match.length < n_computed:
+            node = self._save(match, tokens[:n_computed], holding, label)
+        self.tree.lease(node, now, held=holding.node)
+        self.tree.release(node)
+        self.pool.release(holding.row[first:known])
+        self.pool.release(holding.row[kept : holding.n_pages])
+        self.pool.release(holding.spare)
+
+    def drop(self, holding: Holding) -> None:
+        """End a sequence and keep nothing beyond what it published."""
+        self._expect(holding)
+        self._live.remove(holding)
+        self.tree.release(holding.node)
+        self.pool.release(holding.own)
+        self.pool.release(holding.spare)
+
+    # ---- parts ----
+
+    def _walk(self, root: Node, tokens: TokenIds) -> Match:
+        """The usable prefix: all of `tokens` but the last, which has to be computed for its logits."""
+        return self.tree.walk(root, tokens[:-1])
+
+    def _lease(self, match: Match, now: float) -> Node:
+        node = self.tree.node_at(match)
+        self.tree.lease(node, now)
+        return node
+
+    def _save(self, match: Match, tokens: TokenIds, holding: Holding, label: Label) -> Node:
+        """A node at the end of `tokens`: what lies beyond `match` is added, with the holding's own pages."""
+        parent = self.tree.node_at(match)
+        if match.length == len(tokens):
+            return parent
+        slots = slice(match.length // self.page_size, self.pool.pages_for(len(tokens)))
+        return self.tree.add(parent, tokens[match.length :], holding.row[slots], label, held=holding.node)
+
+    def _take(self, n: int) -> PageIds | None:
+        """`n` fresh pages, evicting where needed; None, and nothing evicted, when they are not to be had."""
+        if n > self.pool.free + self.tree.evictable:
+            return None
+        while self.pool.free < n:
+            freed = self.tree.evict()
+            assert freed is not None, "evictable pages were counted that are not there"
+            self._evicted_pages += freed
+        return self.pool.alloc(n)
+
+    def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
+        """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""
+        if holding not in self._live:
+            raise EngineError("this holding has ended")
+        if n_computed > holding.capacity or (tokens is not None and n_computed > len(tokens)):
+            raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")

@@ -1,0 +1,200 @@
+"""The law of the cache: whatever happens, every sequence reads exactly its own tokens' cells.
+
+A cell is simulated by a number that stands for (scope, all tokens up to its position): what attention would have put
+there. Sequences compute, publish, finish, are dropped and preempted in any order, in worlds small enough to run out of
+pages all the time.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from holdfast.replicas.events import TokenIds
+from holdfast.replicas.kv.cache import Holding, KVCache, Label
+
+GARBAGE = -1
+tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+
+
+@dataclass(eq=False)
+class Agent:
+    """A sequence as the test sees it."""
+
+    scope: str
+    tokens: list[int]
+    holding: Holding
+    n_computed: int
+    ended: bool = False
+
+    @property
+    def ids(self) -> TokenIds:
+        return np.array(self.tokens, dtype=np.int32)
+
+    def true_cells(self) -> list[int]:
+        return [hash((self.scope, tuple(self.tokens[: i + 1]))) for i in range(len(self.tokens))]
+
+
+def _common(a: list[int], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class CacheMachine(RuleBasedStateMachine):
+    agents = Bundle("agents")
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        n_pages=st.integers(1, 24),
+        prefix_cache=st.sampled_from([True] * 7 + [False]),
+    )
+    def start(self, page_size: int, n_pages: int, prefix_cache: bool) -> None:
+        self.cache = KVCache(n_pages, page_size, prefix_cache)
+        self.cells: npt.NDArray[np.int64] = np.full((n_pages, page_size), GARBAGE, dtype=np.int64)
+        self.live: list[Agent] = []
+        self.saved: set[tuple[str, tuple[int, ...]]] = set()
+        self.begun: list[list[int]] = [[0]]
+        self.now = 0.0
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def _write(self, agent: Agent, start: int, values: list[int]) -> None:
+        """What a forward does: cells at [start, ...) through the page row, into own pages only."""
+        size = self.cache.page_size
+        own = set(agent.holding.own.tolist())
+        for position, value in enumerate(values, start):
+            page = int(agent.holding.pages[position // size])
+            assert page in own, "a cell of the tree was written"
+            self.cells[page, position % size] = value
+
+    def _read(self, agent: Agent, n: int) -> list[int]:
+        positions = np.arange(n)
+        size = self.cache.page_size
+        found: list[int] = self.cells[agent.holding.pages[positions // size], positions % size].tolist()
+        return found
+
+    def _longest_saved(self, scope: str, tokens: list[int]) -> int:
+        return max((_common(tokens[:-1], saved) for of, saved in self.saved if of == scope), default=0)
+
+    def _prompt(self, back: int, cut: int, tail: tuple[int, ...]) -> list[int]:
+        """A part of something a sequence had before, and new tokens."""
+        return [*self.begun[-1 - back % len(self.begun)][:cut], *tail]
+
+    @rule(target=agents, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(0, 40), tail=tails)
+    def begin(self, scope: str, back: int, cut: int, tail: tuple[int, ...]) -> Agent:
+        return self._begin(scope, self._prompt(back, cut, tail))
+
+    @rule(
+        target=agents,
+        back=st.integers(0, 5),
+        cut=st.integers(0, 40),
+        tail=tails,
+        n=st.integers(1, 40),
+        token=st.integers(0, 2),
+    )
+    def begin_twins(self, back: int, cut: int, tail: tuple[int, ...], n: int, token: int) -> object:
+        """Two sequences that compute the same tokens at the same time, and may then go different ways."""
+        prompt = self._prompt(back, cut, tail)
+        twins = [self._begin("a", [*prompt, *end]) for end in ([], [token])]
+        for agent in twins:
+            self._compute(agent, n, 0, token)
+        return multiple(*twins)
+
+    def _begin(self, scope: str, tokens: list[int]) -> Agent:
+        seen = self.cache.peek(scope, np.array(tokens, dtype=np.int32))
+        acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick())
+        holding, copies = acquired.holding, acquired.copies
+        assert holding.n_cached <= seen < len(tokens)
+        assert holding.n_cached > seen - self.cache.page_size, "at most the cells of one page are given up"
+        if self.cache.prefix_cache and self.cache.stats.evicted == 0:
+            assert seen == self._longest_saved(scope, tokens)
+        for copy in copies:
+            self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
+        agent = Agent(scope, tokens, holding, holding.n_cached)
+        self.live.append(agent)
+        self.begun.append(tokens)
+        return agent
+
+    @rule(agent=agents, n=st.integers(1, 30), drafts=st.integers(0, 5), token=st.integers(0, 2))
+    def compute(self, agent: Agent, n: int, drafts: int, token: int) -> None:
+        if not agent.ended:
+            self._compute(agent, n, drafts, token)
+
+    def _compute(self, agent: Agent, n: int, drafts: int, token: int) -> None:
+        """A step: up to `n` tokens, sampled beyond the prompt; rejected drafts leave garbage behind them."""
+        end = min(agent.n_computed + n, max(len(agent.tokens), agent.n_computed + 1))
+        before = agent.holding.pages.tolist()
+        room = self.cache.free_cells + self.cache.evictable_cells
+        added = self.cache.grow(agent.holding, end + drafts)
+        missing = self.cache.pool.pages_for(end + drafts) - len(before)
+        assert (added is None) == (missing * self.cache.page_size > room)
+        assert agent.holding.pages.tolist() == before + ([] if added is None else added.tolist())
+        if added is None:
+            return
+        agent.tokens.extend([token] * (end - len(agent.tokens)))
+        self._write(agent, agent.n_computed, agent.true_cells()[agent.n_computed : end] + [GARBAGE] * drafts)
+        agent.n_computed = end
+
+    @rule(agent=agents)
+    def publish(self, agent: Agent) -> None:
+        if agent.ended:
+            return
+        before = agent.holding.pages.tolist()
+        self.cache.publish(agent.holding, agent.ids, agent.n_computed, self._tick())
+        assert agent.holding.pages.tolist() == before
+        full = agent.n_computed // self.cache.page_size * self.cache.page_size
+        self.saved.add((agent.scope, tuple(agent.tokens[:full])))
+        if self.cache.prefix_cache:
+            assert agent.holding.n_shared >= full
+
+    @rule(agent=consumes(agents), priority=st.integers(0, 2))
+    def finish(self, agent: Agent, priority: int) -> None:
+        if agent.ended:
+            return
+        self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), Label(priority=priority))
+        self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))
+        self._end(agent)
+        if self.cache.prefix_cache:
+            assert self.cache.peek(agent.scope, np.array([*agent.tokens, 0], dtype=np.int32)) >= agent.n_computed
+
+    @rule(agent=consumes(agents))
+    def drop(self, agent: Agent) -> None:
+        if not agent.ended:
+            self.cache.drop(agent.holding)
+            self._end(agent)
+
+    def _end(self, agent: Agent) -> None:
+        agent.ended = True
+        self.live.remove(agent)
+        self.begun.append(list(agent.tokens))
+
+    @invariant()
+    def every_sequence_reads_its_own_cells(self) -> None:
+        for agent in getattr(self, "live", []):
+            assert self._read(agent, agent.n_computed) == agent.true_cells()[: agent.n_computed]
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "cache"):
+            self.cache.check()
+            stats = self.cache.stats
+            assert stats.free + stats.tree + stats.held == stats.total
+            assert stats.evictable <= stats.tree
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        for agent in self.live:
+            self.cache.drop(agent.holding)
+        self.cache.check()
+        stats = self.cache.stats
+        assert stats.held == 0
+        assert stats.free + stats.evictable == stats.total, "with nobody left, every cell can be had"
+
+
+CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCacheLaw = CacheMachine.TestCase

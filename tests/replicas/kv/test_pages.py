@@ -1,0 +1,57 @@
+"""The page pool: all or nothing, and a page is free exactly when it has no owner left."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.kv.pages import PagePool
+
+
+def test_alloc_hands_out_distinct_pages_all_or_nothing() -> None:
+    pool = PagePool(4, page_size=16)
+    first = pool.alloc(3)
+    assert first is not None
+    assert len(set(first.tolist())) == 3
+    assert pool.alloc(2) is None
+    assert (pool.free, pool.used) == (1, 3)
+    last = pool.alloc(1)
+    assert last is not None
+    assert {*first.tolist(), *last.tolist()} == {0, 1, 2, 3}
+    assert pool.alloc(0) is not None
+
+
+def test_page_with_two_owners_is_freed_by_the_second_release() -> None:
+    pool = PagePool(4, page_size=1)
+    pages = pool.alloc(3)
+    assert pages is not None
+    pool.retain(pages[:1])
+    assert pool.release(pages) == 2
+    assert pool.owners[pages].tolist() == [1, 0, 0]
+    assert pool.release(pages[:1]) == 1
+    assert pool.free == 4
+
+
+def test_pages_for_rounds_up() -> None:
+    pool = PagePool(1, page_size=16)
+    assert [pool.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["alloc", "release", "retain"]), st.integers(0, 6)), max_size=40))
+def test_pool_agrees_with_a_dictionary_of_owners(steps: list[tuple[str, int]]) -> None:
+    pool = PagePool(12, page_size=4)
+    owners: dict[int, int] = {}
+    for verb, n in steps:
+        if verb == "alloc":
+            pages = pool.alloc(n)
+            assert (pages is None) == (n > 12 - len(owners))
+            for page in [] if pages is None else pages.tolist():
+                assert page not in owners
+                owners[page] = 1
+        else:
+            some = sorted(owners)[:n]
+            change = 1 if verb == "retain" else -1
+            (pool.retain if verb == "retain" else pool.release)(np.array(some, dtype=np.int32))
+            owners = {p: c + change if p in some else c for p, c in owners.items()}
+            owners = {p: c for p, c in owners.items() if c}
+        assert pool.free == 12 - len(owners)
+        assert set(pool.free_pages.tolist()) == set(range(12)) - set(owners)

@@ -1,0 +1,101 @@
+"""The whole engine over a real model: greedy output is transformers' `generate`, token for token, in float32."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
+from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.model.weights import model_path
+
+NEW = 24
+
+
+@cache
+def reference() -> list[tuple[list[int], list[int]]]:
+    """32 prompts of 1 to 700 tokens, and what transformers makes of them. Half are real text, half random ids."""
+    torch.set_num_threads(1)
+    loaded = load_runner(EngineConfig(cells=4096, threads=1))
+    model = AutoModelForCausalLM.from_pretrained(model_path("pocket"), dtype=torch.float32).eval()
+    rng = np.random.default_rng(0)
+    pairs = []
+    for i in range(32):
+        if i % 2:
+            words = rng.choice(["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 9 * i)
+            prompt = loaded.tokenizer.encode(" ".join(words), add_special_tokens=False)
+        else:
+            prompt = rng.integers(0, loaded.vocabulary, 1 + 11 * i).tolist()
+        with torch.inference_mode():
+            out = model.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, do_sample=False
+            )
+        pairs.append((prompt, out[0, len(prompt) :].tolist()))
+    return pairs
+
+
+@cache
+def loaded(decoder: str, page_size: int):
+    return load_runner(EngineConfig(cells=16384, threads=1, decoder=decoder, page_size=page_size))
+
+
+def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[Finished]]:
+    """All prompts at once; their completions and ends, in order."""
+    out = {str(i): [] for i in range(len(prompts))}
+    ends = {}
+    for i, prompt in enumerate(prompts):
+        assert not engine.handle(Submit(str(i), np.asarray(prompt, np.int32), Sampling(NEW)), 0.0)
+    while engine.busy:
+        for event in engine.step(0.0):
+            if isinstance(event, Tokens):
+                out[event.request_id] += event.tokens
+            else:
+                ends[event.request_id] = event
+    engine.cache.check()
+    return list(out.values()), [ends[str(i)] for i in range(len(prompts))]
+
+
+def engine_of(decoder: str, page_size: int = 16, **settings) -> Engine:
+    ready = loaded(decoder, page_size)
+    config = EngineConfig(**{f: getattr(ready.config, f) for f in ready.config.__dataclass_fields__} | settings)
+    return Engine(config, ready.runner, ready.eos, ready.vocabulary)
+
+
+WAYS = {
+    "own decoder": ("own", 16, {}),
+    "transformers": ("transformers", 16, {}),
+    "chunks of 16": ("own", 16, {"step_tokens": 16}),
+    "pages of 1": ("own", 1, {}),
+    "no cache": ("own", 16, {"prefix_cache": False}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy_equals_transformers(way, batch):
+    decoder, page_size, settings = WAYS[way]
+    engine = engine_of(decoder, page_size, **settings)
+    pairs = reference()
+    for i in range(0, len(pairs), batch):
+        got, _ = generate(engine, [prompt for prompt, _ in pairs[i : i + batch]])
+        assert got == [expected for _, expected in pairs[i : i + batch]]
+
+
+def test_greedy_equals_transformers_after_a_cache_hit():
+    engine = engine_of("own")
+    pairs = reference()
+    prompts = [prompt for prompt, _ in pairs]
+    first, _ = generate(engine, prompts)
+    again, ends = generate(engine, prompts)
+    assert first == again == [expected for _, expected in pairs]
+    assert all(end.usage.cached == len(prompt) - 1 for end, prompt in zip(ends, prompts, strict=True))
+    # A prompt that leaves a cached one in the middle of a page.
+    forks = [(prompt[: len(prompt) // 2], i) for i, prompt in enumerate(prompts) if len(prompt) > 40]
+    fresh, _ = generate(engine_of("own", prefix_cache=False), [prompt for prompt, _ in forks])
+    forked, ends = generate(engine, [prompt for prompt, _ in forks])
+    assert forked == fresh
+    assert all(end.usage.cached > 0 for end in ends)

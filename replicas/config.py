@@ -44,6 +44,7 @@ class EngineConfig:
     prefix_cache: bool = True
     grouped_prefill: bool = True
 
+    tool_format: str = ""  # hermes, llama3, mistral, pythonic or none; empty: by the chat template
     render_cache: int = 256
     tokenize_cache: int = 64
 

@@ -40,7 +40,7 @@ class Service:
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
         loaded = load_runner(config)
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary)
-        text = TextSide(loaded.tokenizer, loaded.config)
+        text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format)
         card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
         return cls(engine, text, card)
 
@@ -57,7 +57,7 @@ class Service:
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
         """The prompt's token ids, as `generate` would compute them. Raises InvalidRequestError."""
-        tokens: list[int] = self._text.encode(prompt).tokens.tolist()
+        tokens: list[int] = self._text.tokenize(prompt).tolist()
         return tokens
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -69,7 +69,7 @@ class Service:
         Closing the generator early aborts the request.
         """
         try:
-            encoded = self._text.encode(request.prompt)
+            encoded = self._text.encode(request.prompt, request.scope)
             submit = self._submit(request, encoded.tokens)
             reply = self._text.reply(request, encoded)
             async with aclosing(self._bridge.run(submit)) as steps:

@@ -96,16 +96,17 @@ class KVCache:
 
     # ---- the five verbs ----
 
-    def acquire(self, scope: str, tokens: TokenIds, now: float) -> Acquired:
+    def acquire(self, scope: str, tokens: TokenIds, now: float, *, reuse: bool = True) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
         At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
         copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
+        Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
         root = self.tree.root(scope)
-        match = self._walk(root, tokens)
+        match = self._walk(root, tokens if reuse else tokens[:1])
         node = self._lease(match, now)
         tail = match.length % self.page_size
         fresh = self._take(1 if tail else 0)

@@ -109,13 +109,17 @@ class Scheduler:
             self._admit(draft, now)
         self._prefill(draft)
         while not draft.chunks and self._running:
-            # All are short of cells, so the last in order makes room for the others.
+            # All are short of cells, so the last in order makes room for the others. One that is alone starts again
+            # without its cached prefix: the ends of pages it shares with others may be what is missing.
             victim = self._last()
-            if len(self._running) == 1:
+            if len(self._running) == 1 and not victim.reuse:
                 ended.append(self._failed(victim, _NO_ROOM, now))
-            else:
-                self._preempt(draft, victim, now)
-                self._prefill(draft)
+                continue
+            victim.reuse = len(self._running) > 1
+            self._preempt(draft, victim, now)
+            if not self._running:
+                self._admit(draft, now)
+            self._prefill(draft)
         return Step(draft.plan(), tuple(draft.sequences), tuple(ended))
 
     def commit(self, step: Step, output: StepOutput, now: float) -> list[Event]:
@@ -215,7 +219,7 @@ class Scheduler:
         if row is None:
             return False
         with self._pool.guarded(row):
-            acquired = self._cache.acquire(sequence.submit.scope, sequence.tokens, now)
+            acquired = self._cache.acquire(sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse)
         self._waiting.remove(sequence)
         sequence.move(Status.RUNNING)
         sequence.row = row

@@ -45,6 +45,7 @@ class Sequence:
     n_computed: int = 0
     status: Status = Status.WAITING
     preempted: bool = False
+    reuse: bool = True  # False once a cached prefix left it too little room to grow, though it ran alone
     row: int | None = None
     holding: Holding | None = None
     scheduled: float | None = None

@@ -221,6 +221,23 @@ def test_a_request_larger_than_the_cache_is_rejected_and_the_largest_that_fits_i
     world.assert_right("again")
 
 
+@pytest.mark.parametrize("n_turns", [3, 6])
+def test_a_request_that_fills_the_cache_alone_is_served_whatever_it_shares(n_turns):
+    """Every turn leaves its prefix inside a page, and others keep the branches they left."""
+    world = World(cells=64, page_size=8, context_length=64, admission_ceiling=1.0)
+    prompt = words(1, 5)
+    for turn in range(n_turns):
+        prompt = prompt + words(10 + turn, 5)
+        for fork in range(2):
+            world.submit(f"{turn}.{fork}", [*prompt, fork + 1, fork + 2], max_tokens=1)
+            world.run()
+    full = [*prompt, 7]
+    world.submit("full", full, max_tokens=56 - len(full))
+    world.run()
+    world.assert_right("full")
+    world.assert_idle()
+
+
 def test_a_full_queue_refuses_and_a_late_request_is_refused():
     world = World(max_sequences=1, max_waiting=2, queue_timeout_s=5.0)
     world.submit("runs", words(1, 8), max_tokens=100)

@@ -1,0 +1,138 @@
+"""The face of the text side: prompts to token ids, and token ids to the pieces of a reply.
+
+Used from one asyncio thread. Not here: the engine, and anything of HTTP.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError, InvalidRequestError
+from holdfast.replicas.events import TokenIds
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.text.detokenize import StreamDecoder
+from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.pieces import Pieces
+from holdfast.replicas.text.render import Renderer
+from holdfast.replicas.text.reply import Reply, Stages
+from holdfast.replicas.text.stops import StopMatcher
+from holdfast.replicas.text.tokens import TokenCache
+from holdfast.replicas.text.tool_calls import ToolCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as int32 token ids; `text` is a chat prompt as rendered (`mark`: see `Rendered`), None for others."""
+
+    tokens: TokenIds
+    text: str | None = None
+    mark: str = ""
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The transformers tokenizer of a local folder. Raises ConfigError when there is none that can be read."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no tokenizer in {folder}: {error}", "model") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json", "model")
+    return tokenizer
+
+
+class TextSide:
+    """Rendering, tokenizing and reading replies for one model.
+
+    `tokenizer` is a folder or a transformers tokenizer; `tool_format` overrides what the chat template shows.
+    """
+
+    def __init__(self, tokenizer: Any, config: EngineConfig, tool_format: str = "") -> None:
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        self.renderer = Renderer(tokenizer, config.render_cache)
+        self.cache = TokenCache(tokenizer, config.tokenize_cache)
+        self.pieces = Pieces(tokenizer.backend_tokenizer)
+        self.vocabulary = len(tokenizer)
+        added = self.cache.added
+        template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else None
+        self.tool_format = detect_format(template, tool_format)
+        self._hidden = added.special_ids | set(tokenizer.all_special_ids)
+        self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
+
+    def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
+        """The prompt's token ids. Texts of other scopes (tenants) have no part in it.
+
+        Plain text gets the tokens the model expects around it (beginning of sequence), and its special tokens count.
+        Raises InvalidRequestError for what the template refuses, an empty prompt, and ids outside the vocabulary.
+        """
+        if isinstance(prompt, ChatPrompt):
+            rendered = self.renderer.render(prompt)
+            return Encoded(self.cache.encode(rendered.text, rendered.mark, scope), rendered.text, rendered.mark)
+        tokens = self._text_ids(prompt.content) if isinstance(prompt.content, str) else self._ids(prompt.content)
+        if not len(tokens):
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
+        return Encoded(tokens)
+
+    def tokenize(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
+        """int32 ids of a prompt, as a request with it would have them."""
+        return self.encode(prompt).tokens
+
+    def detokenize(self, tokens: Any) -> str:
+        """The text of token ids, special tokens included. Raises InvalidRequestError for unknown ids."""
+        return str(self.tokenizer.backend_tokenizer.decode(self._ids(tokens).tolist(), skip_special_tokens=False))
+
+    def reply(self, request: GenerateRequest, encoded: Encoded) -> Reply:
+        """A reader for the reply to `request`, whose prompt is `encoded`."""
+        prompt = request.prompt
+        chat = isinstance(prompt, ChatPrompt)
+        names = _declared(prompt) if isinstance(prompt, ChatPrompt) and prompt.tool_choice != "none" else frozenset()
+        hidden = frozenset(self._hidden - self._markers if names else self._hidden)
+        parallel = not isinstance(prompt, ChatPrompt) or prompt.parallel_tool_calls
+
+        def call_id(number: int) -> str:
+            digest = blake2b(f"{request.request_id}/{number}".encode(), digest_size=12).hexdigest()
+            # Mistral's templates take ids of nine letters and digits only.
+            return digest[:9] if self.tool_format is ToolFormat.MISTRAL else f"call_{digest}"
+
+        def remember_turn(tokens: TokenIds, text: str) -> None:
+            if encoded.text is not None:
+                ids = np.concatenate((encoded.tokens, tokens))
+                self.cache.remember(encoded.text + text, ids, encoded.mark, request.scope)
+
+        stages = Stages(
+            StreamDecoder(self.pieces, hidden, continues=not chat),
+            StopMatcher(request.stop),
+            ToolCallParser(self.tool_format, names, parallel, call_id),
+            self.pieces,
+            hidden,
+        )
+        return Reply(stages, remember_turn)
+
+    def _text_ids(self, text: str) -> TokenIds:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError("the prompt contains half a surrogate pair", "prompt") from None
+        return np.array(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+
+    def _ids(self, tokens: Any) -> TokenIds:
+        try:
+            ids = np.array([index(token) for token in tokens], np.int64)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidRequestError("token ids must be integers", "prompt") from None
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocabulary):
+            raise InvalidRequestError(f"token ids must be from 0 to {self.vocabulary - 1}", "prompt")
+        return ids.astype(np.int32)
+
+
+def _declared(prompt: ChatPrompt) -> frozenset[str]:
+    """The names of the tools the model may call."""
+    functions = (tool.get("function", tool) for tool in prompt.tools)
+    return frozenset(function["name"] for function in functions if isinstance(function.get("name"), str))

@@ -1,0 +1,132 @@
+"""Chat prompts to text through the model's chat template, with a cache (Stateful Inference, section 3.4).
+
+Strings of control tokens that a client wrote must stay text. They are marked: a character that no text of the
+conversation contains is put behind their first one, so the template's own control tokens are the only ones in the
+rendered text. `tokens` takes the marks out again.
+"""
+
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import chain
+from typing import Any
+
+from jinja2 import TemplateError
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.text.added import AddedTokens, read_added_tokens
+from holdfast.replicas.text.messages import normalised
+
+# Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
+_MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
+# Only this much of a template's complaint is passed on.
+_COMPLAINT = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered prompt. `mark`, where not empty, stands inside strings that look like control tokens and are not."""
+
+    text: str
+    mark: str = ""
+
+
+class Renderer:
+    """The chat template of `tokenizer` (a transformers tokenizer), with the last `entries` results."""
+
+    def __init__(self, tokenizer: Any, entries: int = 256) -> None:
+        self._tokenizer = tokenizer
+        self._added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
+        self._entries = entries
+        self._cache: OrderedDict[bytes, Rendered] = OrderedDict()
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
+        self._parse_arguments = True  # until the template turns out to want text
+        self.hits = 0
+        self.misses = 0
+
+    def render(self, prompt: ChatPrompt) -> Rendered:
+        """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
+
+        Raises InvalidRequestError for messages the template refuses, and when the model has no template.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError("the model has no chat template; use plain completions", "messages")
+        reserved = self._reserved.intersection(prompt.template_kwargs)
+        if reserved:
+            raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
+        messages = normalised(prompt.messages, self._parse_arguments)
+        tools = list(prompt.tools) if prompt.tool_choice != "none" else []
+        given = [messages, tools, prompt.template_kwargs]
+        plain = _as_json(given)
+        key = blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            self.hits += 1
+            return found
+        self.misses += 1
+        rendered = self._rendered(given, plain)
+        self._cache[key] = rendered
+        if len(self._cache) > self._entries:
+            self._cache.popitem(last=False)
+        return rendered
+
+    def _rendered(self, given: list[Any], plain: str) -> Rendered:
+        mark = ""
+        word = self._added.control_word
+        if word is not None and word.search(plain):
+            mark = next((char for char in map(chr, chain(*_MARKS)) if char not in plain), "")
+            if not mark:
+                raise InvalidRequestError("the messages use too many private characters", "messages")
+            given = _replaced(given, lambda text: word.sub(lambda found: found[0][0] + mark + found[0][1:], text))
+        try:
+            text = self._applied(*given)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            complaint = str(error)[:_COMPLAINT]
+            raise InvalidRequestError(f"the chat template refuses the messages: {complaint}", "messages") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError("the messages contain half a surrogate pair", "messages") from None
+        return Rendered(text, mark)
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any]) -> str:
+        """The template's text; a template that puts arguments together as text gets them as text."""
+        try:
+            return self._apply(messages, tools, kwargs)
+        except TypeError:
+            if not self._parse_arguments or not any("tool_calls" in message for message in messages):
+                raise
+            text = self._apply(normalised(messages, parse_arguments=False), tools, kwargs)
+            self._parse_arguments = False
+            return text
+
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
+            )
+        )
+
+
+def _as_json(value: Any) -> str:
+    """One text per structure; the order of keys counts, since templates write it."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=dict)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages and tools must be JSON: {error}", "messages") from error
+
+
+def _replaced(value: Any, change: Any) -> Any:
+    """`value` with `change` applied to every string in it, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, change): _replaced(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(item, change) for item in value]
+    return value

@@ -1,0 +1,186 @@
+"""A reply with tool calls in it: text before and between calls, and calls as they open, fill and close.
+
+This is the state and what may happen to it. Which text begins a call is for the `grammars` to say, through the
+`productions`. Text held back since a marker began goes out as text when the marker turns out to begin no call.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
+
+Delta: TypeAlias = TextDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
+
+    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped.
+    """
+
+    declared: frozenset[str]
+    parallel: bool = True
+    early_stop: bool = True
+    grace: int = 16
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """The call being read. `announced`: its name is declared and has been sent, so it stays a call."""
+
+    name: str | None = None
+    call_id: str = ""
+    announced: bool = False
+    streaming: bool = False  # the arguments are an object, sent as they come
+    complete: bool = False  # the arguments have closed
+    arguments: list[str] = field(default_factory=list)
+
+
+class Tracker:
+    """`held` is text read since a marker began, and not yet sent either way.
+
+    `_gap` is white space after the last text sent. It goes with the text that follows; before a call one line end
+    of it belongs to the call's markup (templates write it), and between calls all of it.
+    """
+
+    def __init__(self, rules: CallRules, call_id: Callable[[int], str]) -> None:
+        self.deltas: list[Delta] = []
+        self.calls: list[ToolCall] = []  # closed ones
+        self.call = OpenCall()
+        self.announced = 0
+        self.stopped = False
+        self.opener = ""  # the marker that began what is being read
+        self.held: list[str] = []
+        self._rules = rules
+        self._call_id = call_id
+        self._gap = ""
+        self._said = False  # text other than white space since the start or the last call
+        self._after_call = False
+        self._room = 0
+
+    def let_go(self) -> None:
+        """What is held was no call: it goes out as text, or ends the reply where it follows a closed call."""
+        text = "".join(self.held)
+        self.held.clear()
+        if self.stopped or not text:
+            return
+        if self._after_call and self._rules.early_stop:
+            self._room -= len(text)
+            self.stopped = self._room < 0 or not text.isspace()
+            return
+        body = text.rstrip()
+        if not body:
+            self._gap += text
+            return
+        self.deltas.append(TextDelta(self._gap + body))
+        self._gap = text[len(body) :]
+        self._said = True
+        self._after_call = False
+
+    def say(self, text: str) -> None:
+        """Text outside of calls."""
+        self.held.append(text)
+        self.let_go()
+
+    def end(self) -> None:
+        """The reply is over: white space after text goes out; after a call it was markup."""
+        if self._gap and (self._said or not self.announced):
+            self.deltas.append(TextDelta(self._gap))
+        self._gap = ""
+
+    def named(self, name: str) -> None:
+        """The call's name is known: a declared one is announced, with its arguments if they came first."""
+        call = self.call
+        call.name = name
+        if name not in self._rules.declared:
+            return
+        before = self._gap.removesuffix("\n") if self._said else ""
+        if before:
+            self.deltas.append(TextDelta(before))
+        self._gap, self._said, self._after_call = "", False, False
+        call.announced = True
+        call.call_id = self._call_id(self.announced)
+        self.deltas.append(ToolCallDelta(self.announced, call.call_id, name, "".join(call.arguments)))
+        self.announced += 1
+        self.held.clear()
+
+    def begin_arguments(self, char: str) -> None:
+        """The arguments begin with `char`: an object streams as written, anything else is sent when it is whole."""
+        self.call.streaming = char == "{"
+        if self.call.announced:
+            self.held.clear()
+
+    def argument(self, char: str) -> None:
+        self.call.arguments.append(char)
+        if self.call.announced and self.call.streaming:
+            self._send(char)
+        else:
+            self.held.append(char)
+
+    def end_arguments(self) -> None:
+        call = self.call
+        call.complete = True
+        if call.streaming:
+            return
+        call.arguments = [_as_object("".join(call.arguments))]
+        if call.announced:
+            self.held.clear()
+            self._send(call.arguments[0])
+
+    def close(self) -> None:
+        """The call has ended as it should; an undeclared one goes out as text."""
+        call, self.call = self.call, OpenCall()
+        if not call.announced:
+            self._after_call = False  # a block of its own, not prose after a call
+            self.let_go()
+            return
+        if not call.arguments:
+            call.arguments.append("{}")
+            self._send("{}")
+        self.held.clear()
+        self.calls.append(ToolCall(call.call_id, call.name or "", "".join(call.arguments)))
+        self._after_call = True
+        self._room = self._rules.grace
+        self.stopped = not self._rules.parallel
+
+    def whole_call(self, name: str, arguments: str) -> None:
+        """A call that is only known once it has closed."""
+        self.call.arguments.append(arguments)
+        self.named(name)
+        self.close()
+
+    def fail(self) -> None:
+        """The markup broke: a call whose arguments are whole has closed, what is held goes on as text."""
+        if self.call.announced and self.call.complete:
+            held = self.held[:]
+            self.close()
+            self.held[:] = held
+        self.call = OpenCall()
+        self.let_go()
+
+    def drop_markup(self) -> None:
+        """Held markup belongs to a closed call; where there was none it goes out as text."""
+        if self._after_call:
+            self.held.clear()
+        else:
+            self.let_go()
+
+    def _send(self, arguments: str) -> None:
+        self.deltas.append(ToolCallDelta(self.announced - 1, arguments=arguments))
+
+
+def _as_object(arguments: str) -> str:
+    """Arguments that are not an object as written: null means none, a string may hold the object's JSON."""
+    if arguments == "null":
+        return "{}"
+    try:
+        inner = json.loads(arguments, strict=False)
+        if isinstance(inner, str) and isinstance(json.loads(inner, strict=False), dict):
+            inner.encode()  # a lone surrogate cannot be sent
+            return inner
+    except (ValueError, RecursionError):
+        pass
+    return arguments

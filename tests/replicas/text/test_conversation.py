@@ -1,0 +1,197 @@
+"""The face of the text side: from request to pieces."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError, InvalidRequestError
+from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
+from holdfast.replicas.text.conversation import TextSide, load_tokenizer
+from holdfast.replicas.text.formats import ToolFormat
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get_weather", "search")]
+ASK = {"role": "user", "content": "the weather in Paris"}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture
+def side(qwen_like: Any) -> TextSide:
+    return TextSide(qwen_like, EngineConfig())
+
+
+def request(**options: Any) -> GenerateRequest:
+    prompt = options.pop("prompt", None) or ChatPrompt([ASK], TOOLS)
+    return GenerateRequest("req-1", prompt, Sampling(), **options)
+
+
+def ids_of(side: TextSide, text: str) -> list[int]:
+    return side.tokenizer.encode(text, add_special_tokens=False)
+
+
+def said(deltas: list[Any]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+def test_a_tool_call_from_tokens(side: TextSide) -> None:
+    ask = request()
+    reply = side.reply(ask, side.encode(ask.prompt))
+    deltas = [delta for token in ids_of(side, f"Let me see.\n{CALL}<|im_end|>") for delta in reply.feed([token])]
+    tail, reason = reply.finish("stop")
+    calls = [delta for delta in [*deltas, *tail] if isinstance(delta, ToolCallDelta)]
+    assert said(deltas) == "Let me see."
+    assert calls[0].name == "get_weather"
+    assert str(calls[0].call_id).startswith("call_")
+    assert json.loads("".join(call.arguments for call in calls)) == {"city": "Paris"}
+    assert reason == "tool_calls"
+    again = side.reply(ask, side.encode(ask.prompt)).feed(ids_of(side, CALL))
+    assert isinstance(again[0], ToolCallDelta)
+    assert again[0].call_id == calls[0].call_id
+
+
+def test_a_reply_cut_by_length_says_so(side: TextSide) -> None:
+    ask = request()
+    reply = side.reply(ask, side.encode(ask.prompt))
+    reply.feed(ids_of(side, CALL[:-20]))
+    assert reply.finish("length")[1] == "length"
+    plain = side.reply(ask, side.encode(ask.prompt))
+    plain.feed(ids_of(side, "the weather is"))
+    assert plain.finish("stop") == ([], "stop")
+
+
+def test_tool_choice_none_leaves_calls_as_text(side: TextSide) -> None:
+    ask = request(prompt=ChatPrompt([ASK], TOOLS, tool_choice="none"))
+    reply = side.reply(ask, side.encode(ask.prompt))
+    assert said(reply.feed(ids_of(side, CALL))) == CALL
+    assert reply.finish("stop")[1] == "stop"
+
+
+def test_a_single_call_ends_the_reply_where_parallel_calls_are_off(side: TextSide) -> None:
+    ask = request(prompt=ChatPrompt([ASK], TOOLS, parallel_tool_calls=False))
+    reply = side.reply(ask, side.encode(ask.prompt))
+    ids = ids_of(side, f"{CALL}\n{CALL}")
+    reply.feed(ids)
+    assert reply.done
+    assert reply.completion_tokens < len(ids) // 2
+    assert reply.finish("stop") == ([], "tool_calls")
+
+
+def test_a_stop_string_cuts_text_tokens_and_log_probabilities(side: TextSide) -> None:
+    ask = request(prompt=RawPrompt("the"), stop=("weather",))
+    ids = ids_of(side, "been in the weather and is")
+    reply = side.reply(ask, side.encode(ask.prompt))
+    deltas = reply.feed(ids, [TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in ids])
+    assert reply.done
+    assert reply.completion_tokens < len(ids)
+    tail, reason = reply.finish("length")
+    assert said(deltas) == "been in the "
+    assert reason == "stop"
+    logprobs = [entry for delta in [*deltas, *tail] for entry in delta.logprobs]
+    assert len(logprobs) == reply.completion_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObject) -> None:
+    side = TextSide(qwen_like, EngineConfig())
+    text = data.draw(st.sampled_from([CALL, f"the 日本 wörld\n{CALL}", "👩‍👩 <tool_call> the STOP", "in\n\nParis \n"]))
+    ids = [*ids_of(side, text), *data.draw(st.lists(st.integers(3, len(qwen_like) - 1), max_size=5))]
+    ask = request(stop=("STOP",))
+    results = []
+    for sizes in ([], data.draw(st.lists(st.integers(1, 4), max_size=20))):
+        reply = side.reply(ask, side.encode(ask.prompt))
+        deltas, at = [], 0
+        for size in [*sizes, len(ids)]:
+            step = ids[at : at + size]
+            deltas += reply.feed(step, [TokenLogprobs(token, -float(token)) for token in step])
+            at += size
+        tail, reason = reply.finish("stop")
+        deltas += tail
+        logprobs = [-entry.logprob for delta in deltas if isinstance(delta, TextDelta) for entry in delta.logprobs]
+        calls = "".join(f"{d.name or ''}{d.arguments}" for d in deltas if isinstance(d, ToolCallDelta))
+        results.append((said(deltas), calls, reason, logprobs, reply.completion_tokens))
+        assert logprobs == [
+            token for token in ids[: reply.completion_tokens] if token not in side.cache.added.special_ids
+        ]
+    assert results[0] == results[1]
+
+
+def test_log_probabilities_carry_the_bytes_of_a_split_character(side: TextSide) -> None:
+    ids = ids_of(side, "👩")
+    assert len(ids) > 1
+    ask = request(prompt=RawPrompt("the"))
+    reply = side.reply(ask, side.encode(ask.prompt))
+    deltas = reply.feed(ids, [TokenLogprobs(token, -1.0, ((token, -1.0), (5, -2.0))) for token in ids])
+    assert len(deltas) == 1
+    assert b"".join(entry.bytes for entry in deltas[0].logprobs) == "👩".encode()
+    assert [len(entry.top) for entry in deltas[0].logprobs] == [2] * len(ids)
+
+
+def test_the_next_turn_goes_on_from_the_remembered_one(side: TextSide) -> None:
+    ask = request()
+    first = side.encode(ask.prompt)
+    reply = side.reply(ask, first)
+    generated = [side.tokenizer.convert_tokens_to_ids(char) for char in "been"] + ids_of(side, f"\n{CALL}<|im_end|>")
+    reply.feed(generated)
+    reply.finish("stop")
+    reply.remember()
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        ASK,
+        {"role": "assistant", "content": "been", "tool_calls": [call]},
+        {"role": "tool", "content": "rain"},
+    ]
+    before = side.cache.tokenized
+    second = side.encode(ChatPrompt(messages, TOOLS))
+    assert second.tokens[: len(first.tokens) + len(generated)].tolist() == [*first.tokens.tolist(), *generated]
+    assert side.cache.tokenized - before == len(second.text or "") - (second.text or "").index(
+        "<|im_end|>\n<|im_start|>user\n<tool_response>"
+    )
+
+
+def test_plain_prompts(llama3_like: Any) -> None:
+    side = TextSide(llama3_like, EngineConfig())
+    begin = llama3_like.bos_token_id
+    assert side.encode(RawPrompt("the weather")).tokens.tolist() == llama3_like.encode("the weather")
+    assert side.encode(RawPrompt("")).tokens.tolist() == [begin]
+    assert side.encode(RawPrompt([5, 6])).tokens.tolist() == [5, 6]
+    assert side.encode(RawPrompt("x")).text is None
+    assert side.encode(ChatPrompt([ASK])).tokens.tolist().count(begin) == 1
+    assert side.detokenize([begin, *ids_of(side, "日本")]) == "<|begin_of_text|>日本"
+    assert side.tokenize(ChatPrompt([ASK])).dtype == np.int32
+
+
+@pytest.mark.parametrize("content", [[], [-1], [10**6], [2**70], ["x"], [1.5], "\ud800", ""])
+def test_a_bad_plain_prompt_names_the_prompt(side: TextSide, content: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        side.encode(RawPrompt(content))
+    assert caught.value.field == "prompt"
+
+
+def test_special_markers_of_the_format_are_seen_only_with_tools(llama3_like: Any) -> None:
+    side = TextSide(llama3_like, EngineConfig())
+    assert side.tool_format is ToolFormat.LLAMA3
+    ids = ids_of(side, '<|python_tag|>{"name": "search", "parameters": {}}<|eot_id|>')
+    with_tools = side.reply(request(), side.encode(ChatPrompt([ASK])))
+    assert [delta.name for delta in with_tools.feed(ids) if isinstance(delta, ToolCallDelta)] == ["search"]
+    ask = request(prompt=ChatPrompt([ASK]))
+    assert said(side.reply(ask, side.encode(ask.prompt)).feed(ids)) == '{"name": "search", "parameters": {}}'
+
+
+def test_a_folder_is_loaded_and_its_absence_named(qwen_like: Any, tmp_path: Path) -> None:
+    qwen_like.save_pretrained(tmp_path / "model")
+    side = TextSide(tmp_path / "model", EngineConfig())
+    assert side.tool_format is ToolFormat.HERMES
+    assert (
+        side.encode(ChatPrompt([ASK])).tokens.tolist()
+        == TextSide(qwen_like, EngineConfig()).tokenize(ChatPrompt([ASK])).tolist()
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(tmp_path / "none")
+    assert caught.value.field == "model"

@@ -1,0 +1,85 @@
+"""Streamed decoding equals decoding the whole, and never splits a character."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from holdfast.replicas.text.added import read_added_tokens
+from holdfast.replicas.text.detokenize import StreamDecoder
+from holdfast.replicas.text.pieces import Pieces
+
+SAMPLES = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("e\u0301👩‍👩‍👧日本 \n")), max_size=30)
+
+
+def streamed(pieces: Pieces, ids: list[int], sizes: list[int], **options: Any) -> list[str]:
+    decoder = StreamDecoder(pieces, **options)
+    texts, position = [], 0
+    for size in [*sizes, len(ids)]:
+        texts.append(decoder.feed(ids[position : position + size]))
+        position += size
+    return [*texts, decoder.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_byte_level_equals_the_whole_for_any_ids(qwen_like: Any, data: st.DataObject) -> None:
+    backend = qwen_like.backend_tokenizer
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=40))
+    sizes = data.draw(st.lists(st.integers(0, 3), max_size=12))
+    hidden = read_added_tokens(backend).special_ids
+    texts = streamed(Pieces(backend), ids, sizes, hidden=hidden)
+    assert "".join(texts) == backend.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_valid_text_never_shows_a_broken_character(tokenizers: list[Any], data: st.DataObject) -> None:
+    text = data.draw(SAMPLES.filter(lambda text: "\ufffd" not in text))
+    sizes = data.draw(st.lists(st.integers(0, 3), max_size=12))
+    for tokenizer in tokenizers:
+        backend = tokenizer.backend_tokenizer
+        ids = backend.encode(text, add_special_tokens=False).ids
+        texts = streamed(Pieces(backend), ids, sizes)
+        assert "\ufffd" not in "".join(texts)
+        assert "".join(texts) == backend.decode(ids, skip_special_tokens=False)
+
+
+def test_end_of_sequence_is_hidden_and_tool_markers_are_not(qwen_like: Any) -> None:
+    ids = qwen_like.encode("<tool_call>{}</tool_call><|im_end|>", add_special_tokens=False)
+    backend = qwen_like.backend_tokenizer
+    decoder = StreamDecoder(Pieces(backend), read_added_tokens(backend).special_ids)
+    assert decoder.feed(ids) + decoder.flush() == "<tool_call>{}</tool_call>"
+
+
+def test_a_stream_that_continues_a_prompt_keeps_its_first_space(llama2_like: Any) -> None:
+    pieces = Pieces(llama2_like.backend_tokenizer)
+    ids = llama2_like.encode("the weather", add_special_tokens=False)
+    assert StreamDecoder(pieces).feed(ids) == "the weather"
+    assert StreamDecoder(pieces, continues=True).feed(ids) == " the weather"
+
+
+def test_an_emoji_waits_for_its_last_byte_and_flushes_when_cut() -> None:
+    tokenizer = Tokenizer(models.BPE({"ð": 0, "Ł": 1, "ĺ": 2, "Ģ": 3}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    pieces = Pieces(tokenizer)
+    whole, cut = StreamDecoder(pieces), StreamDecoder(pieces)
+    assert [whole.feed([token]) for token in range(4)] == ["", "", "", "😀"]
+    assert cut.feed([0, 1]) == ""
+    assert cut.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 20, [3, 2, 4]])
+def test_a_decoder_without_bytes_goes_through_the_library(sizes: list[int]) -> None:
+    words = {"he": 0, "##llo": 1, "world": 2, "!": 3}
+    tokenizer = Tokenizer(models.WordPiece(words, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    ids = [0, 1, 2, 0, 1, 3]
+    assert "".join(streamed(Pieces(tokenizer), ids, sizes)) == tokenizer.decode(ids) == "hello world hello !"
+
+
+def test_an_unknown_id_leaves_no_text(qwen_like: Any) -> None:
+    assert StreamDecoder(Pieces(qwen_like.backend_tokenizer)).feed([10**6]) == ""

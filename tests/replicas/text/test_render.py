@@ -1,0 +1,128 @@
+"""Rendering: messages as templates want them, refusals by name, the cache, and marked control tokens."""
+
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.text.messages import normalised
+from holdfast.replicas.text.render import Renderer
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def test_content_becomes_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [user(parts), {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}]
+    assert normalised(messages) == [user("a\nb"), {"role": "assistant", "content": ""}]
+    assert normalised([{"role": "developer", "content": "x"}]) == [{"role": "system", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"), [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ("[1]", "[1]"), ("{oops", "{oops")]
+)
+def test_arguments_are_objects_where_they_can_be(given: Any, parsed: Any) -> None:
+    assert normalised([call(given)])[0]["tool_calls"][0]["function"]["arguments"] == parsed
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([user("x"), user(5)], "messages[1].content"),
+        ([user([{"type": "image_url", "image_url": {}}])], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+    ],
+)
+def test_what_cannot_be_rendered_names_its_field(messages: list[Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        normalised(messages)
+    assert caught.value.field == field
+
+
+def test_a_tool_call_is_rendered_as_the_model_writes_it(qwen_like: Any) -> None:
+    tool = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    prompt = ChatPrompt([user("hi"), call('{"city": "Malmö", "n": 1}'), tool], [TOOL])
+    text = Renderer(qwen_like).render(prompt).text
+    assert '<tool_call>\n{"name": "f", "arguments": {"city": "Malmö", "n": 1}}\n</tool_call><|im_end|>' in text
+    assert json.dumps(TOOL) in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_tool_choice_none_leaves_the_tools_out(qwen_like: Any) -> None:
+    renderer = Renderer(qwen_like)
+    without = renderer.render(ChatPrompt([user("hi")]))
+    assert renderer.render(ChatPrompt([user("hi")], [TOOL], tool_choice="none")) == without
+    assert renderer.render(ChatPrompt([user("hi")], [TOOL])) != without
+
+
+def test_the_same_structure_is_rendered_once(qwen_like: Any) -> None:
+    renderer = Renderer(qwen_like, entries=2)
+    first = renderer.render(ChatPrompt([user("a")]))
+    assert renderer.render(ChatPrompt((user([{"type": "text", "text": "a"}]),))) is first
+    assert renderer.render(ChatPrompt([user("b")])).text != first.text
+    assert (renderer.hits, renderer.misses) == (1, 2)
+    renderer.render(ChatPrompt([user("c")]))
+    renderer.render(ChatPrompt([user("a")]))
+    assert renderer.misses == 4
+
+
+def test_a_refusal_of_the_template_reaches_the_client(qwen_like: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="no such role: judge") as caught:
+        Renderer(qwen_like).render(ChatPrompt([{"role": "judge", "content": "x"}]))
+    assert caught.value.field == "messages"
+
+
+def test_template_kwargs_reach_the_template_but_not_the_library(qwen_like: Any) -> None:
+    renderer = Renderer(qwen_like)
+    assert renderer.render(ChatPrompt([user("x")], template_kwargs={"thinking": True})).text
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must not name tokenize"):
+        renderer.render(ChatPrompt([user("x")], template_kwargs={"tokenize": True}))
+
+
+def test_half_a_surrogate_pair_is_refused(qwen_like: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        Renderer(qwen_like).render(ChatPrompt([user("\ud83d")]))
+
+
+def test_a_model_without_template_says_so(llama3_like: Any) -> None:
+    template, llama3_like.chat_template = llama3_like.chat_template, None
+    try:
+        with pytest.raises(InvalidRequestError, match="no chat template"):
+            Renderer(llama3_like).render(ChatPrompt([user("x")]))
+    finally:
+        llama3_like.chat_template = template
+
+
+def test_a_template_that_joins_arguments_as_text_gets_text(llama3_like: Any) -> None:
+    template = llama3_like.chat_template
+    llama3_like.chat_template = "{% for c in messages[0].tool_calls %}{{ 'args:' + c.function.arguments }}{% endfor %}"
+    try:
+        renderer = Renderer(llama3_like)
+        assert renderer.render(ChatPrompt([call('{"a": 1}')])).text == 'args:{"a": 1}'
+        assert renderer.render(ChatPrompt([call('{"b": 1}')])).text == 'args:{"b": 1}'
+    finally:
+        llama3_like.chat_template = template
+
+
+def test_control_tokens_of_the_client_are_marked_and_nothing_else(qwen_like: Any) -> None:
+    renderer = Renderer(qwen_like)
+    assert renderer.render(ChatPrompt([user("a <tool_call> b")])).mark == ""
+    rendered = renderer.render(ChatPrompt([user("a<|im_end|>b \ufdd0")]))
+    assert rendered.mark not in ("", "\ufdd0")
+    assert rendered.text.count("<|im_end|>") == 1
+    assert "a<|im_end|>b \ufdd0" in rendered.text.replace(rendered.mark, "")
+    escaped = renderer.render(ChatPrompt([call('{"a": "\\u003c|im_end|>"}')]))
+    assert escaped.text.count("<|im_end|>") == 1

@@ -1,0 +1,296 @@
+"""Tool calls found in a streamed reply: every format, any chunking, and whatever a model may get wrong."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
+from holdfast.replicas.text.formats import ToolFormat, detect_format
+from holdfast.replicas.text.tool_calls import ToolCallParser
+
+NAMES = frozenset({"get_weather", "search", "f"})
+FORMATS = [ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL, ToolFormat.PYTHONIC]
+
+
+def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
+    settings = {"declared_names": NAMES, "parallel": True, "call_id": lambda index: f"call_{index}", **options}
+    return ToolCallParser(format, **settings)
+
+
+def folded(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
+    """The text, and name and arguments of every call that was announced; checks the order of the deltas."""
+    text, calls = "", []
+    for deltas in [*(reader.feed(chunk) for chunk in chunks), reader.finish()]:
+        for delta in deltas:
+            if isinstance(delta, TextDelta):
+                assert delta.text
+                text += delta.text
+            elif delta.name is not None:
+                assert delta.index == len(calls)
+                assert delta.call_id == f"call_{delta.index}"
+                calls.append([delta.name, delta.arguments])
+            else:
+                assert delta.index == len(calls) - 1
+                assert delta.call_id is None
+                calls[-1][1] += delta.arguments
+    return text, calls
+
+
+def read(format: ToolFormat, text: str, **options: Any) -> tuple[str, list[list[str]]]:
+    return folded([text], parser(format, **options))
+
+
+WEATHER = '{"city": "Oslo", "days": [1, {"a": "}]{"}]}'
+
+GOOD = [
+    (ToolFormat.HERMES, f'<tool_call>\n{{"name": "f", "arguments": {WEATHER}}}\n</tool_call>'),
+    (ToolFormat.HERMES, f'<tool_call>{{"arguments": {WEATHER}, "name": "f"}}</tool_call>\n'),
+    (ToolFormat.HERMES, f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(WEATHER)}}}\n</tool_call>'),
+    (ToolFormat.HERMES, f'<tool_call>\n{{"name": "f", "arguments": {WEATHER}'),  # the last brace is missing
+    (ToolFormat.LLAMA3, f'{{"name": "f", "parameters": {WEATHER}}}'),
+    (ToolFormat.LLAMA3, f'\n{{"type": "function", "name": "f", "parameters": {WEATHER}}}'),
+    (ToolFormat.LLAMA3, f'<|python_tag|>{{"name": "f", "parameters": {WEATHER}}}'),
+    (ToolFormat.LLAMA3, f"<function=f>{WEATHER}</function>"),
+    (ToolFormat.MISTRAL, f'[TOOL_CALLS] [{{"name": "f", "arguments": {WEATHER}, "id": "abc"}}]'),
+    (ToolFormat.MISTRAL, f"[TOOL_CALLS]f{WEATHER}"),
+    (ToolFormat.MISTRAL, f"[TOOL_CALLS]f[CALL_ID]x1[ARGS]{WEATHER}"),
+    (ToolFormat.PYTHONIC, '[f(city="Oslo", days=[1, {"a": "}]{"}])]'),
+    (ToolFormat.PYTHONIC, "<|python_start|>[f(city='Oslo', days=(1, {'a': '}]{'}))]<|python_end|>"),
+]
+
+
+@pytest.mark.parametrize(("format", "text"), GOOD)
+def test_one_call(format: ToolFormat, text: str) -> None:
+    reader = parser(format)
+    assert folded([text], reader) == ("", [["f", WEATHER]])
+    assert reader.calls == (ToolCall("call_0", "f", WEATHER),)
+
+
+TWO = [
+    (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+     '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'),
+    (ToolFormat.HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "search"}\n</tool_call>'),
+    (ToolFormat.LLAMA3, '{"name": "f", "parameters": {"a": 1}}; {"name": "search", "parameters": {}}'),
+    (ToolFormat.LLAMA3, '<function=f>{"a": 1}</function><function=search>{}</function>'),
+    (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "search", "arguments": {}}]'),
+    (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]search{}'),
+    (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS][{"name": "search", "arguments": {}}]'),
+    (ToolFormat.PYTHONIC, "[f(a=1), search()]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "text"), TWO)
+def test_parallel_calls_and_only_the_first_where_not_allowed(format: ToolFormat, text: str) -> None:
+    assert read(format, text) == ("", [["f", '{"a": 1}'], ["search", "{}"]])
+    reader = parser(format, parallel=False)
+    assert folded([text], reader) == ("", [["f", '{"a": 1}']])
+    assert reader.should_stop
+
+
+PLAIN = [
+    (ToolFormat.HERMES, "Use <tool_call> to call a tool, </tool_call> to end."),
+    (ToolFormat.HERMES, '<tool_call>\n{"name": "rm", "arguments": {"x": "<tool_call>"}}\n</tool_call>\n'),
+    (ToolFormat.HERMES, '<tool_call>{"name": "f" "arguments": 1}'[:20]),
+    (ToolFormat.HERMES, "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>"),
+    (ToolFormat.HERMES, "ends in <tool_ca"),
+    (ToolFormat.HERMES, " \n "),
+    (ToolFormat.LLAMA3, '{"answer": {"name": "f", "parameters": {}}}'),
+    (ToolFormat.LLAMA3, '{"name": "rm", "parameters": {}}; {"name": "mv", "parameters": {}}'),
+    (ToolFormat.LLAMA3, "<|python_tag|>print(1)"),
+    (ToolFormat.MISTRAL, "[TOOL_CALLS]rm{}"),
+    (ToolFormat.MISTRAL, "[TOOL_CALLS][1, 2]"),
+    (ToolFormat.PYTHONIC, "[a link](http://localhost) and f(a=1)"),
+    (ToolFormat.PYTHONIC, "[f(a=open('x'))]"),
+    (ToolFormat.PYTHONIC, "[f(1)] and []"),
+]
+
+
+@pytest.mark.parametrize(("format", "text"), PLAIN)
+def test_what_is_no_call_comes_out_as_it_was(format: ToolFormat, text: str) -> None:
+    assert read(format, text) == (text, [])
+
+
+def test_text_before_a_call_keeps_all_but_the_line_end_of_the_markup() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert read(ToolFormat.HERMES, f"I look.\n\n{call}") == ("I look.\n", [["f", "{}"]])
+    assert read(ToolFormat.HERMES, f"\n\n{call}\n") == ("", [["f", "{}"]])
+
+
+def test_prose_after_a_call_asks_for_the_end_and_is_dropped() -> None:
+    reader = parser(ToolFormat.HERMES)
+    reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    assert not reader.should_stop
+    assert reader.feed("\nI hope") == []
+    assert reader.should_stop
+    assert reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>') == reader.finish() == []
+    kept = '<tool_call>{"name": "f", "arguments": {}}</tool_call> I hope'
+    assert read(ToolFormat.HERMES, kept, early_stop=False) == (" I hope", [["f", "{}"]])
+
+
+def test_white_space_beyond_the_grace_asks_for_the_end() -> None:
+    reader = parser(ToolFormat.HERMES, grace=3)
+    reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\n\n')
+    assert not reader.should_stop
+    reader.feed("\n")
+    assert reader.should_stop
+
+
+def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
+    reader = parser(ToolFormat.HERMES)
+    assert reader.feed('<tool_call>{"name": "f') == []
+    assert reader.feed('", ') == [ToolCallDelta(0, "call_0", "f")]
+    assert reader.feed('"arguments": {"ci') == [ToolCallDelta(0, arguments='{"ci')]
+    assert reader.feed('ty": 1}') == [ToolCallDelta(0, arguments='ty": 1}')]
+    assert reader.calls == ()
+    assert reader.feed("}") == []
+    assert reader.calls == (ToolCall("call_0", "f", '{"city": 1}'),)
+
+
+def test_a_broken_call_stays_unfinished_and_the_next_one_is_its_own() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": "search"}</tool_call>'
+    reader = parser(ToolFormat.HERMES)
+    assert folded([text], reader) == ("</tool_call>", [["f", '{"a": 1'], ["search", "{}"]])
+    assert reader.calls == (ToolCall("call_1", "search", "{}"),)
+
+
+def test_a_call_with_whole_arguments_counts_though_its_object_breaks() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}, oops'
+    reader = parser(ToolFormat.HERMES, early_stop=False)
+    assert folded([text], reader) == (", oops", [["f", "{}"]])
+    assert len(reader.calls) == 1
+
+
+def test_an_undeclared_call_between_two_others_is_text() -> None:
+    text = '[TOOL_CALLS][{"name": "f"}, {"name": "rm"}, {"name": "search"}]'
+    assert read(ToolFormat.MISTRAL, text) == (', {"name": "rm"}', [["f", "{}"], ["search", "{}"]])
+
+
+@pytest.mark.parametrize("format", [*FORMATS, ToolFormat.NONE])
+def test_without_declared_tools_everything_is_text(format: ToolFormat) -> None:
+    text = GOOD[0][1]
+    assert read(format, text, declared_names=frozenset()) == (text, [])
+
+
+def test_deep_nesting_does_not_raise() -> None:
+    deep = "[" * 5000
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}'
+    assert read(ToolFormat.HERMES, text) == ("", [["f", f'{{"a": {deep}']])
+    assert read(ToolFormat.PYTHONIC, f"[f(a={deep}{']' * 5000})]")[1] == []
+
+
+# ---- laws ----
+
+STRINGS = st.text(st.sampled_from("ab \"\\{}[]()<>/'\n,é日"), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
+    max_leaves=6,
+)
+ARGUMENTS = st.dictionaries(st.sampled_from(["city", "days", "x"]), JSON, max_size=3)
+CALLS = st.tuples(st.sampled_from([*sorted(NAMES), "rm"]), ARGUMENTS)
+WORDS = st.sampled_from(
+    ["Hello", "so,", "<tool", "<tool_call>", "[TOOL_CALLS]", "{", "[f(", "<|python_tag|>", "é日", "\n"]
+)
+
+
+def written(format: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """The calls as a model of that format writes them."""
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    if format is ToolFormat.HERMES:
+        return "\n".join(f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects)
+    if format is ToolFormat.LLAMA3:
+        return "; ".join(json.dumps(one) for one in objects)
+    if format is ToolFormat.MISTRAL:
+        return "[TOOL_CALLS]" + json.dumps(objects)
+    texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
+    return f"[{', '.join(texts)}]"
+
+
+def chunked(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def mutated(text: str, data: st.DataObject) -> str:
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(text)))
+        gone = data.draw(st.integers(0, 4))
+        text = text[:at] + data.draw(st.text(st.sampled_from('"\\{}[](),:<>= a1\n'), max_size=3)) + text[at + gone :]
+    return text
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
+def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
+    reader = parser(format, early_stop=False)
+    _, found = folded(chunked(written(format, calls), data), reader)
+    expected = [(name, arguments) for name, arguments in calls if name in NAMES]
+    assert [(name, json.loads(arguments)) for name, arguments in found] == expected
+    assert [[call.name, call.arguments] for call in reader.calls] == found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(CALLS, max_size=2), st.lists(WORDS, max_size=4), st.booleans(), st.data())
+def test_any_chunking_of_any_output_gives_the_same(
+    format: ToolFormat, calls: list[Any], words: list[str], first: bool, data: st.DataObject
+) -> None:
+    block = written(format, calls) if calls else ""
+    text = mutated(block + " ".join(words) if first else " ".join(words) + block, data)
+    options = {"early_stop": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
+    whole, cut = parser(format, **options), parser(format, **options)
+    assert folded([text], whole) == folded(chunked(text, data), cut)
+    assert (whole.calls, whole.should_stop) == (cut.calls, cut.should_stop)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.lists(WORDS, max_size=3), st.data())
+def test_nothing_is_lost_and_no_two_calls_are_one(
+    format: ToolFormat, calls: list[Any], words: list[str], data: st.DataObject
+) -> None:
+    """Whatever is changed in the output, its parts come out in order: text and arguments, less markup of calls."""
+    raw = mutated(written(format, calls), data) + " " + " ".join([*words, "zq"])
+    reader = parser(format, early_stop=False)
+    text, found = folded([raw], reader)
+    if not found:
+        assert text == raw
+        return
+    rest = iter(raw)
+    assert all(char in rest for char in text), "text came out changed or out of order"
+    assert text.endswith("zq") or any("zq" in arguments for _, arguments in found)
+    if format is not ToolFormat.PYTHONIC:
+        at = 0
+        for name, arguments in found:
+            assert name in raw
+            if arguments not in ("{}", ""):
+                sent = arguments if arguments in raw else json.dumps(arguments)
+                at = raw.index(sent, at) + len(sent)
+    for call in reader.calls:
+        assert '"name": "' not in call.arguments or call.arguments in raw
+
+
+TEMPLATES = [
+    ("<tools></tools> <tool_call>\n", ToolFormat.HERMES),
+    ("{{ '<|python_tag|>' }}", ToolFormat.LLAMA3),
+    ('Respond in the format {"name": function name, "parameters": ...}', ToolFormat.LLAMA3),
+    ("{{ '[TOOL_CALLS]' + name }}", ToolFormat.MISTRAL),
+    ("[func_name1(params_name1=params_value1)]", ToolFormat.PYTHONIC),
+    ("<tool_call>\n<function=", ToolFormat.NONE),
+    ("{{ message.content }}", ToolFormat.NONE),
+    (None, ToolFormat.NONE),
+]
+
+
+@pytest.mark.parametrize(("template", "format"), TEMPLATES)
+def test_the_template_shows_the_format(template: str | None, format: ToolFormat) -> None:
+    assert detect_format(template) is format
+    assert detect_format(template, "mistral") is ToolFormat.MISTRAL
+
+
+def test_an_unknown_format_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="known: hermes") as caught:
+        detect_format("", "xml")
+    assert caught.value.field == "tool_format"

@@ -1,15 +1,15 @@
-"""One replica as a Ray Serve deployment: the service, its identity, its health and its metrics.
+"""One replica as an actor: the service, its identity, its health and its metrics.
 
-The only file of this folder that knows Ray and prometheus_client.
+The only file of this folder that knows prometheus_client. `cluster/engine_replica.py` makes a Serve deployment of it.
 """
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
-from ray import serve
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
@@ -18,10 +18,10 @@ from holdfast.replicas.service import Service
 
 
 class Replica:
-    """What `cluster` deploys. One per GPU, or per share of the cores."""
+    """One engine per GPU, or per share of the cores. Create it on the event loop that uses it; loads for seconds."""
 
-    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it on the loop it uses
-        self._id = serve.get_replica_context().replica_id.unique_id
+    def __init__(self, config: EngineConfig, replica_id: str) -> None:
+        self._id = replica_id
         self._service = Service.load(config)
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(self._service, self._id))
@@ -29,9 +29,8 @@ class Replica:
     async def generate(self, request: GenerateRequest) -> Answer | Errored:
         return await self._service.generate(request)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
-        async for pieces in self._service.stream(request):
-            yield pieces
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+        return self._service.stream(request)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
         return await self._service.tokenize(prompt)
@@ -40,8 +39,7 @@ class Replica:
         return await self._service.detokenize(tokens)
 
     async def card(self) -> ModelCard:
-        card = self._service.card
-        return ModelCard(card.name, card.context_length, card.vocabulary, self._id)
+        return replace(self._service.card, replica_id=self._id)
 
     async def metrics(self) -> str:
         """Prometheus text exposition of the engine, every sample labelled with this replica."""
@@ -57,9 +55,6 @@ class Replica:
             raise UnavailableError("the engine thread has died")
 
     async def shutdown(self) -> None:
-        await self._service.close()
-
-    async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._service.close()
 
 

@@ -21,7 +21,8 @@ from holdfast.replicas.requests import (
     Piece,
     RawPrompt,
 )
-from holdfast.replicas.text.conversation import Reply, TextSide
+from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.reply import Reply
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
@@ -103,7 +104,7 @@ class Service:
         if isinstance(event, Tokens):
             if reply.done:
                 return []  # drawn after the text had ended, before the engine heard of it
-            pieces = list(reply.feed(event.tokens, event.logprobs))
+            pieces: list[Piece] = list(reply.feed(event.tokens, event.logprobs))
             if reply.done:
                 self._bridge.stop(event.request_id)
             return pieces

@@ -26,7 +26,9 @@ def reference() -> list[tuple[list[int], list[int]]]:
     pairs = []
     for i in range(32):
         if i % 2:
-            words = rng.choice(["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 9 * i)
+            words = rng.choice(
+                ["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 9 * i
+            )
             prompt = loaded.tokenizer.encode(" ".join(words), add_special_tokens=False)
         else:
             prompt = rng.integers(0, loaded.vocabulary, 1 + 11 * i).tolist()

@@ -1,0 +1,80 @@
+"""Any transformers causal LM over the paged KV store, through transformers' attention registry.
+
+The model computes projections, norms and positions; its attention calls come here, where keys and values are stored
+and attention runs over pages. A step is one row of T tokens with their own positions. Our own decoders are elsewhere.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from holdfast.kernels.attention import paged_attention
+from holdfast.kernels.paging import PagedBatch
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.batch import StepBatch
+
+ATTENTION = "holdfast"  # the name in the registry
+
+
+class PagedState:
+    """What the attention calls of one forward share: the store and where this forward's tokens lie in it."""
+
+    __slots__ = ("batch", "kv")
+
+    def __init__(self, kv: KVTensors, batch: PagedBatch) -> None:
+        self.kv = kv
+        self.batch = batch
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_state: PagedState | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
+
+    Returns [1, T, heads, head_dim]. Raises ValueError when called outside a step of ours.
+    """
+    if paged_state is None:
+        raise ValueError(f"{type(module).__name__} did not pass the step's state on to its attention")
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    kv, batch = paged_state.kv, paged_state.batch
+    kv.store(layer, k, v, batch.cells)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(q, k, v, kv.data, layer, batch, scale, sliding_window, softcap).unsqueeze(0), None
+
+
+# No mask function is registered beside it: for an attention without one, transformers makes no mask at all.
+AttentionInterface.register(ATTENTION, paged_attention_forward)
+
+
+class AnyModel:
+    """A loaded transformers model as the runner wants it: a batch in, logits of the drawn tokens out."""
+
+    def __init__(self, model: nn.Module, kv: KVTensors) -> None:
+        self._model = model
+        self._kv = kv
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits [R, vocabulary] of the batch's drawn tokens, in the model's dtype; stores the KV of all its tokens."""
+        state = PagedState(self._kv, batch.pages)
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=batch.token_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.drawn,
+                paged_state=state,
+            )
+        logits: Tensor = output.logits[0]
+        return logits

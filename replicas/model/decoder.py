@@ -1,0 +1,133 @@
+"""Our own decoder for Llama 2 and 3, Qwen2, Qwen2.5, Qwen3 and Mistral: one file of layers over the paged KV store.
+
+Query, key and value are one product, gate and up another. Shapes: T tokens, D hidden, H heads, K KV heads, d head size.
+Any other family runs through `any_model`, which is also what this one is tested against.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, silu
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from holdfast.kernels.attention import paged_attention
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.batch import StepBatch
+from holdfast.replicas.model.fused_weights import (
+    DecoderShape,
+    DecoderWeights,
+    LayerWeights,
+    has_safetensors,
+    read_weights,
+)
+
+FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the sequence
+
+
+def decoder_shape(config: Any) -> DecoderShape | None:
+    """The shape of a transformers configuration, or None where this decoder would not compute the same."""
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
+    if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope_type(config) not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if kinds is None:
+        windows = (window,) * config.num_hidden_layers
+    else:
+        windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return DecoderShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        inner=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=config.model_type == "qwen2",
+        qk_norm=config.model_type == "qwen3",
+        window=windows,
+    )
+
+
+def rope_type(config: Any) -> str:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return str(parameters.get("rope_type", "default"))
+
+
+def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for every position, float32 [positions, d / 2], scaling of the context included."""
+    kind = rope_type(config)
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
+        inverse, factor = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+    else:
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
+    angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+class Decoder:
+    """Weights and layers; stateless but for the KV store it writes. Same face as `AnyModel`."""
+
+    def __init__(self, shape: DecoderShape, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], kv: KVTensors):
+        self._shape = shape
+        self._weights = weights
+        self._cos, self._sin = (table.to(weights.norm.dtype) for table in rotary)
+        self._kv = kv
+        self._scale = shape.head_dim**-0.5
+
+    @classmethod
+    def load(cls, path: str, config: Any, kv: KVTensors, context_length: int) -> "Decoder | None":
+        """Read a checkpoint, or None where its family, options or files are not this decoder's. Raises ConfigError."""
+        shape = decoder_shape(config)
+        if shape is None or not has_safetensors(path):
+            return None
+        device = str(kv.data.device)
+        weights = read_weights(path, shape, kv.data.dtype, device)
+        return cls(shape, weights, rotary_table(config, context_length, device), kv)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
+        shape, weights = self._shape, self._weights
+        positions = batch.position_ids[0]
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]  # [T, 1, d / 2]
+        x = weights.embedding[batch.token_ids[0]]  # [T, D]
+        for index, layer in enumerate(weights.layers):
+            h = rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
+            x = x + linear(self._attend(index, layer, h, cos, sin, batch), layer.out)
+            h = rms_norm(x, (shape.hidden,), layer.post_norm, shape.eps)
+            gate, up = linear(h, layer.gate_up).chunk(2, dim=-1)  # [T, inner] each
+            x = x + linear(silu(gate).mul_(up), layer.down)
+        drawn = rms_norm(x[batch.drawn], (shape.hidden,), weights.norm, shape.eps)  # [R, D]
+        return linear(drawn, weights.head)
+
+    def _attend(self, index: int, layer: LayerWeights, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
+        """Attention of one layer before its output projection: [T, H d]."""
+        shape = self._shape
+        qkv = linear(h, layer.qkv, layer.qkv_bias).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]
+        qk, v = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = torch.split(qk, [shape.heads, shape.kv_heads], dim=1)
+            q = rms_norm(q, (shape.head_dim,), layer.q_norm, shape.eps)
+            k = rms_norm(k, (shape.head_dim,), layer.k_norm, shape.eps)
+            qk = torch.cat((q, k), dim=1)
+        q, k = torch.split(rotate(qk, cos, sin), [shape.heads, shape.kv_heads], dim=1)
+        self._kv.store(index, k, v, batch.pages.cells)
+        out = paged_attention(q, k, v, self._kv.data, index, batch.pages, self._scale, shape.window[index])
+        return out.reshape(len(h), shape.q_width)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [T, heads, d]; element i is paired with i + d / 2, as the checkpoints have it."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

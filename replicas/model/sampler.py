@@ -1,0 +1,168 @@
+"""Choosing tokens: from logits of the drawn positions and the plan's draws to token ids on the host.
+
+The maths is in `kernels.sampling`; here rows are grouped by what they need, so that a step of greedy rows is one
+argmax, and drafts are verified. Logits stay on the device: ids, and log probabilities where asked for, cross over.
+
+A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after the chunk's token n - 1 - d + i, as if the
+drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
+from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.scheduling.plan import Chunk, Drawn
+
+_COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of the logits by what they need; lists of row indices and their settings."""
+
+    sampled: list[int] = field(default_factory=list)
+    settings: list[Sampling] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    edits: list[tuple[int, int, float]] = field(default_factory=list)  # (row, token, added to its logit)
+    logprobs: list[int] = field(default_factory=list)
+    most_logprobs: int = 0
+
+
+def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
+    """Draw for every chunk from `logits` [R, vocabulary], R the chunks' drawn positions in order.
+
+    The result belongs to `chunks` one by one; None where a chunk draws nothing.
+    """
+    if not logits.shape[0]:
+        return (None,) * len(chunks)
+    rows = _group(chunks, logits.shape[1])
+    with torch.inference_mode():
+        tokens = _draw(logits, rows)
+        values = tokens.tolist()
+        logprobs = _logprobs(logits, tokens, rows) if rows.logprobs else {}
+    return _verify(chunks, values, logprobs)
+
+
+def _group(chunks: Sequence[Chunk], vocabulary: int) -> _Rows:
+    rows = _Rows()
+    row = 0
+    for chunk in chunks:
+        if (draw := chunk.draw) is None:
+            continue
+        sampling, count = draw.sampling, draw.drafts + 1
+        span = range(row, row + count)
+        if sampling.temperature > _COLD:
+            end = chunk.start + len(chunk.tokens)
+            rows.sampled += span
+            rows.settings += [sampling] * count
+            rows.seeds += [draw.seed] * count
+            rows.positions += range(end - draw.drafts, end + 1)
+        if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+            rows.edits += _edits(chunk, row, vocabulary)
+        if sampling.logprobs is not None:
+            rows.logprobs += span
+            rows.most_logprobs = max(rows.most_logprobs, sampling.logprobs)
+        row += count
+    return rows
+
+
+def _edits(chunk: Chunk, first: int, vocabulary: int) -> list[tuple[int, int, float]]:
+    """What bias and penalties add to which logits. A draft counts as generated in the rows after it."""
+    draw = chunk.draw
+    assert draw is not None
+    sampling = draw.sampling
+    edits: list[tuple[int, int, float]] = []
+    counts: dict[int, int] = {}
+    if draw.history is not None:
+        ids, times = np.unique(draw.history, return_counts=True)
+        counts = dict(zip(ids.tolist(), times.tolist(), strict=True))
+    drafts = chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist()
+    for i in range(draw.drafts + 1):
+        if i:
+            counts[drafts[i - 1]] = counts.get(drafts[i - 1], 0) + 1
+        row = first + i
+        edits += [(row, token, bias) for token, bias in sampling.logit_bias.items() if 0 <= token < vocabulary]
+        edits += [
+            (row, token, -sampling.presence_penalty - sampling.frequency_penalty * times)
+            for token, times in counts.items()
+        ]
+    return edits
+
+
+def _draw(logits: Tensor, rows: _Rows) -> Tensor:
+    """Token ids [R], on the device."""
+    if not rows.sampled and not rows.edits:
+        return greedy(logits)
+    device = logits.device
+    scores = logits.float()
+    if rows.edits:
+        at, token, change = zip(*rows.edits, strict=True)
+        where = (torch.tensor(at, device=device), torch.tensor(token, device=device))
+        scores = scores.index_put(where, torch.tensor(change, device=device), accumulate=True)
+    if not rows.sampled:
+        return greedy(scores)
+    some = len(rows.sampled) < logits.shape[0]
+    index = torch.tensor(rows.sampled, device=device)
+    drawn = gumbel_argmax(
+        scores[index] if some else scores,
+        torch.tensor([[s.temperature] for s in rows.settings], device=device),
+        torch.from_numpy(row_keys(rows.seeds, rows.positions)).to(device),
+        _filters(rows.settings, device),
+    )
+    return greedy(scores).index_copy(0, index, drawn) if some else drawn
+
+
+def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
+    if all(s.top_k <= 0 and s.top_p >= 1.0 and s.min_p <= 0.0 for s in settings):
+        return None
+    return Filters(
+        top_k=torch.tensor([[max(0, s.top_k)] for s in settings], device=device),
+        top_p=torch.tensor([[s.top_p] for s in settings], device=device, dtype=torch.float32),
+        min_p=torch.tensor([[s.min_p] for s in settings], device=device, dtype=torch.float32),
+    )
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, rows: _Rows) -> dict[int, tuple[float, list[float], list[int]]]:
+    """By row: the drawn token's log probability and the most likely ones, before any setting touched the logits."""
+    index = torch.tensor(rows.logprobs, device=logits.device)
+    chosen, values, ids = log_probabilities(logits[index], tokens[index], rows.most_logprobs)
+    return dict(
+        zip(rows.logprobs, zip(chosen.tolist(), values.tolist(), ids.tolist(), strict=True), strict=True),
+    )
+
+
+def _verify(
+    chunks: Sequence[Chunk], values: list[int], logprobs: dict[int, tuple[float, list[float], list[int]]]
+) -> tuple[Drawn | None, ...]:
+    """Per chunk the accepted drafts and the token after them."""
+    result: list[Drawn | None] = []
+    row = 0
+    for chunk in chunks:
+        if (draw := chunk.draw) is None:
+            result.append(None)
+            continue
+        count = 1
+        if draw.drafts:
+            for draft, value in zip(chunk.tokens[-draw.drafts :].tolist(), values[row:], strict=False):
+                if draft != value:
+                    break
+                count += 1
+        kept = tuple(values[row : row + count])
+        wanted = draw.sampling.logprobs
+        logs = (
+            () if wanted is None else tuple(_token_logprobs(kept[i], logprobs[row + i], wanted) for i in range(count))
+        )
+        result.append(Drawn(kept, logs))
+        row += draw.drafts + 1
+    return tuple(result)
+
+
+def _token_logprobs(token: int, row: tuple[float, list[float], list[int]], wanted: int) -> TokenLogprobs:
+    chosen, values, ids = row
+    return TokenLogprobs(token, chosen, tuple(zip(ids[:wanted], values[:wanted], strict=True)))

@@ -1,0 +1,120 @@
+"""The law: greedy tokens through pages, chunks and mixed batches are transformers' own, in every family."""
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.model.batch import build_batch
+from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, RowWrite
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2"]
+COUNT = 12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("page_size", "chunk"), [(16, 1000), (16, 16), (1, 16), (1, 1), (16, 1)])
+def test_chunked_prefill_and_decode_give_the_reference_tokens(tiny, family, page_size, chunk):
+    prompt = tiny.prompt(37)
+    expected = tiny.reference(family, prompt, COUNT)
+    assert tiny.Loop(family, page_size).generate(prompt, COUNT, chunk=chunk) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_of_every_position_are_the_plain_models(tiny, family, page_size):
+    tokens = np.array(tiny.prompt(60), dtype=np.int32)
+    loop = tiny.Loop(family, page_size)
+    table = PageTable(1, 512 // page_size, page_size, loop.kv.pages)
+    table.write(RowWrite(0, 0, np.array(loop.free[: -(-60 // page_size)], dtype=np.int32)))
+    parts = []
+    for start, end in ((0, 21), (21, 22), (22, 25), (25, 45), (45, 60)):
+        chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))
+        parts.append(loop.model.forward(build_batch((chunk,), table)))
+    model = tiny.model(family)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    assert torch.allclose(torch.cat(parts), plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches_change_nothing(tiny, family):
+    lengths, chunks = (5, 40, 23, 1, 31, 64, 2, 17), (1000, 7, 16, 1, 1000, 20, 1, 3)
+    prompts = [tiny.prompt(n, seed) for seed, n in enumerate(lengths)]
+    loop = tiny.Loop(family)
+    streams = [loop.stream(p, chunk=c) for p, c in zip(prompts, chunks, strict=True)]
+    # One more joins at every step, so prefills and decodes of all ages meet.
+    for step in range(60):
+        active = [s for s, p in zip(streams, prompts, strict=True) if len(s.tokens) < len(p) + COUNT]
+        if not active:
+            break
+        loop.step([s for s in active if s.row <= step])
+    for stream, prompt in zip(streams, prompts, strict=True):
+        assert tuple(stream.tokens[len(prompt) :]) == tiny.reference(family, prompt, COUNT)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("shared", [32, 41])
+def test_an_aliased_prefix_with_a_page_copy_gives_the_reference_tokens(tiny, family, shared):
+    donor_prompt = tiny.prompt(50)
+    prompt = donor_prompt[:shared] + tiny.prompt(9, seed=3)
+    loop = tiny.Loop(family)
+    donor = loop.stream(donor_prompt)
+    loop.step([donor])
+    whole, rest = divmod(shared, loop.page_size)
+    heir = loop.stream(prompt, computed=shared, pages=donor.pages[:whole])
+    copies = ()
+    if rest:
+        heir.pages.append(loop.free.pop(0))
+        copies = (PageCopy(donor.pages[whole], heir.pages[-1], rest),)
+    pages = np.array(heir.pages, dtype=np.int32)
+    step = loop.write
+
+    def write_all(stream, end):
+        return (RowWrite(heir.row, 0, pages), *step(stream, end)) if stream is heir else step(stream, end)
+
+    loop.write = write_all
+    loop.step([donor, heir], copies=copies)
+    loop.write = step
+    for _ in range(COUNT - 1):
+        loop.step([heir, donor])
+    assert tuple(heir.tokens[len(prompt) :]) == tiny.reference(family, prompt, COUNT)
+    assert tuple(donor.tokens[50:]) == tiny.reference(family, donor_prompt, COUNT + 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_right_and_wrong_drafts_give_the_same_tokens(tiny, family, shuffle):
+    prompt = tiny.prompt(30)
+    expected = list(tiny.reference(family, prompt, 40))
+    rng = np.random.default_rng(1)
+    loop = tiny.Loop(family, shuffle=shuffle)
+    stream, plain = loop.stream(prompt), loop.stream(tiny.prompt(11, seed=5))
+    loop.step([stream, plain])
+    while (done := len(stream.tokens) - len(prompt)) < 30:
+        drafts = expected[done : done + int(rng.integers(0, 7))]
+        right = int(rng.integers(0, len(drafts) + 1))
+        wrong = [(token + 1) % tiny.vocabulary for token in drafts[right:]]
+        loop.step([plain, stream], {stream.row: (*drafts[:right], *wrong)})
+        assert len(stream.drawn[-1].tokens) == right + 1
+    made = stream.tokens[len(prompt) :]
+    assert made == expected[: len(made)]
+    assert (
+        tuple(plain.tokens[11:31]) == tiny.reference(family, tiny.prompt(11, seed=5), 40)[: len(plain.tokens) - 11][:20]
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("short_run", [1, 17])
+def test_runs_in_place_merge_to_the_reference_tokens(tiny, family, short_run, monkeypatch):
+    # 1: every run is read in place and merged; 17: pairs of pages that happen to be neighbours are, others gathered.
+    monkeypatch.setattr("holdfast.kernels.attention_cpu.SHORT_RUN", short_run)
+    prompts = [tiny.prompt(70), tiny.prompt(45, seed=1)]
+    loop = tiny.Loop(family, cells=256)
+    streams = [loop.stream(prompt, chunk=29) for prompt in prompts]
+    while len(streams[0].tokens) < 70 + COUNT:
+        loop.step(streams)
+    for stream, prompt in zip(streams, prompts, strict=True):
+        assert tuple(stream.tokens[len(prompt) :][:COUNT]) == tiny.reference(family, prompt, COUNT)

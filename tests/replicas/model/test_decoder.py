@@ -1,0 +1,136 @@
+"""Our decoder computes what transformers computes, for every family and option it accepts, and declines the others."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.model.batch import build_batch
+from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+CONFIGS = {
+    "llama": tf.LlamaConfig(**COMMON),
+    "llama tied": tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama3 rope": tf.LlamaConfig(**COMMON, rope_parameters=LLAMA3),
+    "linear rope": tf.LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "yarn rope": tf.LlamaConfig(**COMMON, rope_parameters=YARN),
+    "wide heads": tf.LlamaConfig(**COMMON, head_dim=16),
+    "mistral": tf.MistralConfig(**COMMON, sliding_window=24),
+    "qwen2": tf.Qwen2Config(**COMMON),
+    "qwen2 windows": tf.Qwen2Config(
+        **COMMON, use_sliding_window=True, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen3": tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
+}
+DECLINED = {
+    "gpt_neox": tf.GPTNeoXConfig(),
+    "bias": tf.LlamaConfig(**COMMON, attention_bias=True),
+    "mlp bias": tf.LlamaConfig(**COMMON, mlp_bias=True),
+    "activation": tf.LlamaConfig(**COMMON, hidden_act="gelu"),
+    "dynamic rope": tf.LlamaConfig(
+        **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+}
+
+
+def save(config: tf.PreTrainedConfig, folder, shards: bool = False) -> torch.nn.Module:
+    torch.manual_seed(3)
+    config._attn_implementation = "eager"
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 or name.endswith("bias"):
+                weight.normal_(std=0.25)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    return model
+
+
+def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> KVTensors:
+    shape = decoder_shape(config)
+    return KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 20, 8, dtype)
+
+
+def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list[int]) -> torch.Tensor:
+    """Logits of every position, the prompt cut into chunks at `cuts`."""
+    table = PageTable(1, kv.pages, kv.page_size, kv.pages)
+    table.write(RowWrite(0, 0, np.random.default_rng(0).permutation(kv.pages).astype(np.int32)))
+    parts = []
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))
+        parts.append(decoder.forward(build_batch((chunk,), table)))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_transformers_own(name, tmp_path):
+    config = CONFIGS[name]
+    model = save(config, tmp_path, shards=name == "llama")
+    kv = kv_of(config)
+    decoder = Decoder.load(str(tmp_path), config, kv, 160)
+    tokens = np.random.default_rng(1).integers(0, 97, 150).astype(np.int32)
+    with torch.inference_mode():
+        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    paged = paged_logits(decoder, kv, tokens, [60, 61, 64, 130])
+    assert torch.allclose(paged, plain, atol=2e-4, rtol=0)
+    assert torch.equal(paged.argmax(-1), plain.argmax(-1))
+
+
+def test_bfloat16_stays_close(tmp_path):
+    config = CONFIGS["llama"]
+    model = save(config, tmp_path)
+    kv = kv_of(config, torch.bfloat16)
+    decoder = Decoder.load(str(tmp_path), config, kv, 160)
+    tokens = np.random.default_rng(1).integers(0, 97, 50).astype(np.int32)
+    with torch.inference_mode():
+        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    paged = paged_logits(decoder, kv, tokens, [30])
+    assert torch.cosine_similarity(paged.float(), plain).min() > 0.99
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_it_cannot_compute_is_declined(name, tmp_path):
+    assert Decoder.load(str(tmp_path), DECLINED[name], None, 64) is None
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "size"])
+def test_wrong_files_are_errors_that_name_the_weight(change, tmp_path):
+    config = CONFIGS["llama"]
+    model = save(config, tmp_path)
+    state = model.state_dict()
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del state[name]
+    elif change == "unknown":
+        name = "model.layers.1.mlp.extra.weight"
+        state[name] = torch.zeros(2)
+    else:
+        state[name] = state[name][:-1]
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=name) as raised:
+        Decoder.load(str(tmp_path), config, kv_of(config), 64)
+    assert raised.value.field == "model"

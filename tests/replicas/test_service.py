@@ -1,0 +1,233 @@
+"""Text and engine together, over the shipped model: conversations, streams, stops, and what they leave behind."""
+
+import asyncio
+import json
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from holdfast.replicas.actor import Replica
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ErrorKind
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, RawPrompt, TextDelta
+from holdfast.replicas.service import Service
+
+CONFIG = EngineConfig(cells=8192, threads=1, max_sequences=40)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the current weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "search_flights",
+            "description": "Search for flights.",
+            "parameters": {
+                "type": "object",
+                "properties": {"origin": {"type": "string"}, "destination": {"type": "string"}},
+                "required": ["origin", "destination"],
+            },
+        },
+    },
+]
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig = CONFIG):
+    service = Service.load(config)
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (), **sampling) -> GenerateRequest:
+    if isinstance(prompt, str):
+        prompt = RawPrompt(prompt)
+    return GenerateRequest(name, prompt, Sampling(max_tokens=max_tokens, **sampling), stop)
+
+
+async def streamed(service: Service, command: GenerateRequest) -> tuple[Fold, int]:
+    """The folded reply and in how many pieces it came."""
+    fold, batches = Fold(), 0
+    async for pieces in service.stream(command):
+        fold.add(pieces)
+        batches += 1
+    return fold, batches
+
+
+def test_an_agents_conversation_computes_only_what_is_new():
+    async def main():
+        async with serving() as service:
+            messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+            known = 0
+            for turn in range(6):
+                before = service.engine.stats.prompt_computed
+                answer = await service.generate(request(f"t{turn}", ChatPrompt(list(messages), TOOLS)))
+                computed = service.engine.stats.prompt_computed - before
+                assert computed <= answer.usage.prompt - known + CONFIG.page_size
+                assert answer.usage.cached == answer.usage.prompt - computed
+                known = answer.usage.prompt + answer.usage.completion - 1
+                calls = [
+                    {
+                        "id": call.call_id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in answer.tool_calls
+                ]
+                messages.append({"role": "assistant", "content": answer.text, "tool_calls": calls})
+                if calls:
+                    messages += [
+                        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"temperature": 20 + turn})}
+                        for call in calls
+                    ]
+                else:
+                    messages.append({"role": "user", "content": f"And in {('Rome', 'Oslo', 'Lima')[turn % 3]}?"})
+
+    asyncio.run(main())
+
+
+def test_a_stream_says_what_the_whole_reply_says():
+    async def main():
+        async with serving() as service:
+            prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
+            whole = await service.generate(request("a", prompt))
+            fold, batches = await streamed(service, request("b", prompt))
+            answer = fold.answer()
+            assert (answer.text, answer.reason) == (whole.text, whole.reason)
+            assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
+            assert batches > 3
+
+    asyncio.run(main())
+
+
+def test_32_streams_at_once_end_and_leave_everything_free():
+    async def main():
+        async with serving() as service:
+            replies = await asyncio.gather(
+                *(streamed(service, request(f"r{i}", f"Number {i % 16} says", 30, ignore_eos=True)) for i in range(32))
+            )
+            texts = [fold.answer().text for fold, _ in replies]
+            assert texts[:16] == texts[16:]  # the same prompts, whatever else is in the batch
+            assert all(fold.answer().usage.completion == 30 for fold, _ in replies)
+            now = service.engine.occupancy()
+            assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
+            assert now.cells_free + now.cells_tree == now.cells_total
+            service.engine.cache.check()
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_aborts_it_within_two_steps():
+    async def main():
+        async with serving() as service:
+            engine = service.engine
+            async with aclosing(service.stream(request("a", "Once", 4000, ignore_eos=True))) as stream:
+                async for _ in stream:
+                    break
+                left_at = engine.stats.steps
+            await service.generate(request("b", "x", 1))
+            assert engine.stats.ended["aborted"] == 1
+            assert engine.stats.completion <= left_at + 2 + 1
+            assert engine.occupancy().cells_held == 0
+            assert service.n_live == 0
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_ends_the_reply_before_it():
+    async def main():
+        async with serving() as service:
+            free = await service.generate(request("a", "The list: 1, 2, 3, 4,", 30, ignore_eos=True))
+            stop = free.text[8:11]
+            cut = await service.generate(request("b", "The list: 1, 2, 3, 4,", 30, (stop,), ignore_eos=True))
+            assert cut.reason == "stop"
+            assert cut.text == free.text[: free.text.index(stop)]
+            assert cut.usage.completion <= free.usage.completion
+
+    asyncio.run(main())
+
+
+def test_sampling_depends_on_prompt_and_seed_only():
+    async def main():
+        async with serving() as service:
+            hot = {"temperature": 1.5, "ignore_eos": True}
+            alone = await service.generate(request("a", "A story", 20, **hot))
+            crowd = await asyncio.gather(
+                *(service.generate(request(f"c{i}", f"Noise {i}", 20, **hot)) for i in range(7)),
+                service.generate(request("b", "A story", 20, **hot)),
+            )
+            assert crowd[-1].text == alone.text
+            other = await service.generate(request("d", "A story", 20, seed=7, **hot))
+            assert other.text != alone.text
+
+    asyncio.run(main())
+
+
+def test_logprobs_come_with_the_text_and_count_every_token():
+    async def main():
+        async with serving() as service:
+            answer = await service.generate(request("a", "One two", 12, logprobs=3, ignore_eos=True))
+            assert "".join(t.token for t in answer.logprobs) == answer.text
+            assert all(len(t.top) == 3 and t.logprob <= 0 for t in answer.logprobs)
+            assert all(t.logprob == max(a.logprob for a in t.top) for t in answer.logprobs)  # greedy
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "kind", "field"),
+    [
+        (RawPrompt("a " * 9000), 10, ErrorKind.TOO_LONG, "messages"),
+        (RawPrompt("hello"), 9000, ErrorKind.TOO_LONG, "max_tokens"),
+        (RawPrompt([1, 10**6]), 10, ErrorKind.INVALID, "prompt"),
+        (RawPrompt([]), 10, ErrorKind.INVALID, "prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error_with_its_field(prompt, max_tokens, kind, field):
+    async def main():
+        async with serving() as service:
+            reply = await service.generate(request("a", prompt, max_tokens))
+            assert isinstance(reply, Errored)
+            assert (reply.error.kind, reply.error.field) == (kind, field)
+
+    asyncio.run(main())
+
+
+def test_without_max_tokens_the_context_is_filled():
+    async def main():
+        async with serving(EngineConfig(cells=8192, threads=1, context_length=64)) as service:
+            reply = await service.generate(request("a", "hello", -1, ignore_eos=True))
+            assert reply.reason == "length"
+            assert reply.usage.prompt + reply.usage.completion == 64
+
+    asyncio.run(main())
+
+
+def test_the_actor_tells_its_metrics_and_load():
+    async def main():
+        replica = Replica(CONFIG, "r-1")
+        try:
+            async for pieces in replica.stream(request("a", "hello", 5, ignore_eos=True)):
+                last = pieces[-1]
+                assert isinstance(last, TextDelta | Completed)
+            text = await replica.metrics()
+            assert 'holdfast_completion_tokens_total{model="weights",replica="r-1"} 5.0' in text.replace(
+                "pocket", "weights"
+            )
+            assert 'outcome="finished"' in text
+            assert (await replica.card()).replica_id == "r-1"
+            assert replica.record_routing_stats()["running"] == 0
+            await replica.check_health()
+        finally:
+            await replica.shutdown()
+
+    asyncio.run(main())

@@ -1,0 +1,53 @@
+"""The docs name what there is."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry
+
+from holdfast.replicas.actor import EngineCollector
+from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.router.metrics import RouterMetrics
+
+ROOT = Path(__file__).parent.parent
+
+
+def exposed() -> set[str]:
+    """The names of all metrics, counters with their suffix."""
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    engine = SimpleNamespace(stats=EngineStats(), occupancy=lambda: Occupancy(0, 0, 0, 0, 0, 0, 0))
+    service = SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"))
+    registry.register(EngineCollector(service, "r"))
+    return {f.name + ("_total" if f.type == "counter" else "") for f in registry.collect()}
+
+
+def test_every_metric_is_documented_and_every_documented_metric_exists():
+    documented = set(re.findall(r"`(holdfast_\w+)`", (ROOT / "docs/metrics.md").read_text()))
+    assert documented == exposed()
+
+
+def test_every_configuration_key_in_the_readme_exists_with_its_default():
+    from holdfast.cluster.config import Settings
+
+    table = (ROOT / "README.md").read_text().split("## Configuration")[1].split("## ")[0]
+    rows = re.findall(r"^\| (`.+?) \| (.*?) \|", table, re.MULTILINE)
+    checked = 0
+    for names, defaults in rows:
+        keys = re.findall(r"`([\w.]+)`", names)
+        values = [d.strip() for d in defaults.split(",")]
+        for key, shown in zip(keys, values * len(keys) if len(values) == 1 else values, strict=False):
+            value = Settings()
+            for part in key.split("."):
+                value = getattr(value, part)
+            expected = {True: "true", False: "false", (): "none", "": "empty"}.get(value, str(value))
+            assert shown == expected or float(shown) == float(value), key
+            checked += 1
+    assert checked > 15
+
+
+def test_links_of_the_docs_lead_somewhere():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -72,6 +72,8 @@ class EngineCollector(Collector):
             ("holdfast_prompt_tokens_cached", "Prompt tokens found in the KV cache", stats.prompt_cached),
             ("holdfast_prompt_tokens_grouped", "Prompt tokens a leader computed for others", stats.prompt_grouped),
             ("holdfast_completion_tokens", "Tokens drawn", stats.completion),
+            ("holdfast_draft_tokens", "Tokens drafted by speculation", stats.drafted),
+            ("holdfast_draft_tokens_accepted", "Drafted tokens that the model drew too", stats.accepted),
             ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
             ("holdfast_engine_steps", "Steps run", stats.steps),
             ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),

@@ -1,9 +1,10 @@
 """Settings of one replica's engine. Frozen: what depends on hardware is filled in by `resolve`, into a new object."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.speculation.config import DraftConfig
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
@@ -43,6 +44,8 @@ class EngineConfig:
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True
     grouped_prefill: bool = True
+
+    speculation: DraftConfig = field(default_factory=DraftConfig)
 
     tool_format: str = ""  # hermes, llama3, mistral, pythonic or none; empty: by the chat template
     render_cache: int = 256

@@ -6,6 +6,7 @@ Whatever happens inside a step, every submitted request ends in exactly one term
 import logging
 import time
 from collections.abc import Callable
+from itertools import count
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import (
@@ -15,7 +16,7 @@ from holdfast.replicas.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from holdfast.replicas.events import Command, Event, Rejected, Stop, Submit, Terminal
+from holdfast.replicas.events import Aborted, Command, Event, Rejected, Stop, Submit, Terminal
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.plan import Runner
@@ -23,6 +24,8 @@ from holdfast.replicas.scheduling.scheduler import Scheduler, Step
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sequences.pool import SequencePool
 from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, Occupancy
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class Engine:
         eos: frozenset[int] = frozenset(),
         vocabulary: int | None = None,
         order: Order | None = None,
+        cost: VerificationCost | None = None,
         stopwatch: Stopwatch = time.perf_counter,
     ) -> None:
         self.config = config
@@ -52,7 +56,8 @@ class Engine:
         self._stopwatch = stopwatch
         self.cache = KVCache(config.cells // config.page_size, config.page_size, config.prefix_cache)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
-        self._scheduler = Scheduler(config, self.cache, self._pool, order)
+        self._scheduler = Scheduler(config, self.cache, self._pool, Drafter(config.speculation, cost), order)
+        self._numbers = count()
         self._live: dict[str, Sequence] = {}
 
     @property
@@ -75,8 +80,9 @@ class Engine:
         if sequence is None:
             return []
         self._scheduler.end(sequence, now)
-        event = sequence.finished("stop", now) if isinstance(command, Stop) else sequence.aborted(now)
-        return self._ended([event])
+        if isinstance(command, Stop):
+            return self._ended([sequence.finished("stop", now)])
+        return self._ended([Aborted(sequence.request_id, sequence.usage, sequence.timing(now))])
 
     def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
         """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`."""
@@ -124,7 +130,7 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else 0
         if sampling.temperature > 0 and sampling.seed is None:
             seed = prompt_seed(command.tokens)
-        sequence = Sequence.of(command, now, self._eos, seed)
+        sequence = Sequence.of(command, next(self._numbers), now, self._eos, seed)
         self._live[command.request_id] = sequence
         self._scheduler.add(sequence)
         return []

@@ -16,6 +16,8 @@ class EngineStats:
     prompt_cached: int = 0
     prompt_grouped: int = 0  # of the cached ones, those a leader computed while the request waited
     completion: int = 0
+    drafted: int = 0
+    accepted: int = 0  # of the drafted ones
     preemptions: int = 0
     failed_steps: int = 0
     ended: dict[str, int] = field(

@@ -67,23 +67,14 @@ class KVCache:
         return self._walk(root, tokens).length if root is not None else 0
 
     @property
-    def free_cells(self) -> int:
-        return self.pool.free * self.page_size
-
-    @property
-    def evictable_cells(self) -> int:
-        """Cells that could be had beside the free ones."""
-        return self.tree.evictable * self.page_size
-
-    @property
     def stats(self) -> CacheStats:
         size = self.page_size
         return CacheStats(
             total=self.pool.total * size,
-            free=self.free_cells,
+            free=self.pool.free * size,
             tree=self.tree.pages * size,
             held=(self.pool.used - self.tree.pages) * size,
-            evictable=self.evictable_cells,
+            evictable=self.tree.evictable * size,
             evicted=self._evicted_pages * size,
             lookups=self._lookups,
             hits=self._hits,

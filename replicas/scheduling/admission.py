@@ -1,36 +1,91 @@
-"""How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic."""
+"""From waiting to running: who is started in a step, who waits for a leader, who has waited too long."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Event, Rejected
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.scheduling.budget import Budget
+from holdfast.replicas.scheduling.builder import PlanBuilder
+from holdfast.replicas.scheduling.grouping import Following, find_leader
+from holdfast.replicas.scheduling.order import Order
+from holdfast.replicas.scheduling.running import Running
+from holdfast.replicas.scheduling.waiting import WaitingQueue
+from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.stats import EngineStats
+
+_TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The cells that admitted requests may come to need, and how a request's need is estimated.
+class Admission:
+    """The waiting sequences, and the rules by which they are started."""
 
-    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
-    that does not is covered by preemption.
-    """
+    def __init__(
+        self, config: EngineConfig, cache: KVCache, running: Running, order: Order, budget: Budget, stats: EngineStats
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._running = running
+        self._budget = budget
+        self._stats = stats
+        self._waiting = WaitingQueue(order)
+        self._following: list[Following] = []
 
-    ceiling: int
-    high_water: int  # cells in use above which prefill chunks wait
-    reserve: int
+    def __len__(self) -> int:
+        return len(self._waiting)
 
-    @classmethod
-    def of(cls, config: EngineConfig) -> "Budget":
-        return cls(
-            ceiling=int(config.cells * config.admission_ceiling),
-            high_water=int(config.cells * config.high_water),
-            reserve=config.completion_reserve,
-        )
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
 
-    def need(self, sequence: Sequence, n_cached: int) -> int:
-        """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
-        completion = len(sequence.buffer) - sequence.length
-        return sequence.length - n_cached + min(completion, self.reserve)
+    def push(self, sequence: Sequence) -> None:
+        self._waiting.push(sequence)
 
-    def admits(self, committed: int, need: int) -> bool:
-        """Whether `need` more cells fit beside `committed`. A request that is alone always does."""
-        return committed == 0 or committed + need <= self.ceiling
+    def remove(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+
+    def leads(self, sequence: Sequence) -> bool:
+        """Whether somebody waits for what this sequence computes."""
+        return any(following.leader is sequence for following in self._following)
+
+    def expire(self, now: float) -> list[Event]:
+        """End the requests that waited too long without being started."""
+        late = self._waiting.expired(now - self._config.queue_timeout_s)
+        for sequence in late:
+            sequence.move(Status.ENDED)
+        return [Rejected(sequence.request_id, _TOO_LATE) for sequence in late]
+
+    def admit(self, builder: PlanBuilder, now: float) -> None:
+        """Start waiting sequences, in order, while a row and the cell budget are there.
+
+        The head is never overtaken, except by others while it waits for a leader to compute its prefix.
+        """
+        for done in [f for f in self._following if f.over]:
+            self._following.remove(done)
+            self._waiting.unhold(done.follower)
+        committed = sum(self._budget.need(s, s.n_computed) for s in self._running)
+        while (sequence := self._waiting.head()) is not None:
+            n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
+            if (following := self._find_leader(sequence, n_cached)) is not None:
+                self._following.append(following)
+                self._waiting.hold()
+                continue
+            need = self._budget.need(sequence, n_cached)
+            if not self._budget.admits(committed, need) or not self._running.start(builder, sequence, now):
+                return
+            self._waiting.remove(sequence)
+            if sequence.scheduled is None:
+                sequence.scheduled = now
+                sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
+                self._stats.prompt_cached += sequence.n_cached
+            committed += need
+
+    def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
+        config = self._config
+        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.rows:
+            return None
+        # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
+        following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)
+        if following is not None:
+            self._stats.prompt_grouped += following.gain
+        return following

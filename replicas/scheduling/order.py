@@ -1,6 +1,8 @@
-"""In which order waiting requests are admitted: small interchangeable policies.
+"""In which order requests are served: small interchangeable policies.
 
-A key is computed when a request starts to wait; the smallest key is served first.
+The smallest key is served first; no two sequences have the same. It is the order of the running, where the last is
+preempted when cells run out, and, behind those that were preempted, of the waiting. So the first of the running is
+never preempted, and there is always one that gets on.
 """
 
 from typing import Protocol, TypeAlias
@@ -15,15 +17,14 @@ class Order(Protocol):
 
 
 class ProgramOrder:
-    """Preempted first, then by the program's first arrival, then by the request's (Continuum)."""
+    """By the program's first arrival, then by the request's (Continuum)."""
 
     def key(self, sequence: Sequence) -> Key:
-        began = sequence.submit.program_arrival
-        return (0.0 if sequence.preempted else 1.0, began, sequence.arrived)
+        return (sequence.submit.program_arrival, sequence.arrived, sequence.number)
 
 
 class RequestOrder:
     """First come, first served by request: the baseline of request-driven servers."""
 
     def key(self, sequence: Sequence) -> Key:
-        return (0.0 if sequence.preempted else 1.0, sequence.arrived)
+        return (sequence.arrived, sequence.number)

@@ -29,7 +29,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         ticket = next(self._ticket)
         self._entries[sequence.request_id] = (ticket, sequence)
-        heapq.heappush(self._heap, (self._order.key(sequence), ticket, sequence))
+        heapq.heappush(self._heap, (self._key(sequence), ticket, sequence))
         if not sequence.preempted:  # what has been started is not timed out
             self._arrivals.append((ticket, sequence))
 
@@ -52,7 +52,7 @@ class WaitingQueue:
         entry = self._entries.get(sequence.request_id)
         if entry is not None and entry[1] is sequence:
             ticket = entry[0]
-            heapq.heappush(self._heap, (self._order.key(sequence), ticket, sequence))
+            heapq.heappush(self._heap, (self._key(sequence), ticket, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
@@ -70,6 +70,10 @@ class WaitingQueue:
                 self.remove(sequence)
                 late.append(sequence)
         return late
+
+    def _key(self, sequence: Sequence) -> Key:
+        """Preempted ones first: they have a part of their work behind them."""
+        return (0.0 if sequence.preempted else 1.0, *self._order.key(sequence))
 
     def _waits(self, ticket: int, sequence: Sequence) -> bool:
         entry = self._entries.get(sequence.request_id)

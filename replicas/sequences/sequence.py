@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Aborted, Failed, Finished, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
+from holdfast.replicas.events import Failed, Finished, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
 from holdfast.replicas.kv.cache import Holding
 
 
@@ -37,6 +37,7 @@ class Sequence:
     """
 
     submit: Submit
+    number: int  # of the submission; no two sequences of an engine have the same
     arrived: float
     n_prompt: int
     buffer: TokenIds  # capacity for prompt and completion; valid up to `length`
@@ -54,12 +55,12 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
     @classmethod
-    def of(cls, submit: Submit, now: float, eos: frozenset[int], seed: int) -> "Sequence":
+    def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
         n_prompt = len(submit.tokens)
         buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
         buffer[:n_prompt] = submit.tokens
         stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
-        return cls(submit, now, n_prompt, buffer, n_prompt, seed=seed, stop_ids=stop_ids)
+        return cls(submit, number, now, n_prompt, buffer, n_prompt, seed=seed, stop_ids=stop_ids)
 
     @property
     def request_id(self) -> str:
@@ -94,6 +95,12 @@ class Sequence:
         return self.holding
 
     @property
+    def the_row(self) -> int:
+        """The page-table row of a running sequence."""
+        assert self.row is not None, self.request_id
+        return self.row
+
+    @property
     def usage(self) -> Usage:
         return Usage(self.n_prompt, self.n_cached, self.length - self.n_prompt)
 
@@ -120,9 +127,6 @@ class Sequence:
 
     def finished(self, reason: FinishReason, now: float) -> Finished:
         return Finished(self.request_id, reason, self.usage, self.timing(now))
-
-    def aborted(self, now: float) -> Aborted:
-        return Aborted(self.request_id, self.usage, self.timing(now))
 
     def failed(self, error: ErrorInfo) -> Failed:
         return Failed(self.request_id, error, self.usage)

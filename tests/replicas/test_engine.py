@@ -2,96 +2,21 @@
 
 import numpy as np
 import pytest
-from fake_runner import EOS, VOCABULARY, FakeRunner, complete
-from hypothesis import given, settings
+from engine_world import World, words
+from fake_runner import VOCABULARY, complete
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import (
     Abort,
     Aborted,
-    Event,
     Failed,
     Finished,
     Rejected,
-    Sampling,
     Stop,
-    Submit,
-    Terminal,
-    Tokens,
 )
-
-
-class World:
-    """An engine, its fake runner, and what came out of it."""
-
-    def __init__(self, **settings) -> None:
-        defaults = {
-            "cells": 256,
-            "page_size": 4,
-            "max_sequences": 4,
-            "session_rows": 0,
-            "context_length": 128,
-            "completion_reserve": 16,
-        }
-        self.config = EngineConfig(**(defaults | settings))
-        pages = self.config.cells // self.config.page_size
-        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences)
-        self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
-        self.now = 0.0
-        self.out: dict[str, list[int]] = {}
-        self.ends: dict[str, list[Event]] = {}
-        self.prompts: dict[str, tuple[list[int], int]] = {}
-
-    def submit(self, name: str, prompt: list[int], max_tokens: int = 8, scope: str = "", began: float = 0.0) -> None:
-        self.prompts[name] = (prompt, max_tokens)
-        self.out[name], self.ends[name] = [], []
-        tokens = np.asarray(prompt, np.int32)
-        self.take(
-            self.engine.handle(
-                Submit(name, tokens, Sampling(max_tokens), scope, program_arrival=began or self.now), self.now
-            )
-        )
-
-    def take(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, Tokens):
-                assert not self.ends[event.request_id], "tokens after the end"
-                self.out[event.request_id] += event.tokens
-            else:
-                self.ends[event.request_id].append(event)
-
-    def step(self) -> None:
-        self.now += 1.0
-        self.take(self.engine.step(self.now))
-        self.engine.cache.check()
-
-    def run(self, limit: int = 5000) -> None:
-        for _ in range(limit):
-            if not self.engine.busy:
-                break
-            self.step()
-        assert not self.engine.busy, "the engine makes no progress"
-
-    def end(self, name: str) -> Event:
-        (event,) = self.ends[name]
-        assert isinstance(event, Terminal)
-        return event
-
-    def assert_right(self, name: str) -> None:
-        assert self.out[name] == complete(*self.prompts[name])
-        assert isinstance(self.end(name), Finished)
-
-    def assert_idle(self) -> None:
-        now = self.engine.occupancy()
-        assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
-        assert now.cells_free + now.cells_tree == now.cells_total
-
-
-def words(seed: int, n: int) -> list[int]:
-    return np.random.default_rng(seed).integers(1, VOCABULARY, n).tolist()
+from holdfast.replicas.speculation.config import DraftConfig
 
 
 def test_a_request_is_completed_and_its_usage_counted():
@@ -336,6 +261,21 @@ def test_switches_turn_sharing_off_and_change_no_output():
     assert computed[()] < computed[("grouped_prefill",)] < computed[("prefix_cache",)] == 4 * 110
 
 
+def test_speculation_takes_fewer_steps_and_changes_no_output():
+    steps = {}
+    for enabled in (True, False):
+        world = World(cells=2048, context_length=400, speculation=DraftConfig(enabled=enabled))
+        for i in range(6):
+            world.submit(f"r{i}", words(i, 40), max_tokens=60)
+        world.run()
+        for name in world.prompts:
+            world.assert_right(name)
+        world.assert_idle()
+        steps[enabled] = world.engine.stats.steps
+        assert (world.engine.stats.accepted > 0) is enabled
+    assert steps[True] < steps[False] * 0.8
+
+
 def test_scopes_share_nothing():
     world = World()
     world.submit("a", words(1, 30), scope="one")
@@ -355,17 +295,25 @@ request = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
+    speculation=st.booleans(),
     requests=st.lists(request, min_size=1, max_size=12),
     page_size=st.sampled_from([1, 4, 16]),
     cells=st.sampled_from([96, 128, 512]),
     step_tokens=st.sampled_from([1, 7, 64]),
     failing=st.sets(st.integers(1, 40), max_size=2),
 )
-def test_any_traffic_ends_once_each_and_leaves_nothing_behind(requests, page_size, cells, step_tokens, failing):
+def test_any_traffic_ends_once_each_and_leaves_nothing_behind(
+    speculation, requests, page_size, cells, step_tokens, failing
+):
     world = World(
-        cells=cells, page_size=page_size, step_tokens=step_tokens, admission_ceiling=0.9, completion_reserve=2
+        cells=cells,
+        page_size=page_size,
+        step_tokens=step_tokens,
+        admission_ceiling=0.9,
+        completion_reserve=2,
+        speculation=DraftConfig(enabled=speculation),
     )
     world.runner.fail = lambda plan: len(world.runner.plans) in failing
     for i, (shared, own, max_tokens, steps, how) in enumerate(requests):

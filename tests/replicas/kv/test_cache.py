@@ -129,10 +129,10 @@ def test_cells_in_use_are_never_evicted() -> None:
     _run(cache, _count(0, 8))
     reader = cache.acquire("", _count(0, 9), now=1.0).holding
     other = _begin(cache, _count(50, 8), now=2.0)
-    assert (cache.free_cells, cache.evictable_cells, cache.stats.in_use) == (0, 0, 16)
+    assert (cache.stats.free, cache.stats.evictable, cache.stats.in_use) == (0, 0, 16)
     assert cache.grow(other, 9) is None
     cache.drop(reader)
-    assert cache.evictable_cells == 8
+    assert cache.stats.evictable == 8
     assert cache.grow(other, 9) is not None
 
 

@@ -128,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step: up to `n` tokens, sampled beyond the prompt; rejected drafts leave garbage behind them."""
         end = min(agent.n_computed + n, max(len(agent.tokens), agent.n_computed + 1))
         before = agent.holding.pages.tolist()
-        room = self.cache.free_cells + self.cache.evictable_cells
+        room = self.cache.stats.free + self.cache.stats.evictable
         added = self.cache.grow(agent.holding, end + drafts)
         missing = self.cache.pool.pages_for(end + drafts) - len(before)
         assert (added is None) == (missing * self.cache.page_size > room)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.admission import Budget
+from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.chunks import chunk_size
 from holdfast.replicas.scheduling.grouping import find_leader
 from holdfast.replicas.sequences.sequence import Sequence, Status
@@ -15,7 +15,7 @@ CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admissio
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed: int = 0) -> Sequence:
-    made = Sequence.of(Submit("x", np.asarray(prompt, np.int32), Sampling(max_tokens), scope), 0.0, frozenset(), 0)
+    made = Sequence.of(Submit("x", np.asarray(prompt, np.int32), Sampling(max_tokens), scope), 0, 0.0, frozenset(), 0)
     made.move(Status.RUNNING)
     made.n_computed = computed
     return made

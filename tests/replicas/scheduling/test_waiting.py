@@ -1,5 +1,7 @@
 """The waiting queue against a sorted list."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,10 +12,12 @@ from holdfast.replicas.scheduling.order import ProgramOrder, RequestOrder
 from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.sequence import Sequence
 
+_numbers = count()
+
 
 def waiting(name: str, arrived: float = 0.0, began: float = 0.0, preempted: bool = False) -> Sequence:
     submit = Submit(name, np.asarray([1], np.int32), Sampling(1), program_arrival=began)
-    sequence = Sequence.of(submit, arrived, frozenset(), 0)
+    sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
     return sequence
 
@@ -100,7 +104,7 @@ def test_any_use_agrees_with_a_sorted_list(operations):
         elif what == "unhold" and held:
             queue.unhold(held.pop())
         present = [s for s in model if s not in held]
-        expected = min(present, key=lambda s: (s.submit.program_arrival, s.arrived), default=None)
+        expected = min(present, key=lambda s: (s.submit.program_arrival, s.arrived, s.number), default=None)
         assert queue.head() is expected
         assert len(queue) == len(model)
         assert set(queue) == set(model)

@@ -1,0 +1,55 @@
+# Holdfast: `make serve` and `make test` do all of their own set-up, once.
+#
+#   make serve PORT=8000 MODEL=pocket REPLICAS=1 CONFIG=holdfast.yaml
+
+# The first that runs and is new enough; a version manager's stand-in may be on the path and still not run.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STAMP_DEV := $(VENV)/.installed-dev
+OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
+           $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(CONFIG),--config $(CONFIG))
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: serve test lint format types check clean
+
+serve: $(STAMP)
+	@exec $(BIN)/holdfast serve $(OPTIONS)
+
+test: $(STAMP_DEV)
+	$(BIN)/pytest
+
+lint: $(STAMP_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP_DEV)
+	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p))
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or later; say which with PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Without an NVIDIA GPU the CPU build of torch does, a tenth of the size; where its index is out of reach, any build.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV); this takes some minutes, once"
+	@test -e /dev/nvidia0 || $(PIP) --retries 0 --timeout 15 --no-deps \
+	  --index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null || true
+	@$(PIP) -e .
+	@touch $@
+
+$(STAMP_DEV): $(STAMP)
+	@$(PIP) -e '.[dev]'
+	@touch $@

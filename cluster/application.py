@@ -1,0 +1,107 @@
+"""The Serve application: which deployments there are and how they are joined.
+
+    clients -> HAProxy -> Ingress (router's FastAPI app) -> AffinityRouter -> EngineReplica, several
+
+Imported after the environment is set (`environment.for_ray`), because it imports Ray. Starting it is `serve`'s.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from holdfast.cluster import checks
+from holdfast.cluster.backend import ServeBackend
+from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
+from holdfast.cluster.engine_replica import EngineReplica
+from holdfast.router.affinity import proxy_host
+from holdfast.router.app import create_app
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.programs import ProgramTable
+from holdfast.router.response_cache import ResponseCache
+from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.tenants import TenantDirectory
+
+APPLICATION = "holdfast"
+REPLICAS = "replicas"
+ROUTER = "router"
+INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
+
+
+class Ingress:
+    """The router in a Serve replica. Ready when an engine has answered."""
+
+    async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, redis_url: str) -> None:  # type: ignore[misc]
+        backend = ServeBackend(replicas)
+        await backend.start(settings.server.ready_timeout_s)
+        # Trap: HAProxy sends no X-Forwarded-For, so behind it every peer is a local one. Whether strangers can
+        # connect is decided by the address that it really listens on, not by the one in our settings.
+        exposed = await proxy_host() not in LOOPBACK_HOSTS
+        config = settings.router
+        memory = MemoryStore(config.store_entries, config.store_memory)
+        self._store = RedisStore(redis_url, memory, config.store_timeout_s, config.store_retry_s)
+        self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
+        model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine.dtype)
+        self._app = create_app(
+            backend,
+            TenantDirectory(settings.tenants, exposed),
+            self._programs,
+            ResponseCache(self._store, config, model),
+            RouterMetrics(CollectorRegistry()),
+            config,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        self._app.add_middleware(OneRequestId)
+        return self._app
+
+    async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        await self._programs.drain()
+        await self._store.close()
+
+
+class OneRequestId:
+    """Takes `x-request-id` off the answers: Serve puts the same one on, and clients would read the two as a list."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, without_id)
+
+
+def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
+    """The application for `settings`. `gpus` is the share of GPUs each engine gets; 0 on a CPU."""
+    replicas = serve.deployment(EngineReplica).options(
+        name=REPLICAS,
+        num_replicas=settings.replicas.count,
+        max_ongoing_requests=settings.replicas.max_ongoing_requests,
+        # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="holdfast.router.affinity:AffinityRouter",
+            request_router_kwargs=asdict(settings.placement),
+        ),
+        max_constructor_retry_count=1,  # a model that cannot be loaded will not be on the second try
+        health_check_period_s=5.0,
+        # Trap: a stream longer than this dies with its replica when that is stopped.
+        graceful_shutdown_timeout_s=settings.server.drain_s,
+    )
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name=ROUTER,
+        num_replicas=1,
+        max_ongoing_requests=INGRESS_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=settings.server.drain_s,
+    )
+    return ingress.bind(replicas.bind(settings.engine), settings, redis_url)

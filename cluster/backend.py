@@ -1,0 +1,116 @@
+"""The router's `Backend` over a Ray Serve handle: calls, streams, and what happens when a replica dies.
+
+Choosing the replica is `router.affinity`'s. Outputs are deterministic, so a request whose replica died before anything
+was passed on is simply sent again; after that it ends with an error.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
+from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
+from holdfast.router.affinity import HINT, own_request
+from holdfast.router.backend import Batch, Routed
+
+log = logging.getLogger(__name__)
+
+# What a call raises when its replica is gone. Trap: Serve does not retry a call that was running when it died.
+LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError)
+ATTEMPTS = 3
+HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
+
+
+class ServeBackend:
+    """The replicas behind `handle`. One per ingress process; all methods run on its event loop."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        # Everything that crosses is plain data of importable classes; cloudpickle, the default, takes twice as long.
+        plain = {"request_serialization": "pickle", "response_serialization": "pickle"}
+        self._generate = handle.options(method_name="generate", **plain)
+        self._stream = handle.options(method_name="stream", stream=True, **plain)
+        self._cards: tuple[ModelCard, ...] = ()
+
+    async def start(self, timeout_s: float) -> None:
+        """Learn what is served, from the first replica that answers; raises TimeoutError when none does."""
+        async with asyncio.timeout(timeout_s):
+            self._cards = (await self._call("card"),)
+
+    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
+        handle = self._generate.options(session_id=request.program_id)
+        for attempt in range(1, ATTEMPTS + 1):
+            with own_request():
+                call = handle.remote(request, **{HINT: last_replica})
+            try:
+                return await call  # type: ignore[no-any-return]
+            except LOST as error:
+                log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
+            except asyncio.CancelledError:
+                # The id of the request is its own, so Serve's cancellation of the HTTP request does not find it.
+                call.cancel()
+                raise
+        return Routed("", lost())
+
+    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+        handle = self._stream.options(session_id=request.program_id)
+        for attempt in range(1, ATTEMPTS + 1):
+            with own_request():
+                call = handle.remote(request, **{HINT: last_replica})
+            replica_id, ended = "", False
+            try:
+                async for batch in call:
+                    replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
+                    yield batch
+            except LOST as error:
+                log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
+            finally:
+                if not ended:
+                    call.cancel()
+            if ended:
+                return
+            if replica_id:
+                break  # the client has a part of the answer
+        yield Batch(replica_id, (lost(),))
+
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
+        return await self._call("tokenize", prompt)  # type: ignore[no-any-return]
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        return await self._call("detokenize", tokens)  # type: ignore[no-any-return]
+
+    async def models(self) -> Sequence[ModelCard]:
+        return self._cards
+
+    async def metrics(self) -> Sequence[str]:
+        with own_request(), suppress(DeploymentUnavailableError):
+            answers = await self._handle.broadcast("metrics").results_async(timeout_s=5.0, return_exceptions=True)
+            return [answer for answer in answers if isinstance(answer, str)]
+        return ()
+
+    async def healthy(self) -> bool:
+        # Asked for real: what the handle knows of its replicas may be from before they died.
+        with suppress(TimeoutError, HoldfastError):
+            async with asyncio.timeout(HEALTHY_S):
+                await self._call("card")
+                return True
+        return False
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """One plain call to the least busy replica, again while replicas die under it."""
+        handle = self._handle.options(method_name=method)
+        for _ in range(ATTEMPTS):
+            with own_request(), suppress(*LOST):
+                return await handle.remote(*args)
+        raise UnavailableError("no replica answered")
+
+
+def lost() -> Errored:
+    """What a request ends with when its replica died and it cannot be sent again."""
+    return Errored(ErrorInfo(ErrorKind.UNAVAILABLE, "the replica that served this request was lost"))

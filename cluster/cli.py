@@ -1,0 +1,145 @@
+"""The `holdfast` command. Reads arguments and says what went wrong; the work is elsewhere, imported when needed."""
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from holdfast.cluster import config, config_file
+from holdfast.cluster.config import Settings
+from holdfast.replicas.errors import HoldfastError
+
+MISUSE = 2  # exit status of a wrong setting or argument
+FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit status. Errors of ours become one line on stderr."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    options.rest = rest
+    if rest and options.run is not _inflate:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(options.run(options))
+    except HoldfastError as error:
+        field = f" [{error.field}]" if error.field else ""
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        print(f"holdfast: {error.message}{field}{notes}", file=sys.stderr)
+        return MISUSE
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast", description="Serve tool-calling agents from a Ray cluster.")
+    parser.add_argument("--version", action="version", version=f"holdfast {version('holdfast')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_config(commands)
+    _add_key(commands)
+    _add_inflate(commands)
+    _add_bench(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _add_serve(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Start Ray, Redis and the server on this machine; Ctrl-C stops all of it."
+    command = commands.add_parser("serve", help=text, description=text)
+    _add_settings(command)
+    command.set_defaults(run=_serve)
+
+
+def _add_config(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Print the whole configuration as YAML, defaults and overrides filled in, after checking it."
+    command = commands.add_parser("config", help=text, description=text)
+    _add_settings(command)
+    command.set_defaults(run=_config)
+
+
+def _add_key(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Make an API key for a tenant and print it with the YAML that lets it in; the key itself is not kept."
+    command = commands.add_parser("key", help=text, description=text)
+    command.add_argument("tenant", help="name of the tenant the key belongs to")
+    command.set_defaults(run=_key)
+
+
+def _add_inflate(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Write a model of a large model's shape that answers as the small one does, to measure with."
+    command = commands.add_parser("inflate", help=text, add_help=False)  # the arguments are `inflate`'s own
+    command.set_defaults(run=_inflate)
+
+
+def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Measure a server."
+    command = commands.add_parser("bench", help=text, description=text)
+    kinds = command.add_subparsers(metavar="BENCHMARK", required=True)
+    text = "What HTTP, Ray and the router add to the bare engine: starts a server and an engine of the same model."
+    overhead = kinds.add_parser("overhead", help=text, description=text)
+    overhead.add_argument("--model", default="pocket", help="as for serve (default: pocket)")
+    overhead.add_argument("--requests", type=int, default=200, help="requests of each kind (default: 200)")
+    overhead.set_defaults(run=_bench_overhead)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, help="YAML file; `holdfast config` prints one with every key")
+    command.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, help="port to listen on (default: 8000)")
+    command.add_argument("--model", help="'pocket', a folder, or a hub name in the local cache (default: pocket)")
+    command.add_argument("--replicas", type=int, help="number of engines; the cores are shared out (default: 1)")
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    settings = config_file.read(options.config) if options.config else Settings()
+    overrides = config.Overrides(options.host, options.port, options.model, options.replicas)
+    return config.apply(settings, overrides)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a terminal that has gone must not keep a server from stopping in order
+        print(text, flush=True)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from holdfast.cluster.serve import run
+
+    run(_settings(options), _say)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    settings = _settings(options)
+    config.check_tenants(settings)
+    _say(config_file.dump(settings).rstrip())
+    return 0
+
+
+def _key(options: argparse.Namespace) -> int:
+    from holdfast.router.tenants import Tenant, hash_key
+
+    key = f"hf-{secrets.token_urlsafe(32)}"
+    tenant = Tenant(options.tenant, (hash_key(key),))
+    _say(f"API key, shown once: {key}\n\ntenants:\n  - name: {tenant.name}\n    key_hashes: [{tenant.key_hashes[0]!r}]")
+    return 0
+
+
+def _inflate(options: argparse.Namespace) -> int:
+    from holdfast.replicas.pocket import inflate
+
+    return inflate.main(options.rest)
+
+
+def _bench_overhead(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import overhead
+
+    return overhead.main(options.model, options.requests)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""Every setting of a cluster, composed from the folders' own: frozen data. Reading YAML is `config_file`'s."""
+
+from dataclasses import dataclass, field, replace
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.config import RouterConfig
+from holdfast.router.placement import PlacementConfig
+from holdfast.router.tenants import Tenant, TenantDirectory
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where the cluster listens, and how patient its start and stop are (seconds)."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    ready_timeout_s: float = 300.0  # replicas that are not up by then fail the start
+    drain_s: float = 30.0  # running requests have this long to end when a replica is stopped
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 1 to 65535, not {self.port}", "port")
+        if not self.host or ":" in self.host:
+            raise ConfigError(f"host must be a name or an IPv4 address, not {self.host!r}", "host")
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in LOOPBACK_HOSTS
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicasConfig:
+    """How many engines run, and how many requests each has in hand at most (running and in its own queue)."""
+
+    count: int = 1
+    max_ongoing_requests: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("count", "max_ongoing_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """`url` empty: an embedded server of at most `memory_mb` MiB, which only this machine reaches."""
+
+    url: str = ""
+    timeout_s: float = 2.0
+    memory_mb: int = 256
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}", "timeout_s")
+        if self.memory_mb < 1:
+            raise ConfigError(f"memory_mb must be at least 1, not {self.memory_mb}", "memory_mb")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The whole configuration; a section is a key of the YAML file."""
+
+    server: ServerConfig = field(default_factory=ServerConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    tenants: tuple[Tenant, ...] = ()
+    redis: RedisConfig = field(default_factory=RedisConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the command line sets above the file; None leaves a value alone."""
+
+    host: str | None = None
+    port: int | None = None
+    model: str | None = None
+    replicas: int | None = None
+
+
+def apply(settings: Settings, overrides: Overrides) -> Settings:
+    """`settings` with the overrides in it. Raises ConfigError with the dotted name of the field."""
+    for section, name, value in (
+        ("server", "host", overrides.host),
+        ("server", "port", overrides.port),
+        ("engine", "model", overrides.model),
+        ("replicas", "count", overrides.replicas),
+    ):
+        if value is None:
+            continue
+        try:
+            changed = replace(getattr(settings, section), **{name: value})
+        except ConfigError as error:
+            raise ConfigError(error.message, f"{section}.{name}") from error
+        settings = replace(settings, **{section: changed})
+    return settings
+
+
+def check_tenants(settings: Settings) -> None:
+    """Raises ConfigError for tenants that clash, and for a server open to others without any key."""
+    if not TenantDirectory(settings.tenants).has_keys and not settings.server.local:
+        message = f"listening on {settings.server.host} needs 'tenants' with API keys (see `holdfast key`)"
+        raise ConfigError(message, "server.host")
+
+
+def share_threads(settings: Settings, cores: int) -> Settings:
+    """`settings` with the cores dealt out to the replicas, where `engine.threads` leaves that open."""
+    if settings.engine.threads:
+        return settings
+    threads = max(1, cores // settings.replicas.count)
+    return replace(settings, engine=replace(settings.engine, threads=threads))

@@ -1,0 +1,94 @@
+"""YAML <-> `Settings`: the border where names and types are checked. What values mean is `config`'s.
+
+pydantic checks types here and nowhere else; unknown keys are found first, so that the nearest known one can be named.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import orjson
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from holdfast.cluster.config import Settings
+from holdfast.replicas.errors import ConfigError
+
+
+def read(path: Path) -> Settings:
+    """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted) and the file."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "config") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}", "config") from error
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", error.field) from error
+
+
+def parse(text: str) -> Settings:
+    """The settings in a YAML text. Raises ConfigError."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}", "config") from error
+    if data is None:
+        return Settings()
+    if not isinstance(data, dict):
+        raise ConfigError(f"a configuration is a mapping of sections, not {type(data).__name__}", "config")
+    for field, known in unknown_keys(data, Settings):
+        name = field.rpartition(".")[2]
+        close = get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown key {field!r}; the nearest known one is {close[0]!r}", field)
+    return Settings(**{name: _section(name, value) for name, value in data.items()})
+
+
+def dump(settings: Settings) -> str:
+    """`settings` as YAML that `parse` reads back."""
+    return yaml.safe_dump(orjson.loads(orjson.dumps(settings)), sort_keys=False)
+
+
+def _section(name: str, value: Any) -> Any:
+    kind = get_type_hints(Settings)[name]
+    try:
+        # Through JSON, because strict mode then still takes a list for a tuple.
+        return TypeAdapter(kind).validate_json(orjson.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join([name, *(str(part) for part in first["loc"])])
+        raise ConfigError(f"{field}: {first['msg']}, not {first['input']!r}", field) from error
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}", name) from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}.{error.message}", f"{name}.{error.field}") from error
+
+
+def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Dotted paths of keys in `data` that dataclass `kind` has no field for, each with the fields there are."""
+    if isinstance(data, list):
+        for i, item in enumerate(data):
+            yield from unknown_keys(item, kind, f"{path}.{i}")
+    if not isinstance(data, dict):
+        return
+    hints = get_type_hints(kind)
+    for key, value in data.items():
+        here = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            yield here, list(hints)
+        elif inner := _dataclass_in(hints[key]):
+            yield from unknown_keys(value, inner, here)
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass that `hint` is, or holds as `X | None` or `tuple[X, ...]`."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return hint
+    if get_origin(hint) in (Union, UnionType, tuple, list):
+        return next((found for arg in get_args(hint) if (found := _dataclass_in(arg))), None)
+    return None

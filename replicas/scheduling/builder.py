@@ -1,0 +1,53 @@
+"""A step's plan in the making: what has been planned for which sequence, and how to take it back."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.replicas.events import TokenIds
+from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageIds, RowWrite, StepPlan
+from holdfast.replicas.sequences.sequence import Sequence
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """`sequences[i]` belongs to `chunks[i]`."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    writes: list[RowWrite] = field(default_factory=list)
+    copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
+
+    def compute(self, sequence: Sequence, size: int, drafts: TokenIds | None = None) -> None:
+        """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
+        start = sequence.n_computed
+        end = start + size
+        tokens = sequence.buffer[start:end].copy()
+        draw = None
+        if end == sequence.length:
+            sampling = sequence.sampling
+            penalised = sampling.presence_penalty or sampling.frequency_penalty
+            history = sequence.completion.copy() if penalised else None
+            n_drafts = 0 if drafts is None else len(drafts)
+            draw = Draw(sampling, sequence.seed, n_drafts, history)
+            if drafts is not None and n_drafts:
+                tokens = np.concatenate((tokens, drafts))
+        self.chunks.append(Chunk(sequence.the_row, start, tokens, draw))
+        self.sequences.append(sequence)
+
+    def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
+        if len(pages):
+            self.writes.append(RowWrite(sequence.the_row, first, pages))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
+        row = sequence.the_row
+        self.copies.pop(row, None)
+        self.writes = [write for write in self.writes if write.row != row]
+        if sequence in self.sequences:
+            i = self.sequences.index(sequence)
+            del self.sequences[i], self.chunks[i]
+
+    def plan(self) -> StepPlan:
+        copies = tuple(copy for some in self.copies.values() for copy in some)
+        return StepPlan(tuple(self.chunks), tuple(self.writes), copies)

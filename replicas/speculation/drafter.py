@@ -1,0 +1,170 @@
+"""The one face of speculation: for each sequence propose drafts, and learn from what was drawn.
+
+    own tokens --- NGramIndex ---.
+    tenant's turns - TurnMemory --+-- longest match -- draft -- gate -- propose
+    declared tools - SkeletonSet -'   (within a call: fixed text, and values from the other two)
+
+Deterministic, no clock, no torch. Whether a draft is right only the model says; a wrong one costs time, never output.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from holdfast.replicas.events import TokenIds
+from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, cap, draft_length
+from holdfast.replicas.speculation.memory import TurnMemory
+from holdfast.replicas.speculation.ngrams import NO_MATCH, WINDOW, Context, Match, NGramIndex
+from holdfast.replicas.speculation.skeleton import SHORT_VALUE, SkeletonCursor, SkeletonSet
+
+NO_DRAFT: TokenIds = np.zeros(0, np.int32)
+NO_DRAFT.setflags(write=False)
+
+_INITIAL_ACCEPTANCE = 0.6  # of a sequence, and of a kind of draft, of which nothing is known yet
+_SCOPES = 1024  # tenants whose acceptance is remembered, the latest come
+
+
+class Source(IntEnum):
+    """Where a draft came from."""
+
+    PROMPT_LOOKUP = 0
+    MEMORY = 1
+    SKELETON = 2
+
+
+_LENGTH_CLASSES = WINDOW.bit_length() + 1  # of match lengths, by powers of two
+
+
+@dataclass(slots=True)
+class DraftState:
+    """One sequence as the drafter knows it: an index of its tokens and how its drafts fared."""
+
+    scope: str
+    index: NGramIndex
+    cursor: SkeletonCursor | None
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_INITIAL_ACCEPTANCE))
+    draft: Sequence[int] = ()  # what may follow, before the gate
+    kind: Acceptance | None = None  # of the drafts like `draft`
+
+
+class Drafter:
+    """Drafts for all sequences of an engine. Not thread-safe: the loop that plans steps calls it."""
+
+    def __init__(self, config: DraftConfig, cost: VerificationCost | None = None) -> None:
+        self.config = config
+        self.cost = cost  # may be set later, when the runner has measured it
+        self._memory = TurnMemory(config.memory_bytes, config.scope_bytes)
+        self._kinds: OrderedDict[str, tuple[Acceptance, ...]] = OrderedDict()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Held for the tenants' earlier turns; at most `config.memory_bytes`."""
+        return self._memory.nbytes
+
+    def open(self, scope: str, tokens: TokenIds, skeletons: SkeletonSet | None = None) -> DraftState:
+        """Begin a sequence with its prompt. Costs numpy passes over it."""
+        if not self.config.enabled:
+            tokens, skeletons = NO_DRAFT, None
+        index = NGramIndex(tokens)
+        cursor = None
+        if skeletons is not None and skeletons.flat and self.config.skeleton:
+            cursor = SkeletonCursor(skeletons, int(tokens[-1]) if len(tokens) else 0)
+        return DraftState(scope, index, cursor)
+
+    def propose(self, state: DraftState, limit: int, decoding: int = 1) -> TokenIds:
+        """At most `limit` drafts that may follow the sequence, int32, often none.
+
+        `decoding` sequences verify theirs in the same step.
+        """
+        config = self.config
+        state.kind, state.draft = None, ()
+        most = cap(config, limit, decoding) if config.enabled else 0
+        if most == 0:
+            return NO_DRAFT
+        context = state.index.context()
+        match, source, copied = self._lookup(state, context, most, own=True)
+        draft: Sequence[int] = copied
+        if state.cursor is not None and state.cursor.place is not None and match.length < config.raw_length:
+            composed = self._compose(state, context, draft, most)
+            if composed:
+                source, draft = Source.SKELETON, composed
+        if not draft:
+            return NO_DRAFT
+        state.kind = self._kind(state.scope, source, match.length)
+        state.draft = draft
+        acceptance = (state.kind.value + state.acceptance.value) / 2
+        return np.array(draft[: draft_length(config, most, decoding, acceptance, self.cost)], np.int32)
+
+    def learn(self, state: DraftState, drawn: Sequence[int]) -> None:
+        """Append the tokens drawn in a step: accepted drafts and the one after them.
+
+        What could have been drafted is compared with them whether or not it was verified, so a source that the gate
+        turned off comes back when it is right again.
+        """
+        if not self.config.enabled:
+            return
+        if state.kind is not None:
+            right = agreement(state.draft, drawn)
+            compared = min(right + 1, len(state.draft), len(drawn))
+            state.acceptance.learn(compared, right, self.config.ema_weight)
+            state.kind.learn(compared, right, self.config.ema_weight)
+            state.kind = None
+        if state.cursor is not None:
+            state.cursor.advance(drawn, state.index.window())
+        state.index.extend(drawn)
+
+    def close(self, state: DraftState, n_prompt: int) -> None:
+        """End a sequence; its completion, all after `n_prompt` tokens, is remembered for its scope."""
+        if self.config.enabled and self.config.memory and len(state.index) > n_prompt:
+            self._memory.add(state.scope, state.index.tokens(max(n_prompt - self.config.memory_context, 0)))
+
+    def _lookup(
+        self, state: DraftState, context: Context, most: int, own: bool, value: bool = False
+    ) -> tuple[Match, Source, array[int]]:
+        """The longest match in the sequence or the memory; of equals the sequence's.
+
+        `own`: as in `NGramIndex.longest`. `value`: for a value in a call, which is rather the conversation's own.
+        """
+        config, match, source = self.config, NO_MATCH, Source.PROMPT_LOOKUP
+        index = state.index
+        if config.prompt_lookup:
+            found = index.longest(context, own)
+            if found.length >= config.min_n:
+                match = found
+        found_value = value and match.length >= config.own_value_length
+        memory = self._memory.find(state.scope) if config.memory and not found_value else None
+        if memory is not None:
+            found = memory.longest(context, above=max(match.length, config.memory_min_n - 1))
+            if found.length:
+                index, source, match = memory, Source.MEMORY, found
+        return match, source, index.after(match, most) if match.length else array("i")
+
+    def _compose(self, state: DraftState, context: Context, draft: Sequence[int], most: int) -> list[int]:
+        cursor = state.cursor
+        assert cursor is not None
+        assert cursor.place is not None
+
+        def fill(so_far: list[int]) -> Sequence[int]:
+            return self._lookup(
+                state, context.then(so_far), most, own=not so_far, value=bool(so_far) or cursor.filled <= SHORT_VALUE
+            )[2]
+
+        place = cursor.skeletons.towards(cursor.place, draft)
+        return cursor.skeletons.compose(place, cursor.filled, most, fill)
+
+    def _kind(self, scope: str, source: Source, length: int) -> Acceptance:
+        """How drafts of this source and length of match fared in the scope."""
+        kinds = self._kinds.get(scope)
+        if kinds is None:
+            kinds = tuple(Acceptance(_INITIAL_ACCEPTANCE) for _ in range(len(Source) * _LENGTH_CLASSES))
+            self._kinds[scope] = kinds
+            if len(self._kinds) > _SCOPES:
+                self._kinds.popitem(last=False)
+        return kinds[source * _LENGTH_CLASSES + length.bit_length()]

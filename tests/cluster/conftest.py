@@ -1,0 +1,109 @@
+"""Real servers for the tests of this folder: `holdfast serve` in a process of its own, found again by a mark."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster import ports
+
+MODEL = os.environ.get("HOLDFAST_TEST_MODEL", "pocket")
+MARK = "HOLDFAST_TEST_MARK"
+START_S = 240.0
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `holdfast serve`. Whatever it starts inherits `mark` in its environment."""
+
+    url: str
+    port: int
+    mark: str
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of every live process that carries the mark, by process id."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with suppress(OSError):
+                if f"{MARK}={self.mark}\0".encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+        return found
+
+    def stop(self, number: signal.Signals) -> None:
+        """Ask it to stop, and hold it to leaving with status 0 and no process."""
+        self.process.send_signal(number)
+        assert self.process.wait(STOP_S) == 0, self.output.read_text()
+        assert self.processes() == {}
+
+
+def start(folder: Path, settings: str, *arguments: str) -> Server:
+    """Start a server with the YAML text `settings` and wait until it says that it serves."""
+    port = ports.internal(random.Random()).fallback
+    (folder / "holdfast.yaml").write_text(settings)
+    output = folder / "output.txt"
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "holdfast.cluster.cli", "serve", "--config", str(folder / "holdfast.yaml")]
+    command += ["--port", str(port), "--model", MODEL, *arguments]
+    with output.open("wb") as written:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=written, stderr=written, env={**os.environ, MARK: mark}
+        )
+    server = Server(f"http://127.0.0.1:{port}", port, mark, process, output)
+    eventually(lambda: process.poll() is not None or "Holdfast serves" in output.read_text(), START_S)
+    assert process.poll() is None, output.read_text()
+    return server
+
+
+def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait for another process to come to a state; fails where it does not."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas on loopback without API keys; stopped by Ctrl-C."""
+    started = start(tmp_path_factory.mktemp("server"), "engine: {threads: 1, kv_memory: 0.1}", "--replicas", "2")
+    try:
+        yield started
+        started.stop(signal.SIGINT)
+    finally:
+        started.process.kill()
+
+
+@pytest.fixture(name="eventually", scope="session")
+def eventually_fixture() -> Callable[..., None]:
+    return eventually
+
+
+@pytest.fixture(name="start", scope="session")
+def start_fixture() -> Callable[..., Server]:
+    return start
+
+
+@pytest.fixture(scope="session")
+def own_address() -> str:
+    """An address of this machine that is not loopback. Connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        return str(probe.getsockname()[0])

@@ -1,0 +1,191 @@
+"""Calls to replicas that die, answer late or are given up, through a handle made up for it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from holdfast.cluster import backend as backend_module
+from holdfast.cluster.backend import ATTEMPTS, ServeBackend
+from holdfast.replicas.errors import ErrorKind, UnavailableError
+from holdfast.replicas.events import Sampling, Timing, Usage
+from holdfast.replicas.requests import (
+    Answer,
+    Completed,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    RawPrompt,
+    TextDelta,
+)
+from holdfast.router.affinity import HINT
+from holdfast.router.backend import Batch, Routed
+
+REQUEST = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id="t/p")
+TIMING = Timing(0.0)
+ANSWER = Routed("b", Answer("hello", (), (), "stop", Usage(1, 0, 1), TIMING))
+FIRST = Batch("b", (TextDelta("hel"),))
+LAST = Batch("b", (TextDelta("lo"), Completed("stop", Usage(1, 0, 2), TIMING)))
+DIED = ActorDiedError()
+
+
+class Call:
+    """What a handle's `remote` returns: to be awaited, or to be iterated."""
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script = script
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def __await__(self) -> Any:
+        return self._result().__await__()
+
+    async def _result(self) -> Any:
+        outcome = self.script[0]
+        if outcome is Ellipsis:
+            await asyncio.Event().wait()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for outcome in self.script:
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+
+
+class Handle:
+    """Answers the calls made on it, in turn, by `scripts`."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts = list(scripts)
+        self.calls: list[Call] = []
+        self.options_given: list[dict[str, Any]] = []
+        self.kwargs: list[dict[str, Any]] = []
+
+    def options(self, **options: Any) -> "Handle":
+        self.options_given.append(options)
+        return self
+
+    def remote(self, *args: Any, **kwargs: Any) -> Call:
+        self.kwargs.append(kwargs)
+        self.calls.append(Call(self.scripts.pop(0)))
+        return self.calls[-1]
+
+
+def run(work: Callable[[], Any]) -> Any:
+    return asyncio.run(work())
+
+
+def collect(handle: Handle) -> list[Batch]:
+    async def work() -> list[Batch]:
+        return [batch async for batch in ServeBackend(handle).stream(REQUEST, "a")]  # type: ignore[arg-type]
+
+    return asyncio.run(work())
+
+
+def test_a_call_carries_its_program_and_where_that_was_last() -> None:
+    handle = Handle([ANSWER])
+    assert run(lambda: ServeBackend(handle).generate(REQUEST, "a")) == ANSWER  # type: ignore[arg-type]
+    assert {"session_id": "t/p"} in handle.options_given
+    assert handle.kwargs == [{HINT: "a"}]
+
+
+@pytest.mark.parametrize("lost", [DIED, ActorUnavailableError("gone", None)])
+def test_a_call_whose_replica_died_is_sent_again(lost: Exception) -> None:
+    handle = Handle([lost], [ANSWER])
+    assert run(lambda: ServeBackend(handle).generate(REQUEST)) == ANSWER  # type: ignore[arg-type]
+
+
+def test_a_call_is_not_sent_again_for_ever() -> None:
+    handle = Handle(*[[DIED]] * ATTEMPTS, [ANSWER])
+    routed = run(lambda: ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+    assert isinstance(routed.reply, Errored)
+    assert routed.reply.error.kind is ErrorKind.UNAVAILABLE
+    assert len(handle.calls) == ATTEMPTS
+
+
+def test_a_bug_in_a_replica_is_not_tried_again() -> None:
+    handle = Handle([ValueError("bug")], [ANSWER])
+    with pytest.raises(ValueError, match="bug"):
+        run(lambda: ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+
+
+def test_a_call_that_is_given_up_is_cancelled_on_its_replica() -> None:
+    handle = Handle([...])
+
+    async def work() -> None:
+        task = asyncio.ensure_future(ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(work)
+    assert handle.calls[0].cancelled
+
+
+def test_a_stream_is_passed_on_and_left_alone_at_its_end() -> None:
+    handle = Handle([FIRST, LAST])
+    assert collect(handle) == [FIRST, LAST]
+    assert not handle.calls[0].cancelled
+
+
+def test_a_stream_whose_replica_died_before_its_first_piece_is_sent_again() -> None:
+    handle = Handle([DIED], [FIRST, LAST])
+    assert collect(handle) == [FIRST, LAST]
+
+
+def test_a_stream_whose_replica_died_in_the_middle_ends_with_an_error() -> None:
+    handle = Handle([FIRST, DIED], [FIRST, LAST])
+    first, last = collect(handle)
+    assert first == FIRST
+    assert last.replica_id == "b"
+    assert isinstance(last.pieces[-1], Errored)
+    assert len(handle.calls) == 1
+
+
+def test_a_stream_that_is_closed_early_is_cancelled_on_its_replica() -> None:
+    handle = Handle([FIRST, LAST])
+
+    async def work() -> None:
+        stream = ServeBackend(handle).stream(REQUEST)  # type: ignore[arg-type]
+        assert await anext(stream) == FIRST
+        await stream.aclose()
+
+    run(work)
+    assert handle.calls[0].cancelled
+
+
+def test_the_card_is_learnt_once() -> None:
+    card = ModelCard("m", 100, 10)
+    backend = ServeBackend(Handle([DIED], [card]))  # type: ignore[arg-type]
+
+    async def work() -> None:
+        assert await backend.models() == ()
+        await backend.start(5.0)
+        assert await backend.models() == (card,)
+
+    run(work)
+
+
+@pytest.mark.parametrize("silent", [DIED, ...])
+def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "HEALTHY_S", 0.01)
+    backend = ServeBackend(Handle([ModelCard("m", 100, 10)], *[[silent]] * ATTEMPTS))  # type: ignore[arg-type]
+
+    async def work() -> None:
+        assert await backend.healthy()
+        assert not await backend.healthy()
+
+    run(work)
+
+
+def test_without_any_replica_a_plain_call_fails() -> None:
+    with pytest.raises(UnavailableError):
+        run(lambda: ServeBackend(Handle(*[[DIED]] * ATTEMPTS)).detokenize([1]))  # type: ignore[arg-type]

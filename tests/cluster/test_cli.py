@@ -1,0 +1,84 @@
+"""The command line: help for everything, one clear line for what is wrong, and no Ray before it is needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster import cli, config_file
+from holdfast.router.tenants import hash_key
+
+
+def test_help_explains_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for command in ("serve", "config", "key", "inflate", "bench"):
+        line = next(line for line in printed.splitlines() if line.strip().startswith(f"{command} "))
+        assert len(line.split()) > 3
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, "--help"])
+        assert caught.value.code == 0
+        assert "usage:" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("holdfast ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve", "--prot", "1"], ["serve", "--port", "x"]])
+def test_misuse_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == cli.MISUSE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "field"),
+    [
+        (["--port", "0"], "", "server.port"),
+        (["--model", "/nowhere"], "", "engine.model"),
+        (["--replicas", "-1"], "", "replicas.count"),
+        (["--host", "0.0.0.0"], "", "server.host"),
+        ([], "server: {prot: 1}", "server.prot"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    arguments: list[str], text: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert cli.main(["serve", "--config", str(tmp_path / "c.yaml"), *arguments]) == cli.MISUSE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("holdfast: ")
+    assert printed.err.endswith(f"[{field}]\n")
+    assert printed.err.count("\n") == 1
+
+
+def test_config_prints_what_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--port", "9", "--replicas", "2"]) == 0
+    settings = config_file.parse(capsys.readouterr().out)
+    assert settings.server.port == 9
+    assert settings.replicas.count == 2
+
+
+def test_a_key_fits_the_configuration_printed_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["key", "acme"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    tenant = config_file.parse(rest).tenants[0]
+    assert tenant.name == "acme"
+    assert tenant.key_hashes == (hash_key(first.rpartition(" ")[2]),)
+    assert cli.main(["key", "a/b"]) == cli.MISUSE
+
+
+def test_a_refused_start_has_not_imported_ray(tmp_path: Path) -> None:
+    script = (
+        "import sys; from holdfast.cluster.cli import main; code = main(['serve', '--model', '/nowhere']);"
+        "print(code, 'ray' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 False False\n"

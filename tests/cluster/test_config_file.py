@@ -1,0 +1,116 @@
+"""The YAML file: everything written is read back, and what is wrong is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.cluster import config, config_file
+from holdfast.cluster.config import Overrides, RedisConfig, ReplicasConfig, ServerConfig, Settings
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.tenants import Tenant, TenantLimits, hash_key
+
+settings_strategy = st.builds(
+    Settings,
+    server=st.builds(ServerConfig, host=st.sampled_from(["127.0.0.1", "0.0.0.0"]), port=st.integers(1, 65535)),
+    replicas=st.builds(ReplicasConfig, count=st.integers(1, 64)),
+    engine=st.builds(EngineConfig, page_size=st.integers(1, 64), kv_memory=st.floats(0.1, 100)),
+    redis=st.builds(RedisConfig, url=st.text(max_size=10), memory_mb=st.integers(1, 9999)),
+    tenants=st.lists(
+        st.builds(
+            Tenant,
+            name=st.from_regex(r"[a-z]{1,8}", fullmatch=True),
+            key_hashes=st.lists(st.builds(hash_key, st.text()), max_size=2).map(tuple),
+            limits=st.builds(TenantLimits, max_concurrent=st.one_of(st.none(), st.integers(1, 99))),
+        ),
+        max_size=3,
+    ).map(tuple),
+)
+
+
+@given(settings_strategy)
+def test_what_is_written_is_read_back(settings: Settings) -> None:
+    assert config_file.parse(config_file.dump(settings)) == settings
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "{}"])
+def test_an_empty_file_means_the_defaults(text: str) -> None:
+    assert config_file.parse(text) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "said"),
+    [
+        ("serve: {}", "serve", "'server'"),
+        ("server: {prot: 1}", "server.prot", "'port'"),
+        ("engine: {page_sise: 1}", "engine.page_sise", "'page_size'"),
+        ("tenants: [{name: a, limits: {max_conccurrent: 1}}]", "tenants.0.limits.max_conccurrent", "'max_concurrent'"),
+        ("1: {}", "1", "unknown key"),
+        ("server: {port: x}", "server.port", "'x'"),
+        ("server: {port: '80'}", "server.port", "'80'"),
+        ("server: {port: 1.5}", "server.port", "1.5"),
+        ("server: {port: true}", "server.port", "True"),
+        ("server: {port: 70000}", "server.port", "70000"),
+        ("server: {host: ''}", "server.host", "host"),
+        ("server: {host: '::1'}", "server.host", "IPv4"),
+        ("server: 3", "server", "3"),
+        ("server:", "server", "None"),
+        ("engine: {dtype: int3}", "engine.dtype", "'int3'"),
+        ("engine: {page_size: 0}", "engine.page_size", "at least 1"),
+        ("replicas: {count: 0}", "replicas.count", "at least 1"),
+        ("redis: {timeout_s: 0}", "redis.timeout_s", "positive"),
+        ("tenants: {}", "tenants", "{}"),
+        ("tenants: [{}]", "tenants.0.name", "required"),
+        ("tenants: [{name: a, key_hashes: [plain]}]", "tenants.key_hashes", "sha256"),
+        ("placement: {pins: 0}", "placement.pins", "at least 1"),
+        ("router: {cache_entries: 0}", "router.cache_entries", "positive"),
+        ("- a", "config", "list"),
+        ("a: [", "config", "YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, field: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_file.parse(text)
+    assert caught.value.field == field
+    assert said in caught.value.message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml"):
+        config_file.read(tmp_path / "no.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml"):
+        config_file.read(tmp_path / "bytes.yaml")
+    (tmp_path / "bad.yaml").write_text("serve: {}")
+    with pytest.raises(ConfigError, match=r"bad\.yaml.*serve") as caught:
+        config_file.read(tmp_path / "bad.yaml")
+    assert caught.value.field == "serve"
+
+
+def test_overrides_are_above_the_file() -> None:
+    settings = config.apply(Settings(), Overrides(port=9, model="m", replicas=3))
+    assert (settings.server.port, settings.engine.model, settings.replicas.count) == (9, "m", 3)
+    assert settings.server.host == Settings().server.host
+    with pytest.raises(ConfigError) as caught:
+        config.apply(Settings(), Overrides(port=0))
+    assert caught.value.field == "server.port"
+
+
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(8, 2, 4), (2, 3, 1), (7, 2, 3), (1, 1, 1)])
+def test_cores_are_shared_out(cores: int, replicas: int, threads: int) -> None:
+    settings = Settings(replicas=ReplicasConfig(count=replicas))
+    assert config.share_threads(settings, cores).engine.threads == threads
+    chosen = replace(settings, engine=EngineConfig(threads=5))
+    assert config.share_threads(chosen, cores).engine.threads == 5
+
+
+def test_a_server_open_to_others_needs_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.check_tenants(Settings(server=ServerConfig(host="0.0.0.0")))
+    assert caught.value.field == "server.host"
+    tenant = Tenant("a", (hash_key("k"),))
+    config.check_tenants(Settings(server=ServerConfig(host="0.0.0.0"), tenants=(tenant,)))
+    config.check_tenants(Settings())

@@ -1,0 +1,70 @@
+"""The embedded Redis is a real server on a private socket that goes with its owner; an outside one must answer."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from holdfast.cluster.redis import EmbeddedRedis, ping
+from holdfast.replicas.errors import ConfigError
+
+
+def test_it_keeps_values_and_ends_with_its_context(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path, megabytes=16) as server:
+        client = redis.Redis.from_url(server.url)
+        client.set("a", b"1")
+        assert client.get("a") == b"1"
+        assert client.config_get("port") == {"port": "0"}
+        assert client.config_get("maxmemory") == {"maxmemory": str(16 * 2**20)}
+        client.close()
+        assert server.alive
+    assert not server.alive
+    with pytest.raises(ConfigError):
+        ping(server.url, 0.5)
+
+
+def test_it_dies_with_a_killed_owner(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from holdfast.cluster.redis import EmbeddedRedis\n"
+        "with EmbeddedRedis(Path(sys.argv[1]), 16) as server:\n"
+        "    print(server._process.pid, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        server = int(owner.stdout.readline())
+        gone = os.pidfd_open(server)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    import select
+
+    assert select.select([gone], [], [], 10.0)[0]
+    os.close(gone)
+
+
+def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "redis.sock").mkdir()
+    with pytest.raises(ConfigError) as caught, EmbeddedRedis(tmp_path, 16):
+        pass
+    assert caught.value.field == "redis.url"
+    assert "did not start" in caught.value.message
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://localhost", "redis://127.0.0.1:1", "unix:///nowhere/redis.sock"])
+def test_a_url_that_does_not_answer_is_named(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ping(url, 0.5)
+    assert caught.value.field == "redis.url"
+    assert url in caught.value.message
+
+
+def test_a_server_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(ConfigError) as caught:
+            ping(f"redis://127.0.0.1:{silent.getsockname()[1]}", 0.2)
+        assert caught.value.field == "redis.url"

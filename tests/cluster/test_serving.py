@@ -1,0 +1,257 @@
+"""A whole cluster as its users see it: conversation, streams, affinity, a dying replica, a vanishing client."""
+
+import os
+import re
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def http(server: Any) -> Any:
+    with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(http: httpx.Client) -> str:
+    return str(http.get("/v1/models").json()["data"][0]["id"])
+
+
+def chat(model: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+def ask(http: httpx.Client, model: str, text: str, **more: Any) -> httpx.Response:
+    response = http.post("/v1/chat/completions", json=chat(model, text, **more))
+    assert response.status_code == 200, response.text
+    return response
+
+
+def counted(http: httpx.Client, name: str, **labels: str) -> float:
+    """Sum of the samples of a metric that carry the labels."""
+    total = 0.0
+    for found, inside, value in re.findall(r"^(\w+)\{([^}]*)\} (\S+)$", http.get("/metrics").text, re.MULTILINE):
+        if found == name and all(f'{key}="{wanted}"' in inside for key, wanted in labels.items()):
+            total += float(value)
+    return total
+
+
+def test_a_conversation_with_a_tool_result_stays_on_its_replica_and_in_its_cache(server: Any, model: str) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    options: dict[str, Any] = {
+        "model": model,
+        "tools": [TOOL],
+        "temperature": 0,
+        "max_tokens": 48,
+        "extra_body": {"program_id": "conversation"},
+    }
+    first = client.chat.completions.with_raw_response.create(messages=messages, **options)
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 21, "sky": "clear"}'},
+    ]
+    second = client.chat.completions.with_raw_response.create(messages=messages, **options)
+    assert first.headers["x-holdfast-replica"] == second.headers["x-holdfast-replica"]
+    usage = second.parse().usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens_details.cached_tokens or 0) >= (first.parse().usage.prompt_tokens or 0) - 16
+
+
+def test_a_stream_says_what_the_whole_answer_says(server: Any, model: str) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    options: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Tell me something."}],
+        "max_tokens": 24,
+        "extra_headers": {"cache-control": "no-cache"},
+    }
+    whole = client.chat.completions.create(**options)
+    stream = client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options)
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == (whole.choices[0].message.content or "")
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_programs_stay_on_their_replicas_and_use_both(http: httpx.Client, model: str) -> None:
+    def homes(turn: int) -> list[str]:
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(lambda i: ask(http, model, f"turn {turn} of {i}", program_id=f"stay-{i}"), range(12))
+            return [answer.headers["x-holdfast-replica"] for answer in answers]
+
+    first = homes(0)
+    assert len(set(first)) == 2
+    assert homes(1) == first
+    assert homes(2) == first
+
+
+def test_a_killed_replica_costs_its_programs_one_move(server: Any, http: httpx.Client, model: str) -> None:
+    def home(program: str, turn: int) -> str:
+        return str(ask(http, model, f"turn {turn} of {program}", program_id=program).headers["x-holdfast-replica"])
+
+    programs = [f"move-{i}" for i in range(8)]
+    before = {program: home(program, 0) for program in programs}
+    victims = [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
+    assert len(victims) == 2
+    os.kill(victims[0], signal.SIGKILL)
+    after = {program: home(program, 1) for program in programs}
+    lost = set(before.values()) - set(after.values())
+    assert len(lost) == 1
+    assert all(after[program] == before[program] for program in programs if before[program] not in lost)
+    assert {program: home(program, 2) for program in programs} == after
+
+
+def test_requests_on_a_replica_that_dies_are_answered_by_another(
+    server: Any, eventually: Any, http: httpx.Client, model: str
+) -> None:
+    def replicas() -> list[int]:
+        return [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
+
+    def answer(i: int) -> str:
+        options = {"max_tokens": 200, "ignore_eos": True, "program_id": f"survivor-{i}"}
+        return str(ask(http, model, f"a long answer, number {i}", **options).json()["choices"][0]["message"])
+
+    eventually(lambda: counted(http, "holdfast_sequence_rows_taken") == 0 and len(replicas()) == 2, 60.0)
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(answer, i) for i in range(6)]
+        eventually(lambda: counted(http, "holdfast_sequences_running") == 6)
+        os.kill(replicas()[0], signal.SIGKILL)
+        assert len({each.result() for each in answers}) <= 6
+
+
+def test_many_streams_at_once_all_end(http: httpx.Client, model: str) -> None:
+    def last_line(i: int) -> str:
+        body = chat(model, f"stream {i}", stream=True, program_id=f"many-{i}")
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            return [line for line in response.iter_lines() if line][-1]
+
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(last_line, range(32))) == ["data: [DONE]"] * 32
+
+
+def test_a_client_that_goes_aborts_its_request(eventually: Any, http: httpx.Client, model: str) -> None:
+    aborted = counted(http, "holdfast_engine_requests_total", outcome="aborted")
+    body = chat(model, "a long answer", stream=True, max_tokens=4000, logit_bias={}, ignore_eos=True)
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        next(response.iter_lines())
+    eventually(lambda: counted(http, "holdfast_engine_requests_total", outcome="aborted") == aborted + 1)
+    eventually(lambda: counted(http, "holdfast_sequences_running") == 0)
+    assert counted(http, "holdfast_cells", state="held") == 0
+
+
+def test_an_exact_repeat_comes_from_the_response_cache(http: httpx.Client, model: str) -> None:
+    first = ask(http, model, "say it again")
+    again = ask(http, model, "say it again")
+    assert first.headers["x-holdfast-cache"] == "miss"
+    assert again.headers["x-holdfast-cache"] == "hit"
+    assert again.json()["choices"] == first.json()["choices"]
+    bypassed = http.post(
+        "/v1/chat/completions", json=chat(model, "say it again"), headers={"cache-control": "no-store"}
+    )
+    assert bypassed.headers["x-holdfast-cache"] == "bypass"
+
+
+def test_answers_carry_the_request_id_once(http: httpx.Client) -> None:
+    response = http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert response.headers.get_list("x-request-id") == ["mine-1"]
+    assert len(http.get("/v1/models").headers.get_list("x-request-id")) == 1
+
+
+def test_tokens_go_there_and_back(http: httpx.Client, model: str) -> None:
+    tokens = http.post("/tokenize", json={"model": model, "prompt": "Hello, world"}).json()["tokens"]
+    back = http.post("/detokenize", json={"model": model, "tokens": tokens}).json()
+    assert "Hello, world" in str(back)
+
+
+def test_health_and_metrics_of_every_replica(eventually: Any, http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+
+    def replicas() -> set[str]:
+        return set(re.findall(r'holdfast_cell_capacity\{[^}]*replica="(\w+)"', http.get("/metrics").text))
+
+    eventually(lambda: len(replicas()) == 2, 60.0)
+    assert "holdfast_time_to_first_token_seconds" in http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field"),
+    [
+        ("/v1/chat/completions", b"{", 400, None),
+        ("/v1/chat/completions", {"model": "no-such", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}, 400, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
+            400,
+            "temperature",
+        ),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 10**9}, 400, "max_tokens"),
+        ("/v1/completions", {"prompt": "word " * 20000, "max_tokens": 1}, 400, None),
+        ("/nowhere", {}, 404, None),
+    ],
+)
+def test_bad_requests_are_refused_in_the_openai_shape(
+    http: httpx.Client, model: str, path: str, body: Any, status: int, field: str | None
+) -> None:
+    if isinstance(body, bytes):
+        response = http.post(path, content=body, headers={"content-type": "application/json"})
+    else:
+        response = http.post(path, json={"model": model, **body})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["message"]
+    if field is not None:
+        assert error["param"] == field
+
+
+def test_nothing_that_serves_models_listens_beyond_this_machine(server: Any, own_address: str) -> None:
+    """Without API keys neither the proxy nor a replica behind it can be reached from elsewhere."""
+    listening = http_ports(set(server.processes()))
+    assert server.port in listening
+    for port in listening:
+        with socket.socket() as probe:
+            assert probe.connect_ex((own_address, port)) != 0, port
+
+
+def http_ports(pids: set[int]) -> set[int]:
+    """Ports on which one of the processes answers HTTP with our own header, tried over loopback."""
+    inodes = set()
+    for pid in pids:
+        for link in os.scandir(f"/proc/{pid}/fd"):
+            target = os.readlink(link.path) if link.is_symlink() else ""
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    with open("/proc/net/tcp") as table:
+        for line in table.read().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(int(fields[1].rpartition(":")[2], 16))
+    return {port for port in found if _answers(port)}
+
+
+def _answers(port: int) -> bool:
+    try:
+        response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=2.0, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return "x-holdfast-cache" in response.headers

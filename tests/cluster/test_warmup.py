@@ -1,0 +1,78 @@
+"""What a user is shown and asked to paste, and what the first request makes of a server that fails it."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from holdfast.cluster import warmup
+from holdfast.cluster.config import Settings
+from holdfast.replicas.errors import UnavailableError
+from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.tenants import Tenant, hash_key
+
+
+def curl_words(text: str) -> list[str]:
+    return shlex.split(next(line for line in text.splitlines() if line.startswith("curl ")))
+
+
+def test_the_line_to_paste_asks_for_a_tool_call() -> None:
+    words = curl_words(warmup.banner("http://127.0.0.1:8000", "pocket", 12.3))
+    assert "http://127.0.0.1:8000/v1/chat/completions" in words
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["temperature"] == 0
+    assert len(body["tools"]) == 2
+    assert ChatBody.model_validate(body).model == "pocket"
+    assert not any("Authorization" in word for word in words)
+
+
+def test_with_keys_the_line_has_a_place_for_one() -> None:
+    words = curl_words(warmup.banner("http://127.0.0.1:8000", "pocket", 12.3, needs_key=True))
+    assert "Authorization: Bearer YOUR_KEY" in words
+
+
+class Broken(BaseHTTPRequestHandler):
+    """Healthy, and serves a model that cannot answer."""
+
+    def do_GET(self) -> None:
+        self._answer(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self._answer(500, b'{"error": {"message": "out of cells"}}')
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def broken() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_first_request_that_fails_says_why(broken: str) -> None:
+    with pytest.raises(UnavailableError, match="out of cells"):
+        warmup.first_request(Settings(), broken)
+
+
+def test_with_keys_only_the_health_is_asked_for(broken: str) -> None:
+    tenant = Tenant("acme", (hash_key("k"),))
+    assert warmup.first_request(Settings(tenants=(tenant,)), broken)
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with pytest.raises(UnavailableError):
+        warmup.first_request(Settings(), "http://127.0.0.1:1")

@@ -1,0 +1,121 @@
+"""The index of a sequence's n-grams: it finds what a search through all positions finds."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.speculation.ngrams import GAP, ORDERS, WINDOW, Match, NGramIndex
+
+SHORT = min(order.candidates for order in ORDERS[:-1])  # so long that no chain is cut off
+tokens_of = st.lists(st.integers(0, 3), max_size=SHORT)
+
+
+def index_of(tokens: list[int]) -> NGramIndex:
+    return NGramIndex(np.array(tokens, np.int32))
+
+
+def ends_alike(tokens: list[int], end: int, context: list[int]) -> int:
+    """How many tokens before `end` equal the end of `context`."""
+    length = 0
+    while length < min(end, len(context), WINDOW) and tokens[end - 1 - length] == context[-1 - length]:
+        length += 1
+    return length
+
+
+def naive(tokens: list[int], context: list[int], ends: range) -> tuple[int, int]:
+    """Length and end of the longest match, of equals the latest; (0, 0) for none."""
+    return max(((ends_alike(tokens, end, context), end) for end in ends), default=(0, 0))
+
+
+def found(match: Match) -> tuple[int, int]:
+    return match.length, match.end // 4 - WINDOW
+
+
+@settings(deadline=None)
+@given(tokens_of)
+def test_own_end_is_found_as_by_search(tokens: list[int]) -> None:
+    index = index_of(tokens)
+    length, end = naive(tokens, tokens, range(1, len(tokens)))
+    match = index.longest(index.context(), own=True)
+    assert match.length == length
+    if length:
+        assert found(match) == (length, end)
+
+
+@settings(deadline=None)
+@given(tokens_of, st.lists(st.integers(0, 3), min_size=1, max_size=WINDOW), st.sampled_from([0, 1, 2, 5, 6, 8, WINDOW]))
+def test_another_text_is_found_as_by_search(tokens: list[int], text: list[int], above: int) -> None:
+    index = index_of(tokens)
+    length, end = naive(tokens, text, range(1, len(tokens) + 1))
+    match = index.longest(index_of(text).context(), above=above)
+    assert match.length == (length if length > above else 0)
+    if match.length:
+        assert found(match) == (length, end)
+
+
+@settings(deadline=None)
+@given(st.lists(tokens_of, max_size=4), tokens_of)
+def test_growing_is_building(pieces: list[list[int]], context: list[int]) -> None:
+    whole = [token for piece in pieces for token in piece][:SHORT]
+    grown = index_of([])
+    for piece in pieces:
+        grown.extend(piece)
+    built = index_of([token for piece in pieces for token in piece])
+    assert grown.tokens().tolist() == built.tokens().tolist()
+    assert grown.context() == built.context()
+    if len(built) <= len(whole):
+        window = index_of(context).context()
+        assert grown.longest(window) == built.longest(window)
+
+
+@settings(deadline=None)
+@given(tokens_of, st.lists(st.integers(0, 3), max_size=5))
+def test_a_context_continues_as_the_index_does(tokens: list[int], more: list[int]) -> None:
+    index = index_of([0, 1, 2, 3, 2, 1, *tokens])  # the longest n-gram is there
+    then = index.context().then(more)
+    index.extend(more)
+    assert then == index.context()
+
+
+def test_continuation_stops_at_limit_gap_and_end() -> None:
+    index = index_of([1, 2, 3, 4, GAP, 1, 2, 9])
+    match = index.longest(index_of([3, 4]).context())
+    assert index.after(match, 8).tolist() == []
+    match = index.longest(index_of([1, 2]).context())
+    assert index.after(match, 8).tolist() == [9]
+    match = index.longest(index_of([0, 1, 2, 3]).context())
+    assert index.after(match, 8).tolist() == [4]
+    assert index.after(match, 0).tolist() == []
+
+
+def test_a_long_match_is_preferred_to_a_late_one_and_measured_to_the_window() -> None:
+    phrase = list(range(100, 100 + WINDOW + 10))
+    index = index_of([*phrase, 7, *phrase[-3:], 8])
+    match = index.longest(index_of(phrase).context())
+    assert match.length == WINDOW
+    assert index.after(match, 1).tolist() == [7]
+
+
+def test_large_ids_and_a_long_prompt() -> None:
+    tokens = np.arange(40_000, dtype=np.int32) * 50_000
+    index = NGramIndex(tokens)
+    index.extend(tokens[30_000:30_010].tolist())
+    match = index.longest(index.context(), own=True)
+    assert match.length == 10
+    assert index.after(match, 3).tolist() == tokens[30_010:30_013].tolist()
+    assert index.nbytes < 40 * len(index)
+
+
+def test_it_says_when_it_is_crowded() -> None:
+    index = index_of([])
+    index.extend(list(range(2000)))
+    assert index.crowded
+    assert not NGramIndex(index.tokens(), capacity=2 * len(index)).crowded
+
+
+@pytest.mark.parametrize("token", [0, 2**31 - 1, GAP])
+def test_any_id_can_be_held(token: int) -> None:
+    index = index_of([])
+    index.extend([token])
+    assert index.tokens().tolist() == [token]

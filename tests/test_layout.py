@@ -1,0 +1,194 @@
+"""The shape of the project: packages, the direction of imports, and sizes."""
+
+import ast
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "replicas": {"replicas", "kernels"},
+    "router": {"router", "replicas"},
+    "cluster": {"cluster", "router", "replicas"},
+    "loadgen": {"loadgen", "replicas"},
+}
+COMMAND_LINE = "cluster.cli"  # the one module of `cluster` that may import `loadgen`
+ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_METHODS = 15
+
+
+@cache
+def modules() -> Mapping[str, Path]:
+    """Every module below the code folders, by its name without `holdfast.`; a package by its `__init__.py`."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names of what a file imports, lazily and for types alone included; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name: str) -> set[str]:
+    """Modules of ours that module `name` imports."""
+    found = set()
+    for target in imported(modules()[name]):
+        if not target.startswith("holdfast."):
+            continue
+        inner = target.removeprefix("holdfast.")
+        # The last part is a module, or a name inside of one.
+        found.add(inner if inner in modules() else inner.rpartition(".")[0])
+    return found - {name}
+
+
+def test_modules_are_found() -> None:
+    assert len(modules()) > 50
+    assert "replicas.errors" in own_imports("cluster.cli")
+
+
+def test_every_package_on_disk_is_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    on_disk = {f"holdfast.{'.'.join(path.parent.relative_to(ROOT).parts)}" for path in modules().values()}
+    assert listed == on_disk | {f"holdfast.{folder}" for folder in FOLDERS}
+
+
+def test_sub_packages_have_an_init_and_top_level_folders_do_not() -> None:
+    folders = {path.parent for path in modules().values()} - {ROOT / folder for folder in FOLDERS}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+    assert [folder for folder in FOLDERS if (ROOT / folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_type_checkers_find_the_folder(folder: str) -> None:
+    link = ROOT / ".typing" / "holdfast" / folder
+    assert os.readlink(link) == f"../../{folder}"
+    assert link.resolve() == ROOT / folder
+    assert (ROOT / folder / "py.typed").exists()
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_go_one_way(folder: str) -> None:
+    wrong = [
+        (name, target)
+        for name in modules()
+        if name.split(".")[0] == folder
+        for target in own_imports(name)
+        if target.split(".")[0] not in MAY_IMPORT[folder] | ({"loadgen"} if name == COMMAND_LINE else set())
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_cycles() -> None:
+    try:
+        TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_engine_stands_alone() -> None:
+    """`kernels` and `replicas`, but for the actor, run on a bare GPU machine."""
+    import sys
+
+    wrong = [
+        (name, target)
+        for name, path in modules().items()
+        if name.split(".")[0] in ("kernels", "replicas") and name != "replicas.actor"
+        for target in imported(path)
+        if (top := target.split(".")[0]) != "holdfast" and top not in ENGINE and top not in sys.stdlib_module_names
+    ]
+    assert wrong == []
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    readers = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+    }
+    assert readers <= {"cluster.environment"}
+
+
+def test_files_are_short() -> None:
+    paths = [*modules().values(), *(ROOT / "tests").rglob("*.py")]
+    assert {
+        str(path.relative_to(ROOT)): n for path in paths if (n := len(path.read_text().splitlines())) > MAX_LINES
+    } == {}
+
+
+def test_functions_are_short() -> None:
+    long = [
+        (name, node.name)
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_classes_are_small() -> None:
+    large = [
+        (name, node.name)
+        for name, path in modules().items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) for inner in node.body) > MAX_METHODS
+    ]
+    assert large == []
+
+
+def test_every_module_says_what_is_in_it() -> None:
+    silent = [
+        name for name, path in modules().items() if not ast.get_docstring(tree(path)) and path.read_text().strip()
+    ]
+    assert silent == []
+
+
+def test_versions_of_dependencies_are_pinned_and_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = {
+        line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().split()
+    }
+    explained = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
+        name = re.split(r"[\[<>=]", requirement)[0]
+        assert name.lower().replace("_", "-") in pinned, name
+        assert name in explained, name
+
+
+def test_tests_mirror_the_code() -> None:
+    """A test file lies in the folder of what it tests, so that it is found."""
+    known = {path.parent.relative_to(ROOT) for path in modules().values()} | {Path(folder) for folder in FOLDERS}
+    stray = {
+        folder
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if (folder := path.parent.relative_to(ROOT / "tests")) not in known | {Path()}
+    }
+    assert stray == set()
+    assert not list((ROOT / "tests").rglob("__init__.py"))

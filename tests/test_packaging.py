@@ -1,0 +1,61 @@
+"""The wheel: it builds without the network, holds everything and nothing else, and works away from the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
+LEFT_OUT = shutil.ignore_patterns("__pycache__")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools leaves its work beside the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, ignore=LEFT_OUT)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("holdfast-*.whl"))
+
+
+def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    expected = {f"holdfast/{path.relative_to(ROOT)}" for path in paths if "__pycache__" not in path.parts}
+    assert inside == expected
+
+
+def test_the_shipped_model_is_in_it(wheel: Path) -> None:
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert f"holdfast/replicas/pocket/weights/{name}" in inside
+
+
+def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(place)]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    script = "import holdfast.cluster.cli as cli, sys; print(cli.__file__); sys.exit(cli.main(['config']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(place)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    where, _, printed = done.stdout.partition("\n")
+    assert Path(where).is_relative_to(place)
+    assert printed.startswith("server:")
+    assert (place / "bin" / "holdfast").exists()

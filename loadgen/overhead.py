@@ -1,7 +1,8 @@
 """What HTTP, Ray and the router add to the engine: the same requests to a server and to an engine in this process.
 
 The two are asked in turn within one run, so that whatever else the machine does falls on both. Reported are medians
-and their differences, beside the targets for two cores.
+and their differences, beside the targets for two cores. Speculation is off, so that every token is a step and a
+message of its own: the dearest case.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest
 from holdfast.replicas.service import Service
+from holdfast.replicas.speculation.config import DraftConfig
 
 UNCACHED = {"cache-control": "no-cache"}
 PATH = "/v1/chat/completions"
@@ -89,7 +91,7 @@ def _per_token(long: Sequence[float], short: Sequence[float]) -> float:
 
 
 async def _measure(model: str, client: Client, requests: int) -> Samples:
-    service = Service.load(EngineConfig(model=model, threads=1, kv_memory=0.1))
+    service = Service.load(EngineConfig(model=model, threads=1, kv_memory=0.1, speculation=DraftConfig(enabled=False)))
     served_name = client.get("/v1/models")["data"][0]["id"]
     samples, warm = Samples(), Samples()
     try:
@@ -156,7 +158,7 @@ def _server(model: str) -> Iterator[str]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "settings.yaml"
-        settings.write_text("engine: {threads: 1, kv_memory: 0.1}\n")
+        settings.write_text("engine: {threads: 1, kv_memory: 0.1, speculation: {enabled: false}}\n")
         command = [sys.executable, "-m", "holdfast.cluster.cli", "serve", "--config", str(settings)]
         command += ["--port", str(port), "--model", model]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

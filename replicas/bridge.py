@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Stop, Submit, Terminal
+from holdfast.replicas.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,8 @@ class Bridge:
 
     def __init__(self, engine: Engine) -> None:
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, asyncio.Queue[list[Event]]] = {}
+        self._interval = engine.config.stream_interval_s
+        self._mailboxes: dict[str, Mailbox] = {}
         self._closed = False
         self._thread = EngineThread(engine, self._deliver, lambda: self._on_loop(self._fail_the_rest))
         self._thread.start()
@@ -112,10 +114,10 @@ class Bridge:
     @property
     def n_live(self) -> int:
         """Requests without a terminal event so far."""
-        return len(self._streams)
+        return len(self._mailboxes)
 
     async def run(self, submit: Submit) -> AsyncGenerator[list[Event], None]:
-        """The events of one request, a list per step; the last list ends with its terminal event.
+        """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
 
         A caller that leaves early, by closing the generator or being cancelled, aborts the request.
         Raises InvalidRequestError for an id in use and UnavailableError once closed.
@@ -123,22 +125,19 @@ class Bridge:
         request_id = submit.request_id
         if self._closed:
             raise UnavailableError("the engine is not running")
-        if request_id in self._streams:
+        if request_id in self._mailboxes:
             raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
-        stream: asyncio.Queue[list[Event]] = asyncio.Queue()
-        self._streams[request_id] = stream
+        mailbox = Mailbox(self._loop, self._interval)
+        self._mailboxes[request_id] = mailbox
         ended = False
         try:
             self._thread.send(submit)
             while not ended:
-                events = await stream.get()
+                events = await mailbox.take()
                 ended = isinstance(events[-1], Terminal)
-                while not ended and not stream.empty():  # the reader was slow: several steps at once
-                    events += stream.get_nowait()
-                    ended = isinstance(events[-1], Terminal)
                 yield events
         finally:
-            del self._streams[request_id]
+            del self._mailboxes[request_id]
             if not ended:
                 self._thread.send(Abort(request_id))
 
@@ -167,13 +166,13 @@ class Bridge:
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, batch in by_request.items():
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put_nowait(batch)
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox is not None:
+                mailbox.put(batch)
 
     def _fail_the_rest(self) -> None:
         """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
         self._closed = True
         info = UnavailableError("the engine has stopped").info
-        for request_id, stream in self._streams.items():
-            stream.put_nowait([Failed(request_id, info)])
+        for request_id, mailbox in self._mailboxes.items():
+            mailbox.put([Failed(request_id, info)])

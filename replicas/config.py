@@ -33,6 +33,8 @@ class EngineConfig:
     max_waiting: int = 4096  # queued requests; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
+    stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
+
     # Stateful inference, section 3.2.
     admission_ceiling: float = 0.5  # share of all cells that admitted requests may come to need
     high_water: float = 0.95  # occupancy above which prefill chunks wait

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_an_agents_conversation_computes_only_what_is_new():
 
 def test_a_stream_says_what_the_whole_reply_says():
     async def main():
-        async with serving() as service:
+        async with serving(replace(CONFIG, stream_interval_s=0.0)) as service:
             prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
             whole = await service.generate(request("a", prompt))
             fold, batches = await streamed(service, request("b", prompt))

@@ -42,11 +42,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or later; say which with PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Without an NVIDIA GPU the CPU build of torch does, a tenth of the size; where its index is out of reach, any build.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV); this takes some minutes, once"
-	@test -e /dev/nvidia0 || $(PIP) --retries 0 --timeout 15 --no-deps \
-	  --index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null || true
 	@$(PIP) -e .
 	@touch $@
 

@@ -85,6 +85,18 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     overhead.add_argument("--model", default="pocket", help="as for serve (default: pocket)")
     overhead.add_argument("--requests", type=int, default=200, help="requests of each kind (default: 200)")
     overhead.set_defaults(run=_bench_overhead)
+    _add_drafts(kinds)
+
+
+def _add_drafts(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Tokens per forward that each drafter would reach on a trace of conversations; needs no model."
+    drafts = kinds.add_parser("drafts", help=text, description=text)
+    drafts.add_argument("--trace", type=Path, required=True, help="JSON lines with OpenAI-format 'messages'")
+    drafts.add_argument("--tools", type=Path, help="JSON list of OpenAI-format tools that the conversations had")
+    drafts.add_argument("--tokenizer", type=Path, help="folder of a tokenizer (default: one trained on the trace)")
+    drafts.add_argument("--cut", default="pocket", help="how that one cuts words: pocket, qwen, gpt2 or llama")
+    drafts.add_argument("--json", action="store_true", help="print JSON")
+    drafts.set_defaults(run=_bench_drafts)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -139,6 +151,12 @@ def _bench_overhead(options: argparse.Namespace) -> int:
     from holdfast.loadgen import overhead
 
     return overhead.main(options.model, options.requests)
+
+
+def _bench_drafts(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import drafts
+
+    return drafts.main(options.trace, options.tools, options.tokenizer, options.cut, options.json)
 
 
 if __name__ == "__main__":

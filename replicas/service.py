@@ -40,7 +40,7 @@ class Service:
     def load(cls, config: EngineConfig) -> "Service":
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
         loaded = load_runner(config)
-        engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary)
+        engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format)
         card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
         return cls(engine, text, card)

@@ -21,11 +21,13 @@ from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import AnyModel
 from holdfast.replicas.model.batch import StepBatch, build_batch
 from holdfast.replicas.model.check import check_model
+from holdfast.replicas.model.cost import measure_cost
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.page_table import PageTable
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer, served_name
 from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
+from holdfast.replicas.speculation.gate import VerificationCost
 
 # What torch and numpy raise for a step that cannot be run: shapes, indices, memory.
 _STEP_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
@@ -84,6 +86,7 @@ class LoadedRunner:
     eos: frozenset[int]
     vocabulary: int
     tokenizer: PreTrainedTokenizerBase
+    cost: VerificationCost | None = None  # None: speculation is off, or not measured
 
 
 def load_runner(config: EngineConfig) -> LoadedRunner:
@@ -103,7 +106,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     kv = KVTensors(info.cell, resolved.cells // resolved.page_size, resolved.page_size, dtype, resolved.device)
     model = _load_model(info, resolved, kv)
     runner = ModelRunner(model, kv, resolved.max_sequences, resolved.context_length)
-    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer)
+    cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
+    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
 
 
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:

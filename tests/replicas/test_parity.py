@@ -12,6 +12,7 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.model.weights import model_path
+from holdfast.replicas.speculation.config import DraftConfig
 
 NEW = 20
 
@@ -45,12 +46,14 @@ def loaded(decoder: str, page_size: int):
     return load_runner(EngineConfig(cells=16384, threads=1, decoder=decoder, page_size=page_size))
 
 
-def generate(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[Finished]]:
+def generate(
+    engine: Engine, prompts: list[list[int]], temperature: float = 0.0
+) -> tuple[list[list[int]], list[Finished]]:
     """All prompts at once; their completions and ends, in order."""
     out = {str(i): [] for i in range(len(prompts))}
     ends = {}
     for i, prompt in enumerate(prompts):
-        assert not engine.handle(Submit(str(i), np.asarray(prompt, np.int32), Sampling(NEW)), 0.0)
+        assert not engine.handle(Submit(str(i), np.asarray(prompt, np.int32), Sampling(NEW, temperature)), 0.0)
     while engine.busy:
         for event in engine.step(0.0):
             if isinstance(event, Tokens):
@@ -73,6 +76,7 @@ WAYS = {
     "chunks of 16": ("own", 16, {"step_tokens": 16}),
     "pages of 1": ("own", 1, {}),
     "no cache": ("own", 16, {"prefix_cache": False}),
+    "no speculation": ("own", 16, {"speculation": DraftConfig(enabled=False)}),
 }
 
 
@@ -100,3 +104,13 @@ def test_greedy_equals_transformers_after_a_cache_hit():
     forked, ends = generate(engine, forks)
     assert forked == fresh
     assert all(end.usage.cached > 0 for end in ends)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_speculation_changes_no_output(temperature):
+    prompts = [prompt for prompt, _ in reference()][1::4]
+    engine = engine_of("own")
+    drafted, _ = generate(engine, prompts, temperature)
+    assert engine.stats.accepted > 0
+    plain, _ = generate(engine_of("own", speculation=DraftConfig(enabled=False)), prompts, temperature)
+    assert drafted == plain

@@ -14,6 +14,7 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.fold import Fold
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, RawPrompt, TextDelta
 from holdfast.replicas.service import Service
+from holdfast.replicas.speculation.config import DraftConfig
 
 CONFIG = EngineConfig(cells=8192, threads=1, max_sequences=40)
 TOOLS = [
@@ -98,7 +99,7 @@ def test_an_agents_conversation_computes_only_what_is_new():
 
 def test_a_stream_says_what_the_whole_reply_says():
     async def main():
-        async with serving(replace(CONFIG, stream_interval_s=0.0)) as service:
+        async with serving(replace(CONFIG, stream_interval_s=0.0, speculation=DraftConfig(enabled=False))) as service:
             prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
             whole = await service.generate(request("a", prompt))
             fold, batches = await streamed(service, request("b", prompt))

@@ -146,7 +146,7 @@ class Engine:
             raise InvalidRequestError(f"max_tokens must be at least 1, not {max_tokens}", "max_tokens")
         if n_prompt >= context:
             raise ContextLengthError(
-                f"the prompt has {n_prompt} tokens; the context has room for {context}, one of them new", "messages"
+                f"the prompt has {n_prompt} tokens; the context has room for {context}, one of them new", "prompt"
             )
         if n_prompt + max_tokens > context:
             raise ContextLengthError(

@@ -75,11 +75,11 @@ class Service:
             reply = self._text.reply(request, encoded)
             async with aclosing(self._bridge.run(submit)) as steps:
                 async for events in steps:
-                    pieces = tuple(piece for event in events for piece in self._pieces(reply, event))
+                    pieces = tuple(piece for event in events for piece in self._pieces(request, reply, event))
                     if pieces:
                         yield pieces
         except HoldfastError as error:
-            yield (Errored(error.info),)
+            yield (_errored(request, error.info),)
 
     async def generate(self, request: GenerateRequest) -> Answer | Errored:
         """The whole reply at once. Cancelling the call aborts the request."""
@@ -100,7 +100,7 @@ class Service:
         config = self.engine.config
         return max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
 
-    def _pieces(self, reply: Reply, event: Event) -> list[Piece]:
+    def _pieces(self, request: GenerateRequest, reply: Reply, event: Event) -> list[Piece]:
         if isinstance(event, Tokens):
             if reply.done:
                 return []  # drawn after the text had ended, before the engine heard of it
@@ -115,4 +115,11 @@ class Service:
             return [*tail, Completed(reason, usage, event.timing)]
         if isinstance(event, Aborted):
             return [Errored(_ABORTED, event.usage)]
-        return [Errored(event.error)]
+        return [_errored(request, event.error)]
+
+
+def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:
+    """The end of a failed reply. The engine calls every input a prompt; a chat's client knows it as messages."""
+    if error.field == "prompt" and isinstance(request.prompt, ChatPrompt):
+        error = replace(error, field="messages")
+    return Errored(error)

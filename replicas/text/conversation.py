@@ -6,11 +6,9 @@ Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
@@ -35,26 +33,15 @@ class Encoded:
     mark: str = ""
 
 
-def load_tokenizer(folder: str | Path) -> Any:
-    """The transformers tokenizer of a local folder. Raises ConfigError when there is none that can be read."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no tokenizer in {folder}: {error}", "model") from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ConfigError(f"the tokenizer in {folder} has no tokenizer.json", "model")
-    return tokenizer
-
-
 class TextSide:
     """Rendering, tokenizing and reading replies for one model.
 
-    `tokenizer` is a folder or a transformers tokenizer; `tool_format` overrides what the chat template shows.
+    `tokenizer` is a transformers tokenizer with a tokenizer.json; `tool_format` overrides what the chat template shows.
     """
 
     def __init__(self, tokenizer: Any, config: EngineConfig, tool_format: str = "") -> None:
-        if isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(tokenizer)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, config.render_cache)
         self.cache = TokenCache(tokenizer, config.tokenize_cache)

@@ -6,7 +6,7 @@ Markers in prose are prose: only what follows a marker decides whether it began 
 from collections.abc import Callable, Mapping
 
 from holdfast.replicas.text.formats import OPENERS, ToolFormat
-from holdfast.replicas.text.productions import arguments, call_object, closing, expect, prose, skip
+from holdfast.replicas.text.productions import arguments, call_array, call_object, closing, expect, prose, skip
 from holdfast.replicas.text.pythonic import call_list
 from holdfast.replicas.text.scanning import SPACE, NotACallError, Scan
 from holdfast.replicas.text.tracker import Tracker
@@ -130,19 +130,7 @@ def _separator(tracker: Tracker, char: str) -> Scan:
 
 def _array(tracker: Tracker, char: str) -> Scan:
     """A JSON list of call objects."""
-    char = yield from expect(tracker, char, "[")
-    char = yield from skip(tracker, char)
-    while char != "]":
-        char = yield from call_object(tracker, char)
-        char = yield from skip(tracker, char)
-        if char == ",":
-            char = yield from expect(tracker, char, ",")
-            char = yield from skip(tracker, char)
-        elif char != "]":
-            raise NotACallError(char)
-    tracker.held.append(char)
-    tracker.drop_markup()
-    return (yield)
+    return call_array(tracker, char, call_object)
 
 
 def _named(tracker: Tracker, char: str) -> Scan:

@@ -133,3 +133,22 @@ def _decoded(raw: list[str], unread: str) -> str:
         return str(json.loads("".join(raw), strict=False))
     except ValueError:
         raise NotACallError(unread) from None
+
+
+def call_array(tracker: Tracker, char: str, call: Callable[[Tracker, str], Scan]) -> Scan:
+    """Calls in brackets, each read by `call`, with commas between and perhaps one behind; at least one."""
+    char = yield from expect(tracker, char, "[")
+    char = yield from skip(tracker, char)
+    if char == "]":
+        raise NotACallError(char)
+    while char != "]":
+        char = yield from call(tracker, char)
+        char = yield from skip(tracker, char)
+        if char == ",":
+            char = yield from expect(tracker, char, ",")
+            char = yield from skip(tracker, char)
+        elif char != "]":
+            raise NotACallError(char)
+    tracker.held.append(char)
+    tracker.drop_markup()
+    return (yield)

@@ -8,7 +8,7 @@ import json
 import warnings
 from typing import Any
 
-from holdfast.replicas.text.productions import expect, skip
+from holdfast.replicas.text.productions import call_array
 from holdfast.replicas.text.scanning import NotACallError, Scan
 from holdfast.replicas.text.tracker import Tracker
 
@@ -18,21 +18,7 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 def call_list(tracker: Tracker, char: str) -> Scan:
     """``[f(a=1), g(b="x")]``; a list without a call in it is no call."""
-    char = yield from expect(tracker, char, "[")
-    char = yield from skip(tracker, char)
-    if char == "]":
-        raise NotACallError(char)
-    while char != "]":
-        char = yield from _call(tracker, char)
-        char = yield from skip(tracker, char)
-        if char == ",":
-            char = yield from expect(tracker, char, ",")
-            char = yield from skip(tracker, char)
-        elif char != "]":
-            raise NotACallError(char)
-    tracker.held.append(char)
-    tracker.drop_markup()
-    return (yield)
+    return call_array(tracker, char, _call)
 
 
 def _call(tracker: Tracker, char: str) -> Scan:

@@ -122,7 +122,7 @@ def test_abort_frees_row_and_cells_at_once():
         ([1, 2], -5, ErrorKind.INVALID, "max_tokens"),
         ([1, VOCABULARY], 4, ErrorKind.INVALID, "prompt"),
         ([1, -1], 4, ErrorKind.INVALID, "prompt"),
-        ([1] * 128, 1, ErrorKind.TOO_LONG, "messages"),
+        ([1] * 128, 1, ErrorKind.TOO_LONG, "prompt"),
         ([1] * 100, 29, ErrorKind.TOO_LONG, "max_tokens"),
     ],
 )

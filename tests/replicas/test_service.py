@@ -188,7 +188,8 @@ def test_logprobs_come_with_the_text_and_count_every_token():
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "kind", "field"),
     [
-        (RawPrompt("a " * 9000), 10, ErrorKind.TOO_LONG, "messages"),
+        (RawPrompt("a " * 9000), 10, ErrorKind.TOO_LONG, "prompt"),
+        (ChatPrompt([{"role": "user", "content": "a " * 9000}]), 10, ErrorKind.TOO_LONG, "messages"),
         (RawPrompt("hello"), 9000, ErrorKind.TOO_LONG, "max_tokens"),
         (RawPrompt([1, 10**6]), 10, ErrorKind.INVALID, "prompt"),
         (RawPrompt([]), 10, ErrorKind.INVALID, "prompt"),

@@ -1,7 +1,6 @@
 """The face of the text side: from request to pieces."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
-from holdfast.replicas.text.conversation import TextSide, load_tokenizer
+from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.formats import ToolFormat
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get_weather", "search")]
@@ -184,14 +183,7 @@ def test_special_markers_of_the_format_are_seen_only_with_tools(llama3_like: Any
     assert said(side.reply(ask, side.encode(ask.prompt)).feed(ids)) == '{"name": "search", "parameters": {}}'
 
 
-def test_a_folder_is_loaded_and_its_absence_named(qwen_like: Any, tmp_path: Path) -> None:
-    qwen_like.save_pretrained(tmp_path / "model")
-    side = TextSide(tmp_path / "model", EngineConfig())
-    assert side.tool_format is ToolFormat.HERMES
-    assert (
-        side.encode(ChatPrompt([ASK])).tokens.tolist()
-        == TextSide(qwen_like, EngineConfig()).tokenize(ChatPrompt([ASK])).tolist()
-    )
+def test_a_tokenizer_without_its_fast_file_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_tokenizer(tmp_path / "none")
+        TextSide(object(), EngineConfig())
     assert caught.value.field == "model"

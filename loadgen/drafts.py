@@ -17,7 +17,6 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.pocket.conversations import Conversation
 from holdfast.replicas.pocket.render import END, spans
 from holdfast.replicas.speculation.config import DraftConfig
@@ -25,6 +24,7 @@ from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import agreement
 from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.speculation.templates import CallFormat, compile_tools, value_endings
+from holdfast.replicas.tokens import TokenIds
 
 VOCABULARY = 16000
 CALL_FORMAT = CallFormat(after="}\n</tool_call>" + END)

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.speculation.skeleton import SkeletonSet
+from holdfast.replicas.tokens import TokenIds as TokenIds
 
-TokenIds: TypeAlias = npt.NDArray[np.int32]
 FinishReason: TypeAlias = Literal["stop", "length"]
 
 
@@ -70,7 +68,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One request. `program_arrival` is when its program began; `scope` is the tenant's cache scope."""
+    """One request. `program_arrival` is when its program began; `scope` is the tenant's cache scope.
+
+    `skeletons` are the fixed texts of the calls it may make, for drafts.
+    """
 
     request_id: str
     tokens: TokenIds
@@ -78,6 +79,7 @@ class Submit:
     scope: str = ""
     program_id: str = ""
     program_arrival: float = 0.0
+    skeletons: SkeletonSet | None = None
 
 
 @dataclass(frozen=True, slots=True)

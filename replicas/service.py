@@ -93,7 +93,15 @@ class Service:
         sampling = request.sampling
         if sampling.max_tokens == -1:
             sampling = replace(sampling, max_tokens=self._room(len(tokens)))
-        return Submit(request.request_id, tokens, sampling, request.scope, request.program_id, request.program_arrival)
+        return Submit(
+            request.request_id,
+            tokens,
+            sampling,
+            request.scope,
+            request.program_id,
+            request.program_arrival,
+            self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
+        )
 
     def _room(self, n_prompt: int) -> int:
         """Tokens a completion may have where the request does not say: what the context and the cache leave."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Acquired, Holding
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import NO_PAGES, PagePool
 from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree
 from holdfast.replicas.scheduling.plan import PageCopy, PageIds
+from holdfast.replicas.tokens import TokenIds
 
 __all__ = ["Acquired", "CacheStats", "Holding", "KVCache", "Label"]
 

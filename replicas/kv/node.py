@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.scheduling.plan import PageIds
+from holdfast.replicas.tokens import TokenIds
 
 
 @dataclass(slots=True, eq=False)

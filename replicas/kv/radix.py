@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.order import EvictionOrder
 from holdfast.replicas.kv.pages import NO_PAGES, PagePool
 from holdfast.replicas.scheduling.plan import PageIds
+from holdfast.replicas.tokens import TokenIds
 
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageIds, RowWrite, StepPlan
 from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.tokens import TokenIds
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence as Tokens
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
+from holdfast.replicas.tokens import TokenIds
 
 
 class Speculation:
@@ -21,7 +21,7 @@ class Speculation:
             return NO_DRAFT
         state = self._states.get(sequence.request_id)
         if state is None:
-            state = self._drafter.open(sequence.submit.scope, sequence.tokens)
+            state = self._drafter.open(sequence.submit.scope, sequence.tokens, sequence.submit.skeletons)
             self._states[sequence.request_id] = state
         return self._drafter.propose(state, limit, decoding)
 

@@ -17,12 +17,12 @@ from enum import IntEnum
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.speculation.config import DraftConfig
 from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, cap, draft_length
 from holdfast.replicas.speculation.memory import TurnMemory
 from holdfast.replicas.speculation.ngrams import NO_MATCH, WINDOW, Context, Match, NGramIndex
 from holdfast.replicas.speculation.skeleton import SHORT_VALUE, SkeletonCursor, SkeletonSet
+from holdfast.replicas.tokens import TokenIds
 
 NO_DRAFT: TokenIds = np.zeros(0, np.int32)
 NO_DRAFT.setflags(write=False)

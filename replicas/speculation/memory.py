@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.speculation.ngrams import GAP, NGramIndex
+from holdfast.replicas.tokens import TokenIds
 
 
 class TurnMemory:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
+from holdfast.replicas.tokens import TokenIds
 
 WINDOW = 32
 """Longest match that is measured, in tokens."""

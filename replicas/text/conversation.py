@@ -12,16 +12,18 @@ import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.text.detokenize import StreamDecoder
 from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.pieces import Pieces
 from holdfast.replicas.text.render import Renderer
 from holdfast.replicas.text.reply import Reply, Stages
+from holdfast.replicas.text.skeletons import CallSkeletons
 from holdfast.replicas.text.stops import StopMatcher
 from holdfast.replicas.text.tokens import TokenCache
 from holdfast.replicas.text.tool_calls import ToolCallParser
+from holdfast.replicas.tokens import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class TextSide:
         added = self.cache.added
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else None
         self.tool_format = detect_format(template, tool_format)
+        self._skeletons = CallSkeletons(tokenizer, self.tool_format, config.render_cache)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
 
@@ -74,6 +77,12 @@ class TextSide:
     def detokenize(self, tokens: Any) -> str:
         """The text of token ids, special tokens included. Raises InvalidRequestError for unknown ids."""
         return str(self.tokenizer.backend_tokenizer.decode(self._ids(tokens).tolist(), skip_special_tokens=False))
+
+    def skeletons(self, prompt: ChatPrompt | RawPrompt) -> SkeletonSet | None:
+        """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools."""
+        if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
+            return None
+        return self._skeletons.of(prompt.tools)
 
     def reply(self, request: GenerateRequest, encoded: Encoded) -> Reply:
         """A reader for the reply to `request`, whose prompt is `encoded`."""

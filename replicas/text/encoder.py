@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.text.added import AddedTokens
+from holdfast.replicas.tokens import TokenIds
 
 
 class Encoder:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.text.added import AddedTokens, read_added_tokens
 from holdfast.replicas.text.encoder import Encoder
+from holdfast.replicas.tokens import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

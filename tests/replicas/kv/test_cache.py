@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.kv.cache import Holding, KVCache, Label
 from holdfast.replicas.kv.radix import PLAIN
 from holdfast.replicas.scheduling.plan import PageCopy
+from holdfast.replicas.tokens import TokenIds
 
 
 def _ids(*tokens: int) -> TokenIds:

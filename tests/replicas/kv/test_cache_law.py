@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from holdfast.replicas.events import TokenIds
 from holdfast.replicas.kv.cache import Holding, KVCache, Label
+from holdfast.replicas.tokens import TokenIds
 
 GARBAGE = -1
 tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)

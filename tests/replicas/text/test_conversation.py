@@ -187,3 +187,19 @@ def test_a_tokenizer_without_its_fast_file_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         TextSide(object(), EngineConfig())
     assert caught.value.field == "model"
+
+
+def test_tools_have_skeletons_made_once_and_only_where_a_call_is_possible(qwen_like: Any) -> None:
+    side = TextSide(qwen_like, EngineConfig())
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+    }
+    made = side.skeletons(ChatPrompt([ASK], [tool]))
+    assert made is not None
+    assert made is side.skeletons(ChatPrompt([ASK], [dict(tool)]))
+    text = side.detokenize([token for token in made.flat[0] if token >= 0])
+    assert text.startswith('<tool_call>\n{"name": "f", "arguments": {"a":')
+    assert side.skeletons(ChatPrompt([ASK])) is None
+    assert side.skeletons(ChatPrompt([ASK], [tool], tool_choice="none")) is None
+    assert side.skeletons(RawPrompt("x")) is None

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
-    if rest and options.run is not _inflate:
+    if rest and options.run not in (_inflate, _bench_ablation):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return int(options.run(options))
@@ -86,6 +86,9 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     overhead.add_argument("--requests", type=int, default=200, help="requests of each kind (default: 200)")
     overhead.set_defaults(run=_bench_overhead)
     _add_drafts(kinds)
+    _add_ablation(kinds)
+    _add_compare(kinds)
+    _add_serve_peer(kinds)
 
 
 def _add_drafts(kinds: "Commands[argparse.ArgumentParser]") -> None:
@@ -97,6 +100,55 @@ def _add_drafts(kinds: "Commands[argparse.ArgumentParser]") -> None:
     drafts.add_argument("--cut", default="pocket", help="how that one cuts words: pocket, qwen, gpt2 or llama")
     drafts.add_argument("--json", action="store_true", help="print JSON")
     drafts.set_defaults(run=_bench_drafts)
+
+
+def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Servers side by side in one run, by the same agent programs; any OpenAI-compatible server."
+    compare = kinds.add_parser("compare", help=text, description=text)
+    compare.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="once for each server")
+    compare.add_argument(
+        "--workload",
+        action="append",
+        help="agents, bugfix, webapp, burst, concurrency, arrivals or repeats; may come several times (default: "
+        "all but the last two)",
+    )
+    compare.add_argument("--repetitions", type=int, default=3, help="of every workload (default: 3)")
+    compare.add_argument("--seed", type=int, default=0, help="another seed, other conversations (default: 0)")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write every request and every figure")
+    compare.add_argument("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
+    compare.add_argument("--model", default="", help="model name to ask for (default: the first each server names)")
+    compare.add_argument("--max-tokens", type=int, default=128, help="of every answer (default: 128)")
+    compare.add_argument("--timeout", type=float, default=300.0, help="seconds a request may take (default: 300)")
+    compare.add_argument("--warm-up", type=int, default=1, help="programs sent to each server before (default: 1)")
+    compare.add_argument("--api-key-file", type=Path, help="file with the API key, sent to every server")
+    compare.add_argument("--webapp-turns", type=int, default=35, help="requests of webapp (default: 35)")
+    compare.add_argument("--programs", type=int, default=8, help="at once in concurrency (default: 8)")
+    compare.add_argument("--burst", type=int, default=8, help="requests at once in burst (default: 8)")
+    compare.add_argument("--bursts", type=int, default=5, help="bursts one after another (default: 5)")
+    compare.add_argument("--chain", type=int, default=3, help="calls a user message asks for (default: 3)")
+    compare.add_argument("--jobs", type=int, default=20, help="programs of arrivals (default: 20)")
+    compare.add_argument("--rate", type=float, default=0.2, help="of those, a second (default: 0.2)")
+    compare.set_defaults(run=_bench_compare)
+
+
+def _add_serve_peer(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Print, or start, another server with its best settings, to compare with."
+    peer = kinds.add_parser("serve-peer", help=text, description=text)
+    peer.add_argument("peer", help="vllm or transformers")
+    peer.add_argument("model", help="folder or name of the model; it is served as 'm' by vllm")
+    peer.add_argument("--venv", type=Path, help="virtual environment that has it (default: the search path)")
+    peer.add_argument("--port", type=int, default=8101, help="port on 127.0.0.1 (default: 8101)")
+    peer.add_argument("--context", type=int, default=8192, help="longest context (default: 8192)")
+    peer.add_argument("--ngram", action="store_true", help="with vLLM's n-gram speculation")
+    peer.add_argument("--gpu", action="store_true", help="for a GPU rather than a CPU build")
+    peer.add_argument("--start", action="store_true", help="start it instead of printing how")
+    peer.set_defaults(run=_bench_serve_peer)
+
+
+def _add_ablation(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Turn latencies of an engine with everything on, and with each mechanism off; no server."
+    ablation = kinds.add_parser("ablation", help=text, add_help=False)  # the arguments are the benchmark's own
+    ablation.set_defaults(run=_bench_ablation)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -153,10 +205,52 @@ def _bench_overhead(options: argparse.Namespace) -> int:
     return overhead.main(options.model, options.requests)
 
 
+def _bench_ablation(options: argparse.Namespace) -> int:
+    from holdfast.replicas.ablation import __main__ as ablation
+
+    return ablation.main(options.rest)
+
+
 def _bench_drafts(options: argparse.Namespace) -> int:
     from holdfast.loadgen import drafts
 
     return drafts.main(options.trace, options.tools, options.tokenizer, options.cut, options.json)
+
+
+def _bench_compare(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import compare
+    from holdfast.loadgen.workloads.script import Sizes
+
+    wanted = compare.Options(
+        servers=tuple(compare.parse_server(server) for server in options.server),
+        workloads=tuple(options.workload or compare.NOVEL),
+        repetitions=options.repetitions,
+        seed=options.seed,
+        sizes=Sizes(
+            options.webapp_turns,
+            options.programs,
+            options.burst,
+            options.bursts,
+            options.chain,
+            options.jobs,
+            options.rate,
+        ),
+        forced=options.forced,
+        model=options.model,
+        max_tokens=options.max_tokens,
+        timeout_s=options.timeout,
+        warm_up=options.warm_up,
+        api_key=compare.read_key(options.api_key_file) if options.api_key_file else "",
+        json_file=options.json,
+    )
+    return compare.main(wanted)
+
+
+def _bench_serve_peer(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import peers
+
+    wanted = peers.Wanted(options.model, options.port, options.venv, options.ngram, options.gpu, options.context)
+    return peers.main(options.peer, wanted, options.start)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
 import json
 import shlex
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
+from stub_server import Answer, Asked, models, stub_server
 
 from holdfast.cluster import warmup
 from holdfast.cluster.config import Settings
@@ -34,33 +33,15 @@ def test_with_keys_the_line_has_a_place_for_one() -> None:
     assert "Authorization: Bearer YOUR_KEY" in words
 
 
-class Broken(BaseHTTPRequestHandler):
+def cannot_answer(asked: Asked) -> Answer:
     """Healthy, and serves a model that cannot answer."""
-
-    def do_GET(self) -> None:
-        self._answer(200, b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self) -> None:
-        self._answer(500, b'{"error": {"message": "out of cells"}}')
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
+    return models() if asked.method == "GET" else Answer.of(b'{"error": {"message": "out of cells"}}', 500)
 
 
 @pytest.fixture
 def broken() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Broken) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with stub_server(cannot_answer) as stub:
+        yield stub.url
 
 
 def test_a_first_request_that_fails_says_why(broken: str) -> None:

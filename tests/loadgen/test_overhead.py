@@ -1,50 +1,21 @@
 """The report of `holdfast bench overhead`, and the client that it measures with."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
 import pytest
+from stub_server import Answer, Asked, stub_server
 
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.overhead import STREAMED, Samples, report
 
 
-class Echo(BaseHTTPRequestHandler):
+def echo(asked: Asked) -> Answer:
     """Says what it was asked; three events for a stream."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self._answer(200 if self.path == "/there" else 404, b'{"path": "there"}')
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self._answer(200, b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n" if json.loads(body).get("stream") else body)
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        return
+    if asked.method == "GET":
+        return Answer.of(b'{"path": "there"}', 200 if asked.path == "/there" else 404)
+    return Answer.of(b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n" if asked.body.get("stream") else asked.content)
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Echo) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_the_client_reads_answers_events_and_errors(url: str) -> None:
-    with Client(url) as client:
+def test_the_client_reads_answers_events_and_errors() -> None:
+    with stub_server(echo) as stub, Client(stub.url) as client:
         assert client.get("/there") == {"path": "there"}
         assert client.post("/x", {"a": 1}, {}) == {"a": 1}
         assert client.events("/x", {"stream": True}, {}) == 3

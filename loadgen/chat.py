@@ -1,0 +1,149 @@
+"""One server over HTTP: streamed chat completions with the time of each stage, and every failure as data.
+
+The measured client. `client` is a leaner one for requests one at a time, where the client's own cost is what matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from holdfast.loadgen.conversation import Said
+from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
+from holdfast.replicas.errors import UnavailableError
+
+PATH = "/v1/chat/completions"
+
+
+class Failure(StrEnum):
+    """How a request came to nothing."""
+
+    CONNECT = "connect"  # no connection
+    HTTP = "http"  # a status other than 200
+    REPORTED = "reported"  # an error in the stream
+    TIMEOUT = "timeout"
+    CUT = "cut"  # the connection, or the stream, ended early
+    MALFORMED = "malformed"  # not server-sent events of OpenAI chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and its answer. Times are seconds of the clock that the client was given."""
+
+    started: float
+    first_byte: float | None
+    first_token: float | None
+    ended: float
+    answer: Gathered
+    failure: Failure | None = None
+    detail: str = ""
+    cache: str = ""  # what the server says of its response cache
+
+    @property
+    def said(self) -> Said | None:
+        """The answer, None for a request that failed."""
+        return None if self.failure else self.answer.said
+
+
+class ChatClient:
+    """Keep-alive connections to one server, any number of requests at once. An async context manager."""
+
+    def __init__(self, url: str, timeout_s: float, api_key: str = "") -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        headers = {"content-type": "application/json", **({"authorization": f"Bearer {api_key}"} if api_key else {})}
+        # The time limit is for a whole request, so that a server which sends a byte now and then cannot hold it open.
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=None,
+            limits=limits,
+            trust_env=False,
+            verify=url.startswith("https:"),  # reading the certificates takes a tenth of a second
+        )
+        self._url, self._timeout_s = url, timeout_s
+
+    async def __aenter__(self) -> ChatClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """The JSON at ``path``. Raises UnavailableError."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return (await self._http.get(path)).raise_for_status().json()
+        except (httpx.HTTPError, TimeoutError, ValueError) as error:
+            raise UnavailableError(f"{self._url}{path}: {error!r}") from error
+
+    async def ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Exchange:
+        """Send a chat completion and read its stream to the end. Raises nothing that the server could cause."""
+        content = encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+        watch = _Watch(time.perf_counter())
+        failure, detail = None, ""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                failure, detail = await self._read(content, headers, watch)
+        except TimeoutError:
+            failure, detail = Failure.TIMEOUT, f"after {self._timeout_s:g} s"
+        except httpx.ConnectError as error:
+            failure, detail = Failure.CONNECT, str(error)
+        except (httpx.HTTPError, OSError) as error:
+            failure, detail = Failure.CUT, repr(error)
+        except MalformedError as error:
+            failure, detail = Failure.MALFORMED, str(error)
+        except ReportedError as error:
+            failure, detail = Failure.REPORTED, str(error)
+        ended = time.perf_counter()
+        return Exchange(
+            watch.started, watch.first_byte, watch.first_token, ended, watch.answer, failure, detail, watch.cache
+        )
+
+    async def _read(self, content: bytes, headers: Mapping[str, str], watch: _Watch) -> tuple[Failure | None, str]:
+        async with self._http.stream("POST", PATH, content=content, headers=dict(headers)) as response:
+            watch.cache = response.headers.get("x-holdfast-cache", "")
+            if response.status_code != 200:
+                body = await response.aread()
+                return Failure.HTTP, f"{response.status_code} {body[:300].decode(errors='replace')}"
+            lines = EventLines()
+            async for piece in response.aiter_bytes():
+                watch.piece(lines, piece)
+        if not watch.answer.done:
+            return Failure.CUT, "the stream ended before [DONE]"
+        return None, ""
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The bytes of a request's body: the same for the same body."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class _Watch:
+    """What has come of one request so far, and when."""
+
+    __slots__ = ("answer", "cache", "first_byte", "first_token", "started")
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.first_byte: float | None = None
+        self.first_token: float | None = None
+        self.answer = Gathered()
+        self.cache = ""
+
+    def piece(self, lines: EventLines, piece: bytes) -> None:
+        now = time.perf_counter()
+        if self.first_byte is None:
+            self.first_byte = now
+        for data in lines.feed(piece):
+            if self.answer.take(data) and self.first_token is None:
+                self.first_token = now

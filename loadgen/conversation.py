@@ -1,0 +1,144 @@
+"""One program's side of a conversation: what its next request holds, and what an answer adds to it. No I/O.
+
+After a call comes the tool's result, after a text the user's next message. A model that keeps calling is let call
+once more than it was asked to, then the user speaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.loadgen.workloads import tools
+from holdfast.loadgen.workloads.script import Json, Script, Step
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A tool call as a server sent it; ``arguments`` is JSON text, or what should have been."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+    @property
+    def parsed(self) -> Json | None:
+        """The arguments, None where they are no JSON object."""
+        try:
+            arguments = json.loads(self.arguments)
+        except ValueError:
+            return None
+        return arguments if isinstance(arguments, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What an assistant turn says: text, calls, or both."""
+
+    text: str = ""
+    calls: tuple[WrittenCall, ...] = ()
+
+    @property
+    def plain(self) -> Json:
+        """Without ids and with arguments as objects: equal for two servers that mean the same."""
+        calls = [[call.name, call.arguments if call.parsed is None else call.parsed] for call in self.calls]
+        return {"text": self.text.strip(), "calls": calls}
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can go into a history: it says something, and its calls are JSON."""
+        return bool(self.text or self.calls) and all(call.parsed is not None for call in self.calls)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages of one program on one server. ``forced``: the script's answers go in, not the model's."""
+
+    script: Script
+    forced: bool = False
+    messages: list[Json] = field(default_factory=list)
+    steps_done: int = 0
+    calls_done: int = 0  # in this step
+    turns_done: int = 0
+
+    def __post_init__(self) -> None:
+        self.messages.append({"role": "system", "content": self.script.system})
+        self._user()
+
+    @property
+    def request(self) -> Json:
+        """Messages and tools of the next request."""
+        return {"messages": self.messages, "tools": list(self.script.tools)}
+
+    @property
+    def digest(self) -> str:
+        """Of the next request without the ids of calls: equal where two servers are asked the same."""
+        plain = [_without_ids(message) for message in self.messages]
+        told = json.dumps([plain, self.script.tools], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @property
+    def scripted(self) -> Said:
+        """What a good model would say now."""
+        step = self._step
+        if self.calls_done >= len(step.calls):
+            return Said(step.text)
+        call = step.calls[self.calls_done]
+        name = f"call_{self.turns_done}"
+        return Said("", (WrittenCall(name, call.tool, json.dumps(call.arguments, ensure_ascii=False)),))
+
+    def take(self, said: Said | None) -> bool:
+        """Append an answer, the model's or, where that failed or the history is forced, the script's; and what follows.
+
+        Returns whether the model made the script's calls; of texts, any will do.
+        """
+        scripted = self.scripted
+        expected = said is not None and said.plain["calls"] == scripted.plain["calls"]
+        kept = scripted if self.forced or said is None or not said.usable else said
+        self.messages.append(_assistant(kept))
+        for call in kept.calls:
+            content = tools.result(call.name, call.parsed or {})
+            self.messages.append({"role": "tool", "tool_call_id": call.call_id, "content": content})
+        self.calls_done += len(kept.calls)
+        self.turns_done += 1
+        if not kept.calls or self.calls_done > len(self._step.calls):
+            self.steps_done, self.calls_done = self.steps_done + 1, 0
+            self._user()
+        return expected
+
+    @property
+    def _step(self) -> Step:
+        return self.script.steps[self.steps_done % len(self.script.steps)]
+
+    def _user(self) -> None:
+        self.messages.append({"role": "user", "content": self._step.user})
+
+
+def fits(said: Said, declared: tuple[Json, ...]) -> bool:
+    """Whether every call names a declared tool and has a JSON object with the required arguments."""
+    required = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in declared}
+    return all(
+        call.name in required and call.parsed is not None and set(required[call.name]) <= set(call.parsed)
+        for call in said.calls
+    )
+
+
+def _assistant(said: Said) -> Json:
+    message: Json = {"role": "assistant", "content": said.text or None}
+    if said.calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.calls
+        ]
+    return message
+
+
+def _without_ids(message: Json) -> Any:
+    if message["role"] != "assistant":
+        return [message["role"], message["content"]]
+    calls = [
+        [call["function"]["name"], json.loads(call["function"]["arguments"])] for call in message.get("tool_calls", ())
+    ]
+    return [message["role"], message["content"], calls]

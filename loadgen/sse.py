@@ -1,0 +1,105 @@
+"""A stream of server-sent events, put together from pieces of any size, and the answer that its chunks add up to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.loadgen.conversation import Said, WrittenCall
+
+DONE = "[DONE]"
+_FIELDS = frozenset(("data", "event", "id", "retry", ""))
+
+
+class MalformedError(ValueError):
+    """What came is not a stream of OpenAI chunks."""
+
+
+class ReportedError(RuntimeError):
+    """The server said in its stream that the request failed."""
+
+
+@dataclass(slots=True)
+class EventLines:
+    """Bytes in, the data of whole events out."""
+
+    _rest: bytes = b""
+    _data: list[str] = field(default_factory=list)
+
+    def feed(self, piece: bytes) -> list[str]:
+        """The data of every event that ``piece`` completes. Raises MalformedError."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line:
+                self._take(line)
+            elif self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+        return events
+
+    def _take(self, line: bytes) -> None:
+        try:
+            name, _, value = line.decode().partition(":")
+        except UnicodeDecodeError as error:
+            raise MalformedError(f"not UTF-8: {line[:80]!r}") from error
+        if name not in _FIELDS:
+            raise MalformedError(f"not a field of an event: {line[:80]!r}")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The answer so far."""
+
+    text: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)  # index: id, name, then pieces of the arguments
+    reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    output_tokens: int = 0
+    done: bool = False
+
+    def take(self, data: str) -> bool:
+        """Add one event's data; whether it held a piece of the answer. Raises MalformedError, ReportedError."""
+        if data == DONE:
+            self.done = True
+            return False
+        try:
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                raise ReportedError(json.dumps(chunk["error"])[:300])
+            self._usage(chunk.get("usage"))
+            pieces = [self._choice(choice) for choice in chunk.get("choices") or ()]
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise MalformedError(f"not a chunk: {data[:80]!r}") from error
+        return any(pieces)
+
+    @property
+    def said(self) -> Said:
+        """What the answer says, as far as it came."""
+        calls = tuple(WrittenCall(call[0], call[1], "".join(call[2:])) for _, call in sorted(self.calls.items()))
+        return Said("".join(self.text), calls)
+
+    def _choice(self, choice: dict[str, Any]) -> bool:
+        delta = choice.get("delta") or {}
+        self.reason = choice.get("finish_reason") or self.reason
+        if delta.get("content"):
+            self.text.append(str(delta["content"]))
+        for call in delta.get("tool_calls") or ():
+            known = self.calls.setdefault(int(call.get("index", 0)), ["", ""])
+            function = call.get("function") or {}
+            known[0] = known[0] or str(call.get("id") or "")
+            known[1] = known[1] or str(function.get("name") or "")
+            known.append(str(function.get("arguments") or ""))
+        return bool(delta.get("content") or delta.get("tool_calls"))
+
+    def _usage(self, usage: dict[str, Any] | None) -> None:
+        if usage:
+            self.prompt_tokens = int(usage["prompt_tokens"])
+            self.output_tokens = int(usage.get("completion_tokens") or 0)
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self.cached_tokens = self.cached_tokens if cached is None else int(cached)

@@ -1,0 +1,167 @@
+"""From rows to the figures of a comparison. Pure: the same rows and seed give the same figures.
+
+A figure is of requests that succeeded; the failed ones are counted beside it. Ratios are over the first server and of
+requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.loadgen.measure import Estimate, estimate, mean, median, percentile, ratio
+from holdfast.loadgen.rows import Row
+
+Value = Callable[[Row], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a server said what the first one did."""
+
+    asked: int  # requests that both answered
+    same_prompt: int  # of those: asked the very same
+    same_answer: int  # of the same prompts: answered the same
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One server under one workload; None where there is nothing to tell."""
+
+    workload: str
+    server: str
+    requests: int
+    failures: dict[str, int]  # by kind
+    latency: dict[str, Estimate | None]  # mean, p50, p90, p99; seconds
+    ttft: dict[str, Estimate | None]
+    per_token: Estimate | None  # median seconds of latency for each output token
+    wall: Estimate | None  # mean over repetitions, seconds
+    tokens_per_s: Estimate | None  # mean over repetitions
+    output_tokens: int
+    prompt_tokens: tuple[int, int]  # shortest and longest prompt
+    cached_share: float | None  # of prompt tokens
+    cold_cached_share: float | None  # of each repetition's least cached first prompt: near 0 on a new server
+    call_share: float  # requests answered with calls
+    fitting_share: float | None  # of those: all calls fit their schemas
+    scripted_share: float  # requests answered with the script's calls
+    cache_hits: int  # answered from a response cache
+    late: Estimate | None  # p99 of how much later than due the generator sent, seconds; None without a schedule
+    ratios: dict[str, Estimate | None]  # over the first server
+    agreement: Agreement | None  # with the first server; None for itself
+
+
+_STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
+
+
+def summarize(rows: Sequence[Row], seed: int) -> list[Summary]:
+    """A summary for each workload and server, in the order in which the rows name them."""
+    summaries = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        mine = [row for row in rows if row.workload == workload]
+        servers = list(dict.fromkeys(row.server for row in mine))
+        by_server = {server: [row for row in mine if row.server == server] for server in servers}
+        first = by_server[servers[0]]
+        requests = max(Counter((row.server, row.repetition) for row in mine).values())
+        summaries += [_summary(by_server[server], first, requests, seed) for server in servers]
+    return summaries
+
+
+def walls(rows: Sequence[Row], requests: int) -> dict[int, float]:
+    """Seconds of each repetition of one server and workload that has all ``requests``: its waves' lengths together."""
+    ends: defaultdict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    good: Counter[int] = Counter()
+    for row in rows:
+        waves = ends[row.repetition]
+        began, ended = waves.get(row.wave, (row.began, row.ended))
+        waves[row.wave] = min(began, row.began), max(ended, row.ended)
+        good[row.repetition] += row.ok
+    return {
+        repetition: sum(ended - began for began, ended in waves.values())
+        for repetition, waves in ends.items()
+        if good[repetition] == requests
+    }
+
+
+def _summary(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int) -> Summary:
+    good = [row for row in rows if row.ok]
+    wall, speed = walls(rows, requests), _speeds(rows, requests)
+    calling = [row for row in good if row.calls]
+    prompts = [row.prompt_tokens for row in good]
+    return Summary(
+        workload=rows[0].workload,
+        server=rows[0].server,
+        requests=len(rows),
+        failures=dict(Counter(row.failure for row in rows if not row.ok)),
+        latency=_estimates(good, lambda row: row.latency, seed),
+        ttft=_estimates(good, lambda row: row.ttft, seed),
+        per_token=estimate(_values(good, lambda row: row.per_token), median, seed),
+        wall=estimate(list(wall.values()), mean, seed),
+        tokens_per_s=estimate(list(speed.values()), mean, seed),
+        output_tokens=sum(row.output_tokens for row in good),
+        prompt_tokens=(min(prompts, default=0), max(prompts, default=0)),
+        cached_share=_cached(good),
+        cold_cached_share=_cached(_coldest(good)),
+        call_share=len(calling) / max(len(good), 1),
+        fitting_share=sum(row.fits for row in calling) / len(calling) if calling else None,
+        scripted_share=sum(row.as_scripted for row in good) / max(len(good), 1),
+        cache_hits=sum(row.cache == "hit" for row in good),
+        late=estimate([row.started - row.due for row in rows if row.due is not None], percentile(99), seed),
+        ratios=_ratios(rows, first, requests, seed),
+        agreement=None if rows is first else _agreement(good, first),
+    )
+
+
+def _values(rows: Sequence[Row], value: Value) -> list[float]:
+    return [found for row in rows if (found := value(row)) is not None]
+
+
+def _estimates(rows: Sequence[Row], value: Value, seed: int) -> dict[str, Estimate | None]:
+    values = _values(rows, value)
+    return {name: estimate(values, statistic, seed) for name, statistic in _STATISTICS.items()}
+
+
+def _speeds(rows: Sequence[Row], requests: int) -> dict[int, float]:
+    """Output tokens per second of each whole repetition."""
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens[row.repetition] += row.output_tokens
+    return {repetition: tokens[repetition] / wall for repetition, wall in walls(rows, requests).items() if wall > 0}
+
+
+def _cached(rows: Sequence[Row]) -> float | None:
+    told = [(row.cached_tokens, row.prompt_tokens) for row in rows if row.cached_tokens is not None]
+    prompt = sum(length for _, length in told)
+    return sum(cached for cached, _ in told) / prompt if prompt else None
+
+
+def _coldest(rows: Sequence[Row]) -> list[Row]:
+    """Of each repetition's first turns in its first wave the one with the fewest tokens cached."""
+    first = [row for row in rows if row.turn == 0 and row.wave == 0 and row.cached_tokens is not None]
+    return list({row.repetition: row for row in sorted(first, key=lambda row: -(row.cached_tokens or 0))}.values())
+
+
+def _ratios(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int) -> dict[str, Estimate | None]:
+    """How many times as much this server takes as the first one (of tokens per second: delivers)."""
+    theirs = {row.key: row for row in first if row.ok}
+    pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]
+
+    def of(value: Value, statistic: str) -> Estimate | None:
+        told = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
+        return ratio([mine for mine, _ in told], [base for _, base in told], _STATISTICS[statistic], seed)
+
+    ratios = {f"latency {name}": of(lambda row: row.latency, name) for name in _STATISTICS}
+    ratios["ttft p50"] = of(lambda row: row.ttft, "p50")
+    ratios["per token p50"] = of(lambda row: row.per_token, "p50")
+    for name, figure in (("wall", walls), ("tokens per s", _speeds)):
+        mine, base = figure(rows, requests), figure(first, requests)
+        shared = [repetition for repetition in mine if repetition in base]
+        ratios[name] = ratio([mine[r] for r in shared], [base[r] for r in shared], mean, seed)
+    return ratios
+
+
+def _agreement(good: Sequence[Row], first: Sequence[Row]) -> Agreement:
+    theirs = {row.key: row for row in first if row.ok}
+    both = [(row, theirs[row.key]) for row in good if row.key in theirs]
+    same = [(row, other) for row, other in both if row.prompt == other.prompt]
+    return Agreement(len(both), len(same), sum(row.answer == other.answer for row, other in same))

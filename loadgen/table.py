@@ -1,0 +1,98 @@
+"""Summaries as text for a terminal. Every figure is one of `summary`; nothing is computed here but units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.loadgen.measure import Estimate
+from holdfast.loadgen.summary import Summary
+
+WIDTH = 170  # where the output is no terminal
+HEADS = (
+    "ms p50",
+    "ms p90",
+    "ms p99",
+    "1st token",
+    "ms/token",
+    "wall s",
+    "tokens/s",
+    "cached",
+    "calls",
+    "scripted",
+    "same answer",
+)
+
+
+def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
+    """A table for each workload, then the notes."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for workload in dict.fromkeys(summary.workload for summary in summaries):
+        mine = [summary for summary in summaries if summary.workload == workload]
+        console.print(table(mine, drawn.get(workload, "")))
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+
+
+def table(summaries: Sequence[Summary], drawn: str) -> Table:
+    """One workload: each server, and under each but the first its ratios to the first; below a figure its interval."""
+    first = summaries[0]
+    shown = Table(title=f"{first.workload}: {drawn}", title_justify="left", caption_justify="left", box=SIMPLE)
+    if first.workload == "repeats":
+        shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
+    shown.add_column("server", no_wrap=True)
+    for head in ("requests", *HEADS):
+        shown.add_column(head, justify="right", overflow="fold")
+    for summary in summaries:
+        shown.add_row(summary.server, _requests(summary), *_figures(summary), end_section=summary is first)
+        if summary is not first:
+            shown.add_row(f"/ {first.server}", "", *_ratios(summary), style="bold", end_section=True)
+    return shown
+
+
+def _requests(summary: Summary) -> str:
+    failed = sum(summary.failures.values())
+    return f"{summary.requests}" + (f"\n{failed} failed" if failed else "")
+
+
+def _figures(summary: Summary) -> list[str]:
+    agreement = summary.agreement
+    return [
+        *(_cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
+        _cell(summary.ttft["p50"], 1e3),
+        _cell(summary.per_token, 1e3),
+        _cell(summary.wall),
+        _cell(summary.tokens_per_s),
+        _share(summary.cached_share),
+        _share(summary.call_share),
+        _share(summary.scripted_share),
+        "" if agreement is None else f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)",
+    ]
+
+
+def _ratios(summary: Summary) -> list[str]:
+    names = ("latency p50", "latency p90", "latency p99", "ttft p50", "per token p50", "wall", "tokens per s")
+    return [*(_cell(summary.ratios[name], unit="x") for name in names), *[""] * (len(HEADS) - len(names))]
+
+
+def _cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
+    if estimate is None:
+        return "-"
+    told = brief(estimate.value * scale) + unit
+    if estimate.low is None or estimate.high is None:
+        return told
+    return f"{told}\n{brief(estimate.low * scale)}–{brief(estimate.high * scale)}"
+
+
+def brief(value: float) -> str:
+    """A figure with three digits or more."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"

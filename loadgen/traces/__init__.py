@@ -1,0 +1,1 @@
+"""Traces of agent programs: recorded, read, written, converted and replayed. No HTTP: the client drives the replay."""

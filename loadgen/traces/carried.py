@@ -1,0 +1,81 @@
+"""What the standard formats have no field for, in one object beside theirs that other readers pass over.
+
+`holdfast` holds it: of a program its tenant and closing messages, of a turn its output, limit and whether its prompt
+is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from holdfast.loadgen.traces.entries import Entry
+from holdfast.loadgen.traces.model import Json, Output, Program, Turn
+
+KEY = "holdfast"
+
+
+def of_program(program: Program) -> Json:
+    """Tenant and closing messages, where there are any."""
+    told: Json = {} if program.tenant is None else {"tenant": program.tenant}
+    return told | ({"closing": list(program.closing)} if program.closing else {})
+
+
+def of_turn(turn: Turn, output_length: int | None) -> Json:
+    """All of a turn that the format's own ``output_length`` leaves unsaid; empty if that says it all."""
+    output = {field.name: getattr(turn.output, field.name) for field in fields(Output)}
+    output = {name: value for name, value in output.items() if value is not None}
+    told: Json = {"whole": True} if turn.whole else {}
+    if turn.max_tokens is not None:
+        told["max_tokens"] = turn.max_tokens
+    if told or output != ({} if output_length is None else {"tokens": output_length}):
+        told["output"] = output
+    return told
+
+
+def program_in(entry: Entry | None) -> tuple[str | None, tuple[Json, ...]]:
+    """Tenant and closing messages."""
+    return (None, ()) if entry is None else (entry.text("tenant"), entry.messages("closing") or ())
+
+
+def output_in(entry: Entry | None, output_length: int | None) -> Output:
+    """The output; where nothing is carried, of the recorded length."""
+    inner = None if entry is None else entry.inner("output")
+    if inner is None:
+        return Output(tokens=output_length)
+    return Output(
+        answer=_said(inner, "answer"),
+        kept=_said(inner, "kept"),
+        prompt_tokens=inner.count("prompt_tokens"),
+        cached_tokens=inner.count("cached_tokens"),
+        tokens=inner.count("tokens"),
+        reason=inner.text("reason"),
+        failure=inner.text("failure"),
+        first_token_ms=inner.number("first_token_ms"),
+        latency_ms=inner.number("latency_ms"),
+        queue_ms=inner.number("queue_ms"),
+        prefill_ms=inner.number("prefill_ms"),
+        decode_ms=inner.number("decode_ms"),
+    )
+
+
+def extra_in(entry: Entry) -> tuple[Json, tuple[Json, ...]]:
+    """aiperf's `extra`, which it merges into the request: sampling fields, and tools that stand among them."""
+    extra = entry.inner("extra")
+    if extra is None:
+        return {}, ()
+    if "messages" in extra.data:
+        raise extra.error("messages", "would replace the conversation")
+    tools = extra.objects("tools") or ()
+    return {name: extra.given(name) for name in extra.data if name != "tools"}, tools
+
+
+def output_length(turn: Turn) -> int | None:
+    """What aiperf is told: the recorded length, or else the limit; None where a request for it would be refused."""
+    return (turn.output.tokens if turn.output.tokens is not None else turn.max_tokens) or None
+
+
+def _said(entry: Entry, name: str) -> Json | None:
+    message = entry.object(name)
+    if message is not None and message.get("role") != "assistant":
+        raise entry.error(name, "must be a message of the assistant")
+    return message

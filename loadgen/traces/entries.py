@@ -1,0 +1,171 @@
+"""JSON objects read field by field: every getter checks a type, every error says file, place and field.
+
+A field that is null counts as absent. An entry remembers what was asked for; what was not can be counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from holdfast.loadgen.traces.model import Json
+from holdfast.replicas.errors import ConfigError
+
+
+class Entry:
+    """One JSON object. ``place`` names file and record, ``prefix`` the object inside the record."""
+
+    __slots__ = ("_asked", "_inner", "_prefix", "data", "place")
+
+    def __init__(self, data: object, place: str, prefix: str = "") -> None:
+        self.place, self._prefix = place, prefix
+        self._asked: set[str] = set()
+        self._inner: list[Entry] = []
+        if not isinstance(data, dict):
+            raise self.error("", "must be an object")
+        self.data: Json = data
+
+    def error(self, name: str, why: str) -> ConfigError:
+        """The error of field ``name`` (of the object itself where that is empty); to be raised by the caller."""
+        field = _path(self._prefix, name)
+        return ConfigError(f"{self.place}, field '{field}': {why}" if field else f"{self.place}: {why}", field or None)
+
+    def given(self, name: str) -> Any:
+        """The field as it stands."""
+        self._asked.add(name)
+        return self.data.get(name)
+
+    def text(self, name: str) -> str | None:
+        value = self.given(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, "must be a string")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.given(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return bool(value)
+
+    def number(self, name: str) -> float | None:
+        """A finite number that is not negative."""
+        value = self.given(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.error(name, "must be a number, 0 or more")
+        return value
+
+    def count(self, name: str) -> int | None:
+        """A whole number that is not negative."""
+        value = self.given(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise self.error(name, "must be a whole number, 0 or more")
+        return value
+
+    def counts(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers."""
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
+            raise self.error(name, "must be a list of whole numbers")
+        return tuple(value)
+
+    def inner(self, name: str) -> Entry | None:
+        """The object in field ``name``, to be read field by field."""
+        value = self.given(name)
+        if value is None:
+            return None
+        self._inner.append(Entry(value, self.place, _path(self._prefix, name)))
+        return self._inner[-1]
+
+    def inners(self, name: str) -> list[Entry] | None:
+        """The objects of the list in field ``name``, to be read field by field."""
+        found = self._items(name)
+        self._inner += found or ()
+        return found
+
+    def object(self, name: str) -> Json | None:
+        """The object in field ``name`` as it stands."""
+        value = self.given(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(name, "must be an object")
+        return value
+
+    def objects(self, name: str) -> tuple[Json, ...] | None:
+        """A list of objects as they stand."""
+        found = self._items(name)
+        return None if found is None else tuple(item.data for item in found)
+
+    def messages(self, name: str) -> tuple[Json, ...] | None:
+        """A list of messages, each with a role, as they stand."""
+        found = self._items(name)
+        for message in found or ():
+            if not message.text("role"):
+                raise message.error("role", "must be a string")
+        return None if found is None else tuple(message.data for message in found)
+
+    def unread(self) -> Counter[str]:
+        """The fields that nobody asked for and that are not null, of the entries inside this one as well."""
+        kept = [part for part in self._prefix.split(".") if part and not part.isdigit()]
+        left = (name for name, value in self.data.items() if name not in self._asked and value is not None)
+        return sum((entry.unread() for entry in self._inner), Counter(".".join([*kept, name]) for name in left))
+
+    def _items(self, name: str) -> list[Entry] | None:
+        value = self.given(name)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise self.error(name, "must be a list")
+        return [Entry(item, self.place, _path(self._prefix, f"{name}.{number}")) for number, item in enumerate(value)]
+
+
+def _path(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}".strip(".")
+
+
+def lines(path: Path) -> Iterator[Entry]:
+    """The objects of a JSONL file, blank lines aside. Raises ConfigError."""
+    try:
+        # Not `splitlines`: JSON strings may hold separators of lines that are not those of JSONL.
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield Entry(_parsed(line, place), place)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "trace") from error
+
+
+def document(path: Path) -> Any:
+    """The JSON of a whole file. Raises ConfigError."""
+    try:
+        return _parsed(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "trace") from error
+
+
+def write_lines(path: Path, rows: Iterable[Json]) -> None:
+    """Write JSONL; the file appears only when all of it is written. Raises ConfigError."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n")
+        part.replace(path)
+    except (OSError, ValueError) as error:  # ValueError: not a number, or half a surrogate pair
+        raise ConfigError(f"cannot write {path}: {error}", "trace") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {error}", "trace") from error

@@ -1,0 +1,85 @@
+"""Turns of known length: texts for prompts of which a trace has only lengths, and lengths for answers it has in full.
+
+A block's text depends on its id alone, so prompts share what they shared in the recording.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from holdfast.loadgen.traces.model import Json, Program, Sized, Turn
+
+BLOCK = 512  # tokens, in Mooncake's traces
+
+_COMMON = (
+    "the of and to in is that for it was on are as with his they at be this from have or by one had not but what all "
+    "were when we there can an your which their said if do will each about how up out them then she many some so these "
+    "would other into has more her two like him see time could no make than first been its who now people my made over "
+    "did down only way find use may water long little very after words called just where most know"
+)
+WORDS = tuple(_COMMON.split())
+"""So common that a large vocabulary has each of them, with the space before it, as one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How lengths become texts: ``words_per_token`` of the served model, ``scale`` for a smaller context than recorded.
+
+    The chat template's own tokens come on top of the recorded length.
+    """
+
+    seed: int = 0
+    block: int = BLOCK
+    scale: float = 1.0
+    words_per_token: float = 1.0
+
+    def words(self, tokens: int) -> int:
+        """How many words a prompt of that many tokens has, one at least."""
+        return max(1, round(tokens * self.scale * self.words_per_token))
+
+    def text(self, sized: Sized, about: str) -> str:
+        """A text of that length; what no block covers is drawn for ``about``, shared with nothing."""
+        wanted, each = self.words(sized.tokens), self.words(self.block)
+        words: list[str] = []
+        for block in sized.blocks or ():
+            words += _drawn(f"{self.seed}/block/{block}", each)
+        if len(words) < wanted:
+            words += _drawn(f"{self.seed}/rest/{about}", wanted - len(words))
+        return " ".join(words[:wanted])
+
+
+def worded(program: Program, wording: Wording) -> Program:
+    """The program with a message of the user for every prompt that was only a length, and outputs scaled alike.
+
+    Deterministic, and for one program at a time: the texts of a production trace do not fit into memory at once.
+    """
+    turns = tuple(_worded(turn, f"{program.id}/{index}", wording) for index, turn in enumerate(program.turns))
+    return replace(program, turns=turns)
+
+
+def counted(program: Program, count: Callable[[Json], int]) -> Program:
+    """The program with ``count`` of every answer of which the trace has no length: tokens of the served model."""
+    return replace(program, turns=tuple(_counted(turn, count) for turn in program.turns))
+
+
+def _worded(turn: Turn, about: str, wording: Wording) -> Turn:
+    if not isinstance(turn.prompt, Sized):
+        return turn
+    output = turn.output
+    if output.tokens:
+        output = replace(output, tokens=max(1, round(output.tokens * wording.scale)))
+    return replace(turn, prompt=({"role": "user", "content": wording.text(turn.prompt, about)},), output=output)
+
+
+def _counted(turn: Turn, count: Callable[[Json], int]) -> Turn:
+    if turn.output.answer is None or turn.output.tokens is not None:
+        return turn
+    return replace(turn, output=replace(turn.output, tokens=count(turn.output.answer)))
+
+
+@lru_cache(maxsize=4096)
+def _drawn(about: str, words: int) -> tuple[str, ...]:
+    return tuple(random.Random(about).choices(WORDS, k=words))

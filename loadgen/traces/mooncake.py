@@ -1,0 +1,193 @@
+"""aiperf's `mooncake_trace`: JSONL with one request a line, lines of one `session_id` being one program's turns.
+
+A line holds `messages`, a `text_input`, a whole `payload`, or only an `input_length` with `hash_ids`. Messages come in
+two ways, which aiperf tells apart by `assistant_responses`: `recorded`, every line has its whole prompt, or `live`,
+every line has what is new (aiperf 0.13 knows only the first and takes every line for a whole prompt; before it was
+released under this name the field was `message_mode`, with `history` and `delta`).
+After aiperf's `dataset/loader/models.py` and `mooncake_trace.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from holdfast.loadgen.traces import carried
+from holdfast.loadgen.traces.entries import Entry, lines, write_lines
+from holdfast.loadgen.traces.history import continued, prompts
+from holdfast.loadgen.traces.model import Json, Messages, Program, Reading, Sized, Turn, distinct
+from holdfast.replicas.errors import ConfigError
+
+NAME = "mooncake_trace"
+TRANSPORT = frozenset({"model", "stream", "stream_options"})
+"""Fields of a payload that say how and by whom it is answered, and not what is asked."""
+
+_INPUTS = ("messages", "text_input", "payload", "input_length")
+_MODES = {"live": True, "delta": True, "recorded": False, "history": False}
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A turn as its line has it: ``whole`` where nothing before it counts, None where that is to be found out."""
+
+    turn: Turn
+    kind: str  # lengths and texts, live, recorded: lines of one program are of one kind
+    whole: bool | None
+    tools: bool  # whether the line has tools of its own
+    entry: Entry
+    extension: Entry | None
+
+
+def read(path: Path) -> Reading:
+    """The programs of a file, in the order of their first lines. Raises ConfigError that names line and field."""
+    sessions: dict[str, list[_Line]] = {}
+    left_out: Counter[str] = Counter()
+    read = 0
+    for read, entry in enumerate(lines(path), 1):
+        line = _line(entry, left_out)
+        name = entry.text("session_id") or f"{path.stem}-{read}"
+        sessions.setdefault(name, []).append(line)
+    if not read:
+        raise ConfigError(f"{path} has no request", "trace")
+    programs = tuple(_program(name, found) for name, found in sessions.items())
+    for line in chain.from_iterable(sessions.values()):
+        left_out += line.entry.unread()
+    return Reading(programs, read, left_out)
+
+
+def write(programs: Iterable[Program], path: Path, live: bool = False) -> None:
+    """One line a turn: with its whole prompt, or with ``live`` what is new in it.
+
+    Raises ConfigError for what that cannot carry: a whole prompt or a turn that adds nothing where ``live``, an
+    answer that the trace does not have where not.
+    """
+    write_lines(path, (row for program in distinct(programs) for row in _rows(program, live)))
+
+
+def _line(entry: Entry, left_out: Counter[str]) -> _Line:
+    if entry.text("type") not in (None, NAME):
+        raise entry.error("type", f"must be {NAME!r}")
+    if sum(entry.data.get(name) is not None for name in _INPUTS) != 1:
+        raise entry.error("", f"must have exactly one of {', '.join(_INPUTS)}")
+    payload = entry.inner("payload")
+    source = entry if payload is None else payload
+    prompt, kind = _prompt(entry, source)
+    tools = source.objects("tools")
+    if payload is None and (tools == () or (tools and kind == "input")):
+        raise source.error("tools", "must not be empty, and needs messages")
+    sampling, over = carried.extra_in(entry)
+    tools = over or tools
+    if payload is not None:
+        sampling = _fields(payload, left_out) | sampling
+    extension = entry.inner(carried.KEY)
+    turn = Turn(
+        prompt=prompt,
+        tools=tools or (),
+        sampling=sampling,
+        max_tokens=None if extension is None else extension.count("max_tokens"),
+        at_ms=entry.number("timestamp"),
+        delay_ms=entry.number("delay"),
+        output=carried.output_in(extension, entry.count("output_length")),
+    )
+    whole = extension.flag("whole") if extension is not None and extension.data.get("output") is not None else None
+    return _Line(turn, kind, whole, tools is not None, entry, extension)
+
+
+def _prompt(entry: Entry, source: Entry) -> tuple[Messages | Sized, str]:
+    mode = entry.text("assistant_responses") or entry.text("message_mode") or "recorded"
+    if mode.lower() not in _MODES:
+        raise entry.error("assistant_responses", f"must be one of {', '.join(_MODES)}")
+    live = _MODES[mode.lower()]
+    blocks, length, text = entry.counts("hash_ids"), entry.count("input_length"), entry.text("text_input")
+    if blocks is not None and length is None:
+        raise entry.error("hash_ids", "needs input_length")
+    if live and entry.data.get("messages") is None:
+        raise entry.error("assistant_responses", "'live' needs messages")
+    if length is not None:
+        return Sized(length, blocks), "input"
+    if text is not None:
+        return ({"role": "user", "content": text},), "input"
+    messages = source.messages("messages")
+    if not messages:
+        raise source.error("messages", "must be a list that is not empty")
+    return messages, "live" if live else "recorded"
+
+
+def _fields(payload: Entry, left_out: Counter[str]) -> Json:
+    """What a payload asks for beside messages and tools; how it is transported is left out and counted."""
+    left_out += Counter(f"payload.{name}" for name in payload.data if name in TRANSPORT)
+    names = [name for name in payload.data if name not in {"messages", "tools"}]
+    return {name: payload.given(name) for name in names if payload.given(name) is not None and name not in TRANSPORT}
+
+
+def _program(name: str, found: list[_Line]) -> Program:
+    turns: list[Turn] = []
+    whole: Messages = ()
+    for line in found:
+        if line.kind != found[0].kind:
+            raise line.entry.error("", f"program {name!r} began with lines of another kind ({found[0].kind})")
+        turn = line.turn
+        if line.kind == "live" and turns and not line.tools:
+            turn = replace(turn, tools=turns[-1].tools)
+        if line.kind == "recorded":
+            assert not isinstance(turn.prompt, Sized)
+            now = turn.prompt
+            if turns and line.whole:
+                turn = replace(turn, whole=True)
+            elif turns:
+                turns[-1], turn = continued(turns[-1], whole, turn)
+                if turn.whole and line.whole is False:
+                    raise line.entry.error("messages", "do not continue the turn before")
+            whole = now
+        turns.append(turn)
+    tenant, closing = carried.program_in(found[0].extension)
+    return Program(name, tuple(turns), tenant, closing)
+
+
+def _rows(program: Program, live: bool) -> Iterator[Json]:
+    sized = [isinstance(turn.prompt, Sized) for turn in program.turns]
+    if any(sized) and not all(sized):
+        raise ConfigError(f"program {program.id!r}: {NAME} cannot mix lengths and messages", "prompt")
+    full = None if live or any(sized) else prompts(program)
+    for index, turn in enumerate(program.turns):
+        before = program.turns[index - 1] if index else None
+        yield _row(program, index, turn, before, None if full is None else next(full))
+
+
+def _row(program: Program, index: int, turn: Turn, before: Turn | None, whole: Messages | None) -> Json:
+    row: Json = {"session_id": program.id}
+    row |= {} if turn.at_ms is None else {"timestamp": turn.at_ms}
+    row |= {} if turn.delay_ms is None else {"delay": turn.delay_ms}
+    live = whole is None
+    why = _unfit(turn, before, live)
+    if why:
+        raise ConfigError(f"program {program.id!r}, turn {index}: {NAME} cannot carry {why}", "turns")
+    if isinstance(turn.prompt, Sized):
+        row |= {"input_length": turn.prompt.tokens}
+        row |= {} if turn.prompt.blocks is None else {"hash_ids": list(turn.prompt.blocks)}
+    else:
+        row |= {"assistant_responses": "live" if live else "recorded"}
+        row |= {"messages": list(turn.prompt if whole is None else whole)}
+    if turn.tools and not (live and before is not None and before.tools == turn.tools):
+        row["tools"] = list(turn.tools)
+    length = carried.output_length(turn)
+    row |= {} if length is None else {"output_length": length}
+    row |= {"extra": turn.sampling} if turn.sampling else {}
+    told = carried.of_turn(turn, length) | (carried.of_program(program) if index == 0 else {})
+    return row | ({carried.KEY: told} if told else {})
+
+
+def _unfit(turn: Turn, before: Turn | None, live: bool) -> str:
+    """What this way of writing has no room for; empty for a turn that fits."""
+    if isinstance(turn.prompt, Sized):
+        return "tools without messages" if turn.tools else "a whole prompt of which it has the length" * turn.whole
+    if live and turn.whole:
+        return "a whole prompt among live turns: write it with recorded answers"
+    if live and not turn.prompt:
+        return "a turn that adds no message: write it with recorded answers"
+    if not live and (before is None or turn.whole) and not turn.prompt:
+        return "a prompt without messages"
+    return "live turns that have no tools any more" if live and before and before.tools and not turn.tools else ""

@@ -1,0 +1,73 @@
+"""From requests as they were sent and what came of them to a trace. Any measured run can be recorded so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.loadgen.traces.history import continued
+from holdfast.loadgen.traces.model import Json, Messages, Output, Program, Turn
+from holdfast.replicas.errors import ConfigError
+
+LIMITS = ("max_completion_tokens", "max_tokens")
+_TRANSPORT = frozenset({"model", "stream", "stream_options", "program_id", "previous_response_id", "prompt_cache_key"})
+_FORCED = frozenset({"ignore_eos", "min_tokens"})  # a replay forces lengths again, or does not
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One request of a run. ``body`` is what was sent; its messages must not change afterwards.
+
+    ``sent_ms`` is counted from the start of the run. Which server and model it was is not part of a trace.
+    """
+
+    program: str
+    index: int  # of the turn
+    sent_ms: float
+    body: Json
+    output: Output
+    tenant: str | None = None
+
+
+def recorded(observed: Iterable[Observed]) -> tuple[Program, ...]:
+    """The programs of a run, by their first request. Each must come from one repetition on one server.
+
+    Raises ConfigError where a program has two requests for one turn.
+    """
+    programs: dict[str, list[Observed]] = {}
+    for one in observed:
+        programs.setdefault(one.program, []).append(one)
+    for found in programs.values():
+        found.sort(key=lambda one: one.index)
+    return tuple(_program(found) for found in sorted(programs.values(), key=lambda found: found[0].sent_ms))
+
+
+def _program(found: Sequence[Observed]) -> Program:
+    turns: list[Turn] = []
+    whole: Messages = ()
+    for before, one in zip((None, *found[:-1]), found, strict=True):
+        if before is not None and before.index == one.index:
+            raise ConfigError(f"program {one.program!r} has two requests for turn {one.index}", "turn")
+        turn = _turn(one, before)
+        now: Messages = tuple(one.body["messages"])
+        if turns:
+            turns[-1], turn = continued(turns[-1], whole, turn)
+        turns.append(turn)
+        whole = now
+    return Program(found[0].program, tuple(turns), found[0].tenant)
+
+
+def _turn(one: Observed, before: Observed | None) -> Turn:
+    left = {"messages", "tools", *LIMITS} | _TRANSPORT | _FORCED
+    limits = [one.body[name] for name in LIMITS if one.body.get(name) is not None]
+    turn = Turn(
+        prompt=tuple(one.body["messages"]),
+        tools=tuple(one.body.get("tools") or ()),
+        sampling={name: value for name, value in one.body.items() if name not in left},
+        max_tokens=limits[0] if limits else None,
+        at_ms=one.sent_ms,
+        output=one.output,
+    )
+    if before is None or before.output.latency_ms is None:
+        return turn
+    return replace(turn, delay_ms=max(0.0, one.sent_ms - before.sent_ms - before.output.latency_ms))

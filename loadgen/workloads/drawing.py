@@ -1,0 +1,168 @@
+"""The workloads, drawn: each a function of seed, repetition and sizes. Here is what is said; `script` has the types.
+
+After the stateful-inference paper's evaluation (sections 4.1 and 5.3): three agents of five tools and five turns, a bug
+fix of six turns, a web application of thirty-five, a burst of eight, and exact repeats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from holdfast.loadgen.workloads import tools
+from holdfast.loadgen.workloads.script import Round, Script, Sizes, Turn, at_once, one_by_one
+from holdfast.loadgen.workloads.tools import Tool
+
+AGENTS = (("travel", "a travel agent"), ("review", "a code reviewer"), ("data", "a data analyst"))
+AGENT_TOOLS = {"travel": tools.TRAVEL, "review": tools.REVIEW, "data": tools.DATA}
+AGENT_TURNS = 5
+BUGFIX_TURNS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What makes one repetition different from every other: seed, workload, repetition."""
+
+    seed: int
+    workload: str
+    repetition: int
+
+    def rng(self, about: str) -> random.Random:
+        """A generator of its own for each thing that is drawn."""
+        return random.Random(f"{self.seed}/{self.workload}/{self.repetition}/{about}")
+
+    @property
+    def session(self) -> str:
+        """Opens every system prompt, so that nothing cached in another repetition or workload fits."""
+        told = f"{self.seed}/{self.workload}/{self.repetition}"
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
+
+
+def sequential(draw: Draw, sizes: Sizes) -> Round:
+    """Three agents of five turns: A1 to A5, B1 to B5, C1 to C5."""
+    return _agents(draw, sizes, (Turn(a, i) for a in range(3) for i in range(AGENT_TURNS)))
+
+
+def interleaved(draw: Draw, sizes: Sizes) -> Round:
+    """Three agents of five turns: A1 B1 C1 A2 B2 C2 and so on."""
+    return _agents(draw, sizes, (Turn(a, i) for i in range(AGENT_TURNS) for a in range(3)))
+
+
+def round_robin(draw: Draw, sizes: Sizes) -> Round:
+    """Three agents of five turns, another one first in each round: A1 B1 C1 B2 C2 A2 C3 A3 B3 and so on."""
+    return _agents(draw, sizes, (Turn((a + i) % 3, i) for i in range(AGENT_TURNS) for a in range(3)))
+
+
+def bugfix(draw: Draw, sizes: Sizes) -> Round:
+    """One agent fixes a bug in six turns with file names of its own: reads, searches, writes, runs, checks."""
+    script = _script(draw, "bugfix", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+    return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(BUGFIX_TURNS))))
+
+
+def webapp(draw: Draw, sizes: Sizes) -> Round:
+    """One agent builds a web application; in 35 turns its prompt grows from 300 to 3,000 tokens."""
+    turns = sizes.webapp_turns
+    rng = draw.rng("order")
+    order: list[Tool] = []
+    while len(order) < turns * sizes.chain:
+        order += rng.sample(tools.CODING, len(tools.CODING))
+    script = _script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
+    return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(turns))))
+
+
+def burst(draw: Draw, sizes: Sizes) -> Round:
+    """Bursts of requests at once over one preamble of all fifteen tools: 5 times 8 unless sized otherwise."""
+    fifteen = tools.TRAVEL + tools.REVIEW + tools.DATA
+    count, rng = sizes.burst * sizes.bursts, draw.rng("order")
+    scripts = tuple(
+        _script(draw, f"burst{i}", "an orchestrator of agents", fifteen, 1, 1, rng.sample(fifteen, 1))
+        for i in range(count)
+    )
+    waves = tuple(tuple((Turn(first + i, 0),) for i in range(sizes.burst)) for first in range(0, count, sizes.burst))
+    return Round(scripts, waves)
+
+
+def concurrency(draw: Draw, sizes: Sizes) -> Round:
+    """Bug-fixing programs at once, each sending its next turn when the last is answered: 8 of 6 turns."""
+    scripts = tuple(
+        _script(draw, f"program{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+        for i in range(sizes.programs)
+    )
+    return Round(scripts, at_once(sizes.programs, BUGFIX_TURNS))
+
+
+def arrivals(draw: Draw, sizes: Sizes) -> Round:
+    """Bug-fixing programs that arrive by a Poisson process, whether or not the server keeps up."""
+    scripts = tuple(
+        _script(draw, f"job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain) for i in range(sizes.jobs)
+    )
+    rng = draw.rng("arrivals")
+    due = tuple(accumulate(rng.expovariate(sizes.rate) for _ in scripts))
+    return Round(scripts, at_once(sizes.jobs, BUGFIX_TURNS), due=due)
+
+
+def repeats(draw: Draw, sizes: Sizes) -> Round:
+    """The interleaved agents' requests a second time, byte for byte: what a response cache answers."""
+    first = interleaved(draw, sizes)
+    return Round(first.scripts, first.waves, fill=first.waves, forced=True)
+
+
+Drawing = Callable[[Draw, Sizes], Round]
+WORKLOADS: dict[str, tuple[Drawing, ...]] = {
+    "agents": (sequential, interleaved, round_robin),
+    "bugfix": (bugfix,),
+    "webapp": (webapp,),
+    "burst": (burst,),
+    "concurrency": (concurrency,),
+    "arrivals": (arrivals,),
+    "repeats": (repeats,),
+}
+"""What each name on the command line stands for."""
+
+
+def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:
+    """The name and function of every workload that ``names`` stand for."""
+    for name in names:
+        for drawing in WORKLOADS[name]:
+            yield drawing.__name__.replace("_", "-"), drawing
+
+
+def warm_up(seed: int, number: int) -> Round:
+    """A bug fix of which nothing is measured."""
+    drawn = bugfix(Draw(seed, "warm-up", number), Sizes())
+    return Round(drawn.scripts, (), fill=drawn.waves)
+
+
+def describe(drawn: Round) -> str:
+    """What was drawn, in a line."""
+    turns = sum(len(lane) for wave in drawn.waves for lane in wave)
+    widest = max(len(wave) for wave in drawn.waves)
+    declared = {tool["function"]["name"] for script in drawn.scripts for tool in script.tools}
+    when = f"arriving over {drawn.due[-1]:.0f} s" if drawn.due else f"up to {widest} at once"
+    return f"{len(drawn.scripts)} programs, {turns} requests, {when}, {len(declared)} tools"
+
+
+def _agents(draw: Draw, sizes: Sizes, order: Iterable[Turn]) -> Round:
+    scripts = []
+    for name, role in AGENTS:
+        offered = AGENT_TOOLS[name]
+        drawn = draw.rng(f"{name}/order").sample(offered, len(offered))
+        scripts.append(_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, drawn))
+    return Round(tuple(scripts), one_by_one(tuple(order)))
+
+
+def _script(
+    draw: Draw, name: str, role: str, offered: Sequence[Tool], turns: int, chain: int, order: Sequence[Tool] = ()
+) -> Script:
+    """A script that goes through the tools in ``order`` (their own unless given), ``chain`` of them at a time.
+
+    It has a step for every turn: a model that never calls a tool ends a step with each answer.
+    """
+    rng, order = draw.rng(name), order or offered
+    chosen = ([order[(i + k) % len(order)] for k in range(chain)] for i in range(0, turns * chain, chain))
+    steps = tuple(tools.step(group, rng) for group in chosen)
+    system = f"Session {draw.session}. You are {role}. Use the tools when they help. Answer briefly."
+    return Script(name, f"{draw.session}-{name}", system, tuple(tool.schema for tool in offered), steps)

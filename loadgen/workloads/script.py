@@ -1,0 +1,99 @@
+"""Scripts of agent programs and the order in which their turns are sent: data only, no drawing and no HTTP.
+
+A turn is one request. The user asks for one or more calls; each of the model's calls is answered with the tool's
+result, and the user speaks again when the model has answered in text. A script holds what the user says and what a
+good model would answer, which is used where the history is forced and in place of an answer that failed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from holdfast.replicas.errors import ConfigError
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call: the tool's name and its arguments as an object."""
+
+    tool: str
+    arguments: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message of the user: what is said, the calls it asks for one after another, the text that ends it."""
+
+    user: str
+    calls: tuple[Call, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One program: system prompt, tools as an OpenAI client declares them, and as many steps as it may have turns."""
+
+    name: str
+    session: str  # unlike that of any other repetition or workload; opens the system prompt, too
+    system: str
+    tools: tuple[Json, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Request ``index`` (from 0) of script ``script`` (its place in the round)."""
+
+    script: int
+    index: int
+
+
+Lane = tuple[Turn, ...]
+"""Turns sent one after another, each as soon as the one before is answered."""
+
+Wave = tuple[Lane, ...]
+"""Lanes that run at once. The next wave starts when all of them are through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One repetition of a workload. ``fill`` waves come first and are not measured: they are what a cache may know."""
+
+    scripts: tuple[Script, ...]
+    waves: tuple[Wave, ...]
+    fill: tuple[Wave, ...] = ()
+    due: tuple[float, ...] = ()  # when each lane of a wave begins, in seconds; empty: at once
+    forced: bool = False  # the scripted answers go into the history whatever the model says
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the workloads are. Raises ConfigError for sizes below 1."""
+
+    webapp_turns: int = 35
+    programs: int = 8  # at once, in `concurrency`
+    burst: int = 8  # requests at once, in `burst`
+    bursts: int = 5  # one after another
+    chain: int = 3  # calls that one message of the user asks for at most
+    jobs: int = 20  # programs of `arrivals`
+    rate: float = 0.2  # of those, a second
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self) if field.name != "rate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1", name)
+        if not self.rate > 0:
+            raise ConfigError("rate must be more than 0", "rate")
+
+
+def one_by_one(turns: tuple[Turn, ...]) -> tuple[Wave, ...]:
+    """Waves that send one turn at a time, in this order."""
+    return tuple(((turn,),) for turn in turns)
+
+
+def at_once(scripts: int, turns: int) -> tuple[Wave, ...]:
+    """One wave in which every script runs through its turns at its own pace."""
+    return (tuple(tuple(Turn(script, index) for index in range(turns)) for script in range(scripts)),)

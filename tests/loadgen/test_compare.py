@@ -1,0 +1,218 @@
+"""`holdfast bench compare` as a whole, against servers in this process."""
+
+import json
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_server, usage
+
+from holdfast.cluster.cli import main as holdfast
+from holdfast.loadgen import compare
+from holdfast.loadgen.compare import Options, parse_server
+from holdfast.loadgen.rows import from_json
+from holdfast.loadgen.summary import summarize
+from holdfast.loadgen.table import brief
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+SMALL = Sizes(webapp_turns=5, programs=3, burst=3, bursts=2)
+
+
+def model(asked: Asked) -> Answer:
+    """Calls the first tool when the user speaks, and tells the result; a tenth of a token is a character."""
+    if asked.method == "GET":
+        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
+    last = asked.body["messages"][-1]
+    if last["role"] == "user":
+        tool = asked.body["tools"][0]["function"]
+        said = call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "a.py"), "c1")
+    else:
+        said = chunk({"content": f"It is {last['content']}."})
+    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)
+
+
+def run(tmp_path: Path, *answering: Callable[[Asked], Answer], **options) -> tuple[int, dict, list[Stub]]:
+    with ExitStack() as stack:
+        stubs = [stack.enter_context(stub_server(one)) for one in answering]
+        servers = tuple((f"s{number}", stub.url) for number, stub in enumerate(stubs))
+        path = tmp_path / "run.json"
+        wanted = {"sizes": SMALL, "repetitions": 1, "warm_up": 0, "json_file": path, **options}
+        status = compare.main(Options(servers, **wanted))
+    return status, json.loads(path.read_text()), stubs
+
+
+def test_two_runs_of_a_seed_send_the_same_bytes_and_another_seed_other_ones(tmp_path: Path) -> None:
+    workloads = ("bugfix", "webapp", "repeats")
+    sent = []
+    for seed in (0, 0, 1):
+        _, _, (stub,) = run(tmp_path, model, workloads=workloads, seed=seed, repetitions=2)
+        sent.append([asked.content for asked in stub.asked if asked.method == "POST"])
+    assert sent[0] == sent[1]
+    assert not set(sent[0]) & set(sent[2])
+    novel = sent[0][: -4 * 15]
+    assert len(set(novel)) == len(novel)
+    repeated = sent[0][-4 * 15 :]
+    assert repeated[:15] == repeated[15:30]
+    assert not set(repeated[:15]) & set(repeated[30:])
+
+
+def test_servers_take_turns_and_the_one_that_begins_changes(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Callable[[Asked], Answer]:
+        def answering(asked: Asked) -> Answer:
+            if asked.method == "POST":
+                order.append(name)
+            return model(asked)
+
+        return answering
+
+    run(tmp_path, noting("a"), noting("b"), workloads=("bugfix",))
+    assert order == ["a", "b", "b", "a"] * 3
+    order.clear()
+    run(tmp_path, noting("a"), noting("b"), workloads=("burst",))
+    assert order == ["a"] * 3 + ["b"] * 6 + ["a"] * 3
+
+
+def test_every_printed_figure_comes_from_the_rows_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    status, content, _ = run(tmp_path, model, model, repetitions=2, workloads=("bugfix", "burst"))
+    assert (status, content["complete"], content["options"]["seed"]) == (0, True, 0)
+    summaries = summarize(from_json(content["rows"]), 0)
+    assert [summary.workload for summary in summaries[::2]] == list(content["workloads"])
+    assert json.loads(json.dumps(content["summaries"])) == json.loads(
+        json.dumps([{name: getattr(told, name) for name in told.__slots__} for told in summaries], default=vars_of)
+    )
+    printed = capsys.readouterr().out
+    for summary in summaries:
+        assert brief(summary.latency["p50"].value * 1e3) in printed
+        assert summary.agreement is None or summary.agreement.same_answer == summary.agreement.asked
+    assert "closed loop" in printed
+    assert {row["failure"] for row in content["rows"]} == {""}
+
+
+def vars_of(told: object) -> dict:
+    return {name: getattr(told, name) for name in told.__slots__}
+
+
+def test_histories_differ_where_servers_do_unless_they_are_forced(tmp_path: Path) -> None:
+    def mute(asked: Asked) -> Answer:
+        said = chunk({"content": "I cannot."}) + usage(9, 0, 3) + DONE
+        return Answer.of(said) if asked.method == "POST" else model(asked)
+
+    same = {}
+    for forced in (False, True):
+        _, content, stubs = run(tmp_path, model, mute, workloads=("bugfix",), forced=forced)
+        agreement = content["summaries"][1]["agreement"]
+        same[forced] = agreement["same_prompt"]
+        assert (agreement["asked"], agreement["same_answer"]) == (6, 0)
+        mine, theirs = ([a.content for a in stub.asked if a.method == "POST"] for stub in stubs)
+        assert (mine == theirs) == forced
+    assert same == {False: 1, True: 6}
+
+
+def test_a_server_that_fails_in_every_way_is_counted_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    asked_so_far: list[Asked] = []
+    ways = (
+        Answer.of(b"{}", 500),
+        Answer(((0.0, chunk({"content": "hel"})),), cut=True),
+        Answer.of(b"data: {oops\n\n"),
+        Answer(hang=True),
+        Answer.of(b'data: {"error": {"message": "no"}}\n\n'),
+    )
+
+    def failing(asked: Asked) -> Answer:
+        if asked.method == "GET":
+            return model(asked)
+        asked_so_far.append(asked)
+        return ways[len(asked_so_far) - 1] if len(asked_so_far) <= len(ways) else model(asked)
+
+    status, content, _ = run(tmp_path, model, failing, workloads=("bugfix",), timeout_s=3.0)
+    good, bad = content["summaries"]
+    assert status == 0
+    assert good["failures"] == {}
+    assert bad["failures"] == {"http": 1, "cut": 1, "malformed": 1, "timeout": 1, "reported": 1}
+    assert bad["requests"] == good["requests"] == 6
+    assert bad["ratios"]["wall"] is None
+    assert "FAILED: bugfix on s1" in capsys.readouterr().out
+
+
+def test_interrupting_writes_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def interrupting(asked: Asked) -> Answer:
+        if asked.method == "POST" and len(asked.body["messages"]) > 6:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return model(asked)
+
+    status, content, _ = run(tmp_path, interrupting, workloads=("bugfix",), repetitions=3)
+    assert (status, content["complete"]) == (130, False)
+    assert 2 <= len(content["rows"]) < 18
+    assert "INTERRUPTED" in capsys.readouterr().out
+
+
+def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_servers(tmp_path: Path) -> None:
+    jobs = 30
+    all_there = threading.Barrier(jobs)
+
+    def slow(asked: Asked) -> Answer:
+        if asked.method == "POST" and len(asked.body["messages"]) == 2:
+            all_there.wait(60)  # a generator that waited for answers would never send the thirtieth
+        return model(asked)
+
+    _, content, _ = run(tmp_path, slow, workloads=("arrivals",), sizes=Sizes(jobs=jobs, rate=600.0))
+    rows = from_json(content["rows"])
+    first = [row for row in rows if row.turn == 0]
+    assert len(first) == jobs
+    assert all(row.ok and row.started >= row.due for row in first)
+    assert all(row.latency == row.ended - row.due for row in first)
+    assert min(row.ended for row in first) > max(row.due for row in first)
+    assert all(row.due is None for row in rows if row.turn > 0)
+
+
+def test_the_warm_up_is_sent_and_not_measured(tmp_path: Path) -> None:
+    _, content, (stub,) = run(tmp_path, model, workloads=("bugfix",), warm_up=2)
+    assert len(content["rows"]) == 6
+    assert sum(asked.method == "POST" for asked in stub.asked) == 18
+
+
+def test_caches_that_would_spoil_the_figures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def seen_before(asked: Asked) -> Answer:
+        return Answer.of(chunk({"content": "x"}) + usage(90, 80, 3) + DONE) if asked.method == "POST" else model(asked)
+
+    run(tmp_path, seen_before, workloads=("bugfix",))
+    assert "use another --seed" in capsys.readouterr().out
+
+
+def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path) -> None:
+    assert parse_server("a=http://h:1/v1/") == ("a", "http://h:1")
+    for wrong in ("http://h:1", "=http://h", "a=h:1"):
+        with pytest.raises(ConfigError, match="NAME=URL"):
+            parse_server(wrong)
+    one = (("a", "http://h"),)
+    for message, options in (
+        ("at least one --server", {"servers": ()}),
+        ("same name", {"servers": one * 2}),
+        ("webapp", {"servers": one, "workloads": ("webap",)}),
+        ("repetition", {"servers": one, "repetitions": 0}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Options(**options)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write"):
+        compare.main(Options(one, json_file=tmp_path / "file" / "out.json"))
+
+
+def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    key, path = tmp_path / "key", tmp_path / "out.json"
+    key.write_text("secret\n")
+    with stub_server(model) as stub:
+        words = f"bench compare --server a={stub.url}/v1 --workload bugfix --repetitions 1 --json {path} --seed 3"
+        assert holdfast([*words.split(), "--api-key-file", str(key)]) == 0
+    assert {asked.headers["authorization"] for asked in stub.asked} == {"Bearer secret"}
+    assert "secret" not in path.read_text()
+    assert holdfast(["bench", "compare", "--server", "a=http://127.0.0.1:1"]) == 2
+    assert "127.0.0.1:1/v1/models" in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""How peers are started."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.cli import main as holdfast
+from holdfast.loadgen import peers
+from holdfast.loadgen.peers import Wanted
+from holdfast.replicas.errors import ConfigError
+
+
+def test_the_printed_line_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
+    assert holdfast(["bench", "serve-peer", "vllm", "/a model", "--venv", "/v", "--ngram", "--port", "9"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("/v/bin/vllm") :][:3] == ["/v/bin/vllm", "serve", "/a model"]
+    assert "VLLM_TARGET_DEVICE=cpu" in words
+    assert words[words.index("--port") + 1] == "9"
+    assert "ngram" in words[words.index("--speculative-config") + 1]
+    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(words)
+
+
+def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None:
+    assert "ngram" not in " ".join(peers.vllm(Wanted("m")).words)
+    assert "cpu" not in " ".join(peers.vllm(Wanted("m", gpu=True)).words).lower()
+    assert "--continuous-batching" in peers.transformers(Wanted("m")).command
+    with pytest.raises(ConfigError, match="no n-gram"):
+        peers.transformers(Wanted("m", ngram=True))
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(ConfigError, match="unknown peer"):
+        peers.main("sglang", Wanted("m"), start=False)
+    with pytest.raises(ConfigError, match="installed there"):
+        peers.main("vllm", Wanted("m", venv=Path("/nowhere")), start=True)

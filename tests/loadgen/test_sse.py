@@ -1,0 +1,78 @@
+"""Streams put together from pieces: any cutting gives the same answer, and what is no stream is said to be none."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stub_server import DONE, call, chunk, usage
+
+from holdfast.loadgen.conversation import Said, WrittenCall
+from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
+
+STREAM = (
+    b": hello\r\n\r\n"
+    + chunk({"role": "assistant", "content": ""})
+    + chunk({"content": "Grüße, "}).replace(b"\n", b"\r\n")
+    + chunk({"content": "then"})
+    + chunk({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}]})
+    + chunk({"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]})
+    + chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"x":'}}]})
+    + chunk({"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]})
+    + usage(30, 20, 9)
+    + DONE
+)
+
+
+def gather(pieces: list[bytes]) -> Gathered:
+    lines, gathered = EventLines(), Gathered()
+    for piece in pieces:
+        for data in lines.feed(piece):
+            gathered.take(data)
+    return gathered
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, len(STREAM)), max_size=40))
+def test_any_cutting_gives_the_same_answer(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(STREAM)]
+    gathered = gather([STREAM[a:b] for a, b in pairwise(ends)])
+    assert gathered.done
+    assert gathered.said == Said("Grüße, then", (WrittenCall("a", "f", '{"x": 1}'), WrittenCall("b", "g", "{}")))
+    assert (gathered.prompt_tokens, gathered.cached_tokens, gathered.output_tokens) == (30, 20, 9)
+
+
+def test_only_text_and_calls_are_pieces_of_the_answer() -> None:
+    gathered = Gathered()
+    events = (chunk({"role": "assistant"}), chunk({"content": ""}), chunk({"content": "x"}), call("f", {}), DONE)
+    told = [gathered.take(event.decode().removeprefix("data: ").strip()) for event in events]
+    assert told == [False, False, True, True, False]
+
+
+def test_a_server_that_does_not_tell_what_it_had_cached_is_not_taken_to_have_cached_nothing() -> None:
+    assert gather([usage(30, None, 9)]).cached_tokens is None
+    assert gather([usage(30, 0, 9)]).cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [b"data: {\n\n", b"data: 7\n\n", b"data: [1]\n\n", b"<html>\n\n", b"data: \xff\n\n", b'data: {"choices": 3}\n\n'],
+)
+def test_what_is_no_stream_of_chunks_is_malformed(stream: bytes) -> None:
+    with pytest.raises(MalformedError):
+        gather([stream])
+
+
+def test_an_error_in_the_stream_is_the_servers_word() -> None:
+    with pytest.raises(ReportedError, match="out of cells"):
+        gather([b"data: " + json.dumps({"error": {"message": "out of cells"}}).encode() + b"\n\n"])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_raise_anything_else(noise: bytes) -> None:
+    try:
+        gather([noise])
+    except (MalformedError, ReportedError):
+        return

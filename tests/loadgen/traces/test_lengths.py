@@ -1,0 +1,62 @@
+"""Prompts drawn for lengths share what the recording shared, and are as long as they were."""
+
+from itertools import takewhile
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trace_samples import calls, says, user
+
+from holdfast.loadgen.traces.lengths import Wording, counted, worded
+from holdfast.loadgen.traces.model import Output, Program, Sized, Turn
+
+FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+BLOCKS = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+def shared(left: list[str], right: list[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+@FEW
+@given(left=BLOCKS, right=BLOCKS, more=st.integers(0, 20), seed=st.integers(0, 3))
+def test_prompts_share_their_common_blocks_and_nothing_long_beyond(
+    left: tuple[int, ...], right: tuple[int, ...], more: int, seed: int
+) -> None:
+    wording = Wording(seed, block=64)
+    one, two = (wording.text(Sized(64 * len(blocks) + more + 1, blocks), f"{blocks}") for blocks in (left, right))
+    common = shared([str(block) for block in left], [str(block) for block in right])
+    words = shared(one.split(), two.split())
+    assert words >= min(64 * common, len(one.split()), len(two.split()))
+    if left != right:
+        assert words < 64 * common + 40  # two words in a hundred fall together
+
+
+@FEW
+@given(tokens=st.integers(0, 3000), blocks=st.none() | BLOCKS, scale=st.sampled_from([0.01, 0.5, 1]))
+def test_a_prompt_has_the_recorded_length(tokens: int, blocks: tuple[int, ...] | None, scale: float) -> None:
+    text = Wording(scale=scale, words_per_token=0.75).text(Sized(tokens, blocks), "a")
+    assert len(text.split()) == max(1, round(tokens * scale * 0.75))
+
+
+def test_a_worded_program_is_one_of_messages_and_the_same_every_time() -> None:
+    sized = Turn(Sized(9, (1,)), at_ms=4, delay_ms=2, output=Output(tokens=10))
+    program = Program("p", (sized, Turn((user("a"),)), Turn(Sized(9))))
+    wording = Wording(block=4, scale=0.5)
+    done = worded(program, wording)
+    first, kept, last = done.turns
+    assert isinstance(first.prompt, tuple)
+    assert isinstance(last.prompt, tuple)
+    assert first.prompt[0]["role"] == "user"
+    assert first.prompt[0]["content"] != last.prompt[0]["content"]
+    assert (first.at_ms, first.delay_ms, first.output.tokens) == (4, 2, 5)
+    assert kept == program.turns[1]
+    assert done == worded(program, wording)
+    assert done != worded(program, Wording(seed=1, block=4, scale=0.5))
+
+
+def test_answers_without_a_length_are_counted() -> None:
+    told = Turn((user("a"),), output=Output(says("four words are here"), tokens=9))
+    open_ended = Turn((user("b"),))
+    said = Turn((user("c"),), output=Output(calls("c1")))
+    program = counted(Program("p", (told, said, open_ended)), lambda answer: len(answer["tool_calls"]))
+    assert [turn.output.tokens for turn in program.turns] == [9, 1, None]

@@ -1,0 +1,238 @@
+"""Files that others wrote: what every format says, and what is wrong with a file, by line and field."""
+
+import json
+from pathlib import Path
+
+import pytest
+from trace_samples import TOOL, result, says, user
+
+from holdfast.loadgen.traces.formats import Format, convert, read, write
+from holdfast.loadgen.traces.mini_swe import BASH
+from holdfast.loadgen.traces.model import Json, Output, Program, Sized, Turn, from_zero
+from holdfast.replicas.errors import ConfigError
+
+SAMPLES = Path(__file__).parent / "samples"
+SHARED = Path(__file__).parents[4] / "shared" / "traces"
+WEIGH: Json = {"type": "function", "function": {"name": "weigh"}}
+
+needs_traces = pytest.mark.skipif(not SHARED.is_dir(), reason="the real traces are not at hand")
+
+
+def test_mooncake_lines_of_every_kind() -> None:
+    reading = read(SAMPLES / "requests.jsonl", Format.MOONCAKE)
+    programs = {program.id: program for program in reading.programs}
+    assert list(programs) == ["requests-1", "requests-2", "s", "requests-6", "requests-7", "l"]
+    sized = Turn(Sized(600, (0, 3)), at_ms=1200, output=Output(tokens=7))
+    assert programs["requests-2"].turns == (sized,)
+    assert programs["s"].turns == (
+        Turn((user("One?"),), at_ms=2000, output=Output(says("1"), tokens=3)),
+        Turn((user("Two?"),), sampling={"temperature": 0}, delay_ms=40),
+        Turn((user("Anew."),), whole=True, delay_ms=50),
+    )
+    assert programs["requests-6"].turns == (Turn((user("Say hello."),), output=Output(tokens=4)),)
+    assert programs["requests-7"].turns == (Turn((user("Hello"),), sampling={"temperature": 0.5}, at_ms=9000),)
+    assert programs["l"].turns == (
+        Turn((user("Weigh A."),), tools=(WEIGH,)),
+        Turn((result("c1"),), tools=(WEIGH,), delay_ms=290),
+    )
+    assert dict(reading.left_out) == {"priority": 1, "payload.model": 1, "payload.stream": 1}
+    assert reading.summary == (
+        "9 records: 6 programs, 9 turns, 1 answers; left out: payload.model (1), payload.stream (1), priority (1)"
+    )
+
+
+def test_multi_turn_lines() -> None:
+    reading = read(SAMPLES / "texts.jsonl", Format.MULTI_TURN)
+    talk, parts = reading.programs
+    assert talk.id == "a"
+    assert talk.turns == (
+        Turn(({"role": "system", "content": "Be brief."}, user("One?")), at_ms=0, output=Output(tokens=2)),
+        Turn((user("Two?"),), tools=(WEIGH,), sampling={"top_p": 0.5}, delay_ms=1000),
+        Turn((user("Three?"),)),
+    )
+    several = [{"type": "text", "text": "Who"}, {"type": "text", "text": "are you?"}]
+    assert parts.turns == (Turn(({"role": "user", "content": several},)), Turn((user("Only one"),)))
+    assert (reading.records, dict(reading.left_out)) == (3, {"turns.note": 1})
+
+
+def test_a_log_of_messages() -> None:
+    reading = read(SAMPLES / "log.jsonl", Format.OPENAI, tools=(TOOL,))
+    desk, hello = reading.programs
+    assert [turn.output.answer for turn in desk.turns] == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "t1", "type": "function", "function": {"name": "open_ticket", "arguments": '{"room": 7}'}}
+            ],
+        },
+        says("Ticket 11 is open."),
+    ]
+    assert [len(turn.prompt) for turn in desk.turns if not isinstance(turn.prompt, Sized)] == [2, 1]
+    assert [message["role"] for message in desk.closing] == ["user"]
+    assert [tool["function"]["name"] for tool in desk.turns[1].tools] == ["open_ticket"]
+    assert hello.turns == (Turn((user("Hi.\u2028Anyone there?"),), tools=(TOOL,), output=Output(says("Yes."))),)
+    assert dict(reading.left_out) == {"score": 1, "messages.cost": 1}
+
+
+def test_conversations_of_vllm() -> None:
+    answered, open_ended = read(SAMPLES / "conversations.json", Format.VLLM).programs
+    assert [turn.output.answer for turn in answered.turns] == [says("The Elbe."), says("The Ebro.")]
+    assert open_ended.turns == (
+        Turn((user("Name a lake."),), output=Output(says("Lake Garda."))),
+        Turn((user("Another?"),)),
+    )
+
+
+def test_a_trajectory_with_calls() -> None:
+    reading = read(SAMPLES / "calls.traj.json", Format.MINI_SWE)
+    (program,) = reading.programs
+    first, second, third = program.turns
+    assert (program.id, program.closing) == ("shop__shop-17", ())
+    assert all(turn.tools == (BASH,) for turn in program.turns)
+    assert (first.output.prompt_tokens, first.output.cached_tokens, first.output.tokens) == (90, 64, 14)
+    assert (first.delay_ms, first.output.latency_ms, first.output.reason) == (None, None, "tool_calls")
+    # Another request lies between the result and this reply, so its latency is not known.
+    assert (second.delay_ms, second.output.latency_ms, second.output.tokens) == (250.0, None, 20)
+    assert isinstance(second.prompt, tuple)
+    assert [message["role"] for message in second.prompt] == ["tool", "user"]
+    assert (third.delay_ms, third.output.latency_ms) == (500.0, 1500.0)
+    assert dict(reading.left_out) == {
+        "messages.provider_specific_fields": 1,
+        "messages.exit": 1,
+        "replies that broke the format": 1,
+    }
+
+
+def test_trajectories_of_a_folder(tmp_path: Path) -> None:
+    for name in ("calls", "blocks"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.traj.json").write_bytes((SAMPLES / f"{name}.traj.json").read_bytes())
+    reading = read(tmp_path, Format.MINI_SWE)
+    assert [program.id for program in reading.programs] == ["blocks", "shop__shop-17"]
+    blocks = reading.programs[0]
+    assert [turn.tools for turn in blocks.turns] == [(), ()]
+    assert [message["role"] for message in blocks.closing] == ["user"]
+
+
+WRONG = [
+    (Format.MOONCAKE, "{", "line 2: not JSON"),
+    (Format.MOONCAKE, "[]", "line 2: must be an object"),
+    (Format.MOONCAKE, "{}", "line 2: must have exactly one of messages"),
+    (Format.MOONCAKE, '{"messages":[{"content":"a"}]}', "line 2, field 'messages.0.role'"),
+    (Format.MOONCAKE, '{"messages":[]}', "line 2, field 'messages'"),
+    (Format.MOONCAKE, '{"input_length":-1}', "line 2, field 'input_length'"),
+    (Format.MOONCAKE, '{"input_length":3,"hash_ids":[0.5]}', "field 'hash_ids'"),
+    (Format.MOONCAKE, '{"text_input":"a","hash_ids":[1]}', "field 'hash_ids': needs input_length"),
+    (Format.MOONCAKE, '{"text_input":"a","tools":[{}]}', "field 'tools'"),
+    (Format.MOONCAKE, '{"text_input":"a","delay":NaN}', "field 'delay'"),
+    (Format.MOONCAKE, '{"text_input":"a","timestamp":true}', "field 'timestamp'"),
+    (Format.MOONCAKE, '{"text_input":"a","extra":{"messages":[]}}', "field 'extra.messages'"),
+    (Format.MOONCAKE, '{"text_input":"a","assistant_responses":"live"}', "field 'assistant_responses'"),
+    (
+        Format.MOONCAKE,
+        '{"messages":[{"role":"user","content":"a"}],"message_mode":"both"}',
+        "field 'assistant_responses'",
+    ),
+    (Format.MOONCAKE, '{"payload":{"prompt":"a"}}', "field 'payload.messages'"),
+    (
+        Format.MOONCAKE,
+        '{"session_id":"s","messages":[{"role":"user","content":"a"}],"message_mode":"delta"}',
+        "of another kind",
+    ),
+    (Format.MOONCAKE, '{"text_input":"a","holdfast":{"output":{"tokens":"9"}}}', "field 'holdfast.output.tokens'"),
+    (Format.MULTI_TURN, '{"session_id":"s"}', "line 2, field 'turns'"),
+    (Format.MULTI_TURN, '{"turns":[{"text":"a"},{"text":"b","image":"x"}]}', "field 'turns.1.image'"),
+    (Format.MULTI_TURN, '{"turns":[{"text":"a","timestamp":1,"delay":2}]}', "field 'turns.0.delay'"),
+    (Format.MULTI_TURN, '{"turns":[{"role":"user"}]}', "field 'turns.0.text'"),
+    (Format.MULTI_TURN, '{"turns":[{"texts":[1]}]}', "field 'turns.0.texts'"),
+    (Format.OPENAI, '{"messages":[{"role":"user","content":"a"}]}', "field 'messages': the assistant says nothing"),
+    (Format.OPENAI, '{"messages":[{"role":"bot","content":"a"}]}', "field 'messages.0.role'"),
+    (Format.OPENAI, '{"messages":[{"role":"tool","content":"a"}]}', "field 'messages.0.tool_call_id'"),
+    (Format.OPENAI, '{"messages":[{"role":"assistant"}]}', "field 'messages.0.content'"),
+    (Format.OPENAI, '{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', "'messages.0.content.0.type'"),
+    (
+        Format.OPENAI,
+        '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":1}}]}]}',
+        "field 'messages.0.tool_calls.0.function.arguments'",
+    ),
+]
+GOOD = {
+    Format.MOONCAKE: '{"session_id":"s","messages":[{"role":"user","content":"a"}]}',
+    Format.MULTI_TURN: '{"turns":[{"text":"a"}]}',
+    Format.OPENAI: '{"messages":[{"role":"assistant","content":"a"}]}',
+}
+
+
+@pytest.mark.parametrize(("form", "line", "why"), WRONG)
+def test_errors_name_file_line_and_field(tmp_path: Path, form: Format, line: str, why: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{GOOD[form]}\n{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read(path, form)
+    assert str(path) in str(caught.value)
+    assert why in str(caught.value)
+
+
+DOCUMENTS = [
+    (Format.VLLM, {"filetype": "generate_conversations"}, "how conversations are generated"),
+    (Format.VLLM, [{"id": "a", "messages": []}], "conversation 1, field 'messages'"),
+    (Format.VLLM, [{"id": "a", "messages": [says("x")]}] * 2, "conversation 2, field 'id'"),
+    (Format.VLLM, [], "has no conversation"),
+    (Format.MINI_SWE, {"messages": [{"role": "user", "content": "a"}]}, "the assistant says nothing"),
+    (Format.MINI_SWE, "text", "must be an object"),
+]
+
+
+@pytest.mark.parametrize(("form", "content", "why"), DOCUMENTS)
+def test_errors_in_whole_documents(tmp_path: Path, form: Format, content: object, why: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=why):
+        read(path, form)
+
+
+@pytest.mark.parametrize("form", list(Format))
+def test_missing_and_empty_files(tmp_path: Path, form: Format) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read(tmp_path / "none", form)
+    (tmp_path / "empty").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError):
+        read(tmp_path / "empty", form)
+
+
+def test_convert_reads_one_format_and_writes_another(tmp_path: Path) -> None:
+    reading = convert(SAMPLES / "conversations.json", Format.VLLM, tmp_path / "t.jsonl", Format.MULTI_TURN)
+    assert reading.turns == 4
+    assert read(tmp_path / "t.jsonl", Format.MULTI_TURN).programs == reading.programs
+    with pytest.raises(ConfigError, match="only read"):
+        write(reading.programs, tmp_path / "t", Format.VLLM)
+    with pytest.raises(ConfigError, match="live goes with"):
+        write(reading.programs, tmp_path / "t", Format.MULTI_TURN, live=True)
+    with pytest.raises(ConfigError, match="tools go with"):
+        read(tmp_path / "t.jsonl", Format.MULTI_TURN, tools=(TOOL,))
+
+
+def test_a_trace_can_begin_at_zero() -> None:
+    late = Program("late", (Turn((user("a"),), at_ms=700), Turn((user("b"),), delay_ms=3)))
+    later = Program("later", (Turn((user("a"),), at_ms=900.5),))
+    assert [program.arrival_ms for program in from_zero((later, late))] == [200.5, 0]
+    assert from_zero((late,))[0].turns[1] == late.turns[1]
+
+
+@needs_traces
+def test_real_conversations_survive_the_way_through_mooncake(tmp_path: Path) -> None:
+    log, tools = SHARED / "airline_agent.jsonl", SHARED / "airline_tools.json"
+    reading = convert(log, Format.OPENAI, tmp_path / "t.jsonl", Format.MOONCAKE, tools)
+    assert (reading.records, reading.turns) == (50, 702)
+    assert sum(len(program.closing) for program in reading.programs) == 50
+    assert not reading.left_out
+    assert read(tmp_path / "t.jsonl", Format.MOONCAKE).programs == reading.programs
+
+
+@needs_traces
+def test_the_production_trace(tmp_path: Path) -> None:
+    reading = convert(SHARED / "mooncake_conversation.jsonl", Format.MOONCAKE, tmp_path / "t.jsonl", Format.MOONCAKE)
+    assert (len(reading.programs), reading.turns) == (12031, 12031)
+    assert not reading.left_out
+    assert read(tmp_path / "t.jsonl", Format.MOONCAKE).programs == reading.programs

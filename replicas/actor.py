@@ -5,6 +5,7 @@ The only file of this folder that knows prometheus_client. `cluster/engine_repli
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,6 +16,10 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
 from holdfast.replicas.service import Service
+from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
+
+Sample: TypeAlias = tuple[str, str, float]
+"""Name, help and value."""
 
 
 class Replica:
@@ -66,28 +71,14 @@ class EngineCollector(Collector):
         self._labels = (service.card.name, replica)
 
     def collect(self) -> Iterator[Metric]:
-        stats, now = self._service.engine.stats, self._service.engine.occupancy()
-        for name, help_text, value in (
-            ("holdfast_prompt_tokens_computed", "Prompt tokens run through the model", stats.prompt_computed),
-            ("holdfast_prompt_tokens_cached", "Prompt tokens found in the KV cache", stats.prompt_cached),
-            ("holdfast_prompt_tokens_grouped", "Prompt tokens a leader computed for others", stats.prompt_grouped),
-            ("holdfast_completion_tokens", "Tokens drawn", stats.completion),
-            ("holdfast_draft_tokens", "Tokens drafted by speculation", stats.drafted),
-            ("holdfast_draft_tokens_accepted", "Drafted tokens that the model drew too", stats.accepted),
-            ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
-            ("holdfast_engine_steps", "Steps run", stats.steps),
-            ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),
-        ):
+        engine = self._service.engine
+        for name, help_text, value in (*_engine_counters(engine.stats), *_text_counters(self._service.text_stats)):
             yield self._counter(name, help_text, value)
-        for name, help_text, gauge in (
-            ("holdfast_sequences_running", "Sequences in the batch", now.running),
-            ("holdfast_sequences_waiting", "Requests waiting for a place in the batch", now.waiting),
-            ("holdfast_sequence_rows_taken", "Rows of the sequence pool in use", now.rows_taken),
-            ("holdfast_cell_capacity", "KV cells there are", now.cells_total),
-        ):
+        for name, help_text, gauge in _gauges(engine.occupancy()):
             family = GaugeMetricFamily(name, help_text, labels=("model", "replica"))
             family.add_metric(self._labels, gauge)
             yield family
+        yield from self._drafts()
         yield self._phases()
         yield self._ended()
         yield self._cells()
@@ -96,6 +87,17 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(name, help_text, labels=("model", "replica"))
         family.add_metric(self._labels, value)
         return family
+
+    def _drafts(self) -> Iterator[Metric]:
+        counts = self._service.engine.stats.drafts
+        for name, help_text, totals in (
+            ("holdfast_drafter_tokens", "Drafts verified by where they came from", counts.drafted),
+            ("holdfast_drafter_tokens_accepted", "Of these, drafts that the model drew too", counts.accepted),
+        ):
+            family = CounterMetricFamily(name, help_text, labels=("model", "replica", "source"))
+            for source, n in totals.items():
+                family.add_metric((*self._labels, source.name.lower()), n)
+            yield family
 
     def _phases(self) -> Metric:
         stats = self._service.engine.stats
@@ -122,3 +124,46 @@ class EngineCollector(Collector):
         for state in ("free", "tree", "held"):
             family.add_metric((*self._labels, state), getattr(now, f"cells_{state}"))
         return family
+
+
+def _engine_counters(stats: EngineStats) -> tuple[Sample, ...]:
+    return (
+        ("holdfast_prompt_tokens_computed", "Prompt tokens run through the model", stats.prompt_computed),
+        ("holdfast_prompt_tokens_cached", "Prompt tokens found in the KV cache", stats.prompt_cached),
+        ("holdfast_prompt_tokens_grouped", "Prompt tokens a leader computed for others", stats.prompt_grouped),
+        ("holdfast_turns_continued", "Turns that took over the row of the one before", stats.turns_continued),
+        ("holdfast_tokens_continued", "Cached tokens of these turns", stats.tokens_continued),
+        ("holdfast_tokens_rewritten", "Computed tokens that a rewritten history lost", stats.tokens_rewritten),
+        ("holdfast_completion_tokens", "Tokens drawn", stats.completion),
+        ("holdfast_prompt_seeds", "Sampled requests seeded by their prompt", stats.prompt_seeds),
+        ("holdfast_draft_tokens", "Tokens drafted by speculation", stats.drafted),
+        ("holdfast_draft_tokens_accepted", "Drafted tokens that the model drew too", stats.accepted),
+        ("holdfast_draft_tokens_withheld", "Drafts not verified, for it would not pay", stats.drafts.withheld),
+        ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
+        ("holdfast_tokens_recomputed", "Tokens computed again after a preemption", stats.tokens_recomputed),
+        ("holdfast_prefill_chunks_deferred", "Prefill chunks put off at the high-water mark", stats.chunks_deferred),
+        ("holdfast_engine_steps", "Steps run", stats.steps),
+        ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),
+    )
+
+
+def _text_counters(stats: TextStats) -> tuple[Sample, ...]:
+    return (
+        ("holdfast_render_cache_hits", "Prompts whose rendering was known", stats.render_hits),
+        ("holdfast_render_cache_misses", "Prompts rendered", stats.render_misses),
+        ("holdfast_prompt_characters_reused", "Characters whose tokens were known", stats.characters_reused),
+        ("holdfast_prompt_characters_tokenized", "Characters tokenized", stats.characters_tokenized),
+        ("holdfast_replies_stopped", "Replies ended where their tool calls did", stats.stopped),
+        ("holdfast_replies_rewritten", "Replies whose undeclared call was written again", stats.rewritten),
+    )
+
+
+def _gauges(now: Occupancy) -> tuple[Sample, ...]:
+    return (
+        ("holdfast_sequences_running", "Sequences in the batch", now.running),
+        ("holdfast_sequences_waiting", "Requests waiting for a place in the batch", now.waiting),
+        ("holdfast_sequence_rows_taken", "Rows of the sequence pool in use", now.rows_taken),
+        ("holdfast_sequence_rows_parked", "Rows kept for programs between turns", now.rows_parked),
+        ("holdfast_sessions", "Sessions that clients have open", now.sessions),
+        ("holdfast_cell_capacity", "KV cells there are", now.cells_total),
+    )

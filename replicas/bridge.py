@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Stop, Submit, Terminal
+from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Request, Stop, Terminal
 from holdfast.replicas.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class EngineThread:
             log.exception("the engine could not end its requests")
         while not self._inbox.empty():
             command = self._inbox.get()
-            if isinstance(command, Submit):
+            if command is not None and not isinstance(command, Stop | Abort):
                 events.append(Rejected(command.request_id, farewell.info))
         return events
 
@@ -116,13 +116,13 @@ class Bridge:
         """Requests without a terminal event so far."""
         return len(self._mailboxes)
 
-    async def run(self, submit: Submit) -> AsyncGenerator[list[Event], None]:
+    async def run(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
 
         A caller that leaves early, by closing the generator or being cancelled, aborts the request.
         Raises InvalidRequestError for an id in use and UnavailableError once closed.
         """
-        request_id = submit.request_id
+        request_id = request.request_id
         if self._closed:
             raise UnavailableError("the engine is not running")
         if request_id in self._mailboxes:
@@ -131,7 +131,7 @@ class Bridge:
         self._mailboxes[request_id] = mailbox
         ended = False
         try:
-            self._thread.send(submit)
+            self._thread.send(request)
             while not ended:
                 events = await mailbox.take()
                 ended = isinstance(events[-1], Terminal)

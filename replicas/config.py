@@ -8,6 +8,7 @@ from holdfast.replicas.speculation.config import DraftConfig
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
+Undeclared: TypeAlias = Literal["text", "regenerate"]
 
 POCKET = "pocket"  # the name of the shipped model
 
@@ -18,7 +19,7 @@ class EngineConfig:
 
     model: str = POCKET  # "pocket", a folder, or a hub name already in the local cache
     served_name: str = ""  # the model's name in the API; empty: the folder's name
-    dtype: DType = "auto"  # auto: the checkpoint's on a GPU, float32 on a CPU
+    dtype: DType = "auto"  # auto: the checkpoint's on a GPU, the faster of float32 and bfloat16 on a CPU
     device: str = "auto"  # auto: cuda where there is one
     decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
     threads: int = 0  # of torch on a CPU; 0: all cores
@@ -29,7 +30,8 @@ class EngineConfig:
     page_size: int = 16
 
     max_sequences: int = 64  # rows of the sequence pool
-    session_rows: int = 16  # of these, kept for long-lived sessions
+    session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
+    session_idle_s: float = 600.0  # a session without an operation for this long is closed
     max_waiting: int = 4096  # queued requests; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
@@ -46,10 +48,19 @@ class EngineConfig:
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True
     grouped_prefill: bool = True
+    sessions: bool = True  # a program keeps its row between turns; sessions that clients open are not affected
+    adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
+    prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
+    device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
+    early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
-    tool_format: str = ""  # hermes, llama3, mistral, pythonic or none; empty: by the chat template
+    tool_format: str = ""  # hermes, llama3, llama3_function, mistral, pythonic or none; empty: by the chat template
+    call_grace: int = 16  # characters of white space after a closed tool call in which another one may begin
+    undeclared: Undeclared = "text"  # a call of a tool that the request does not declare: as text, or written again
+    grammar_cache: int = 64  # compiled grammars of constrained replies
+    forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
     render_cache: int = 256
     tokenize_cache: int = 64
 
@@ -60,9 +71,11 @@ class EngineConfig:
         for name in ("admission_ceiling", "high_water"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
-        for name in ("threads", "context_length", "cells", "session_rows"):
+        for name in ("threads", "context_length", "cells", "session_rows", "call_grace", "forced_drafts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        if self.session_idle_s <= 0:
+            raise ConfigError(f"session_idle_s must be positive, not {self.session_idle_s}", "session_idle_s")
         if self.kv_memory <= 0:
             raise ConfigError(f"kv_memory must be positive, not {self.kv_memory}", "kv_memory")
         if self.session_rows >= self.max_sequences:
@@ -75,6 +88,7 @@ class Hardware:
 
     cuda: bool
     cores: int
+    cpu_dtype: DType = "float32"  # in which a CPU computes this model
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +111,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" else model.checkpoint_dtype
+        dtype = hardware.cpu_dtype if device == "cpu" else model.checkpoint_dtype
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")

@@ -4,29 +4,33 @@ Whatever happens inside a step, every submitted request ends in exactly one term
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 
+import numpy as np
+
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import (
-    ContextLengthError,
-    EngineError,
-    HoldfastError,
-    InvalidRequestError,
-    OverloadedError,
-)
-from holdfast.replicas.events import Aborted, Command, Event, Rejected, Stop, Submit, Terminal
+from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, OverloadedError
+from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Request, Stop, Submit, Terminal
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.radix import NO_TOKENS
 from holdfast.replicas.scheduling.order import Order
+from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.scheduling.plan import Runner
+from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler, Step
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sequences.pool import SequencePool
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.sessions import Sessions
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.validation import check_room, check_submit
 
 log = logging.getLogger(__name__)
 
@@ -54,121 +58,195 @@ class Engine:
         self._eos = eos
         self._vocabulary = vocabulary
         self._stopwatch = stopwatch
-        self.cache = KVCache(config.cells // config.page_size, config.page_size, config.prefix_cache)
-        self._pool = SequencePool(config.max_sequences, config.session_rows)
-        self._scheduler = Scheduler(config, self.cache, self._pool, Drafter(config.speculation, cost), order)
+        self._order = order
+        self._drafter = Drafter(config.speculation, cost)
+        self.stats = EngineStats(drafts=self._drafter.counts)
         self._numbers = count()
         self._live: dict[str, Sequence] = {}
+        self._events: list[Event] = []
+        self._sessions = Sessions(self, self._events, config.session_rows, config.session_idle_s)
+        self._open_books()
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return self._scheduler.busy
 
-    @property
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats
-
     def occupancy(self) -> Occupancy:
-        return self._scheduler.occupancy()
+        return replace(self._scheduler.occupancy(), sessions=len(self._sessions))
 
     def handle(self, command: Command, now: float) -> list[Event]:
         """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored."""
-        if isinstance(command, Submit):
-            return self._submit(command, now)
-        sequence = self._live.get(command.request_id)
-        if sequence is None:
-            return []
-        self._scheduler.end(sequence, now)
-        if isinstance(command, Stop):
-            return self._ended([sequence.finished("stop", now)])
-        return self._ended([Aborted(sequence.request_id, sequence.usage, sequence.timing(now))])
+        try:
+            self._sessions.expire(now)
+            if isinstance(command, Stop | Abort):
+                self.end(command, now)
+            else:
+                self._accept(command, now)
+            _expect_sound(self.cache)
+        except Exception as failure:
+            self._start_anew(failure, now, None if isinstance(command, Stop | Abort) else command.request_id)
+        return self._flush(now)
 
     def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
         """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`."""
         stats, watch = self.stats, self._stopwatch
-        t0 = watch()
-        step = self._scheduler.schedule(now)
-        t1 = watch()
-        stats.schedule_s += t1 - t0
-        events = list(step.ended)
-        if step.plan.chunks:
-            events += self._run(step, now, clock)
-            stats.steps += 1
-        return self._ended(events)
+        try:
+            self._sessions.expire(now)
+            t0 = watch()
+            step = self._scheduler.schedule(now)
+            stats.schedule_s += watch() - t0
+            _expect_sound(self.cache)
+            if step.plan.chunks:
+                self._run(step, now, clock)
+                stats.steps += 1
+                _expect_sound(self.cache)
+        except Exception as failure:
+            self._start_anew(failure, now)
+        return self._flush(now)
 
     def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
         """End every request with `error`: the engine is stopping."""
-        events: list[Event] = []
         for sequence in self._scheduler.everything():
-            self._scheduler.end(sequence, now, keep=False)
-            events.append(sequence.failed(error.info))
-        return self._ended(events)
+            try:
+                self._scheduler.ends.fail(sequence, error.info, now)
+            except BooksError:
+                log.exception("an engine that stops leaves its books as they are")
+        self._sessions.fail_all(error)
+        return self._flush(now)
 
-    def _run(self, step: Step, now: float, clock: Stopwatch | None) -> list[Event]:
+    # ---- what sessions need ----
+
+    @property
+    def places(self) -> Places:
+        return self._scheduler.places
+
+    def begin(self, submit: Submit, history: TokenIds, arrived: float, now: float) -> bool:
+        """Take a request in; False when it ended at once. Whatever goes wrong here is its own fault, or its end."""
+        request_id = submit.request_id
+        try:
+            if len(history):
+                submit = replace(submit, tokens=np.concatenate((history, submit.tokens)))
+            check_submit(submit, self.config, self._vocabulary)
+            check_room(submit, len(history), self._scheduler.admission.room_for_sessions)
+            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
+            sequence.n_history = len(history)
+            self._scheduler.add(sequence)
+        except HoldfastError as error:
+            self._events.append(Rejected(request_id, error.info))
+            return False
+        except Exception as failure:
+            log.exception("a request could not be taken in")
+            self._events.append(Failed(request_id, EngineError(f"the engine failed: {failure}").info))
+            return False
+        self._live[request_id] = sequence
+        return True
+
+    def end(self, command: Stop | Abort, now: float) -> None:
+        """End a request, if there still is one of that id."""
+        request_id = command.request_id
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            if request_id in self._sessions:
+                self._sessions.abort(request_id, now)
+        elif isinstance(command, Stop):
+            self._scheduler.ends.finish(sequence, "stop", now)
+        else:
+            self._scheduler.ends.abort(sequence, now)
+
+    # ---- parts ----
+
+    def _seed(self, submit: Submit) -> int:
+        """The seed of a request's noise; where none is given that of the prompt, or a random one."""
+        sampling = submit.sampling
+        if sampling.seed is not None:
+            return sampling.seed
+        if sampling.temperature <= 0:
+            return 0
+        if not self.config.prompt_seed:
+            return secrets.randbits(64)
+        self.stats.prompt_seeds += 1
+        return prompt_seed(submit.tokens)
+
+    def _open_books(self) -> None:
+        config = self.config
+        self.cache = KVCache(config.cells // config.page_size, config.page_size, config.prefix_cache)
+        self._pool = SequencePool(config.max_sequences, config.session_rows)
+        self._scheduler = Scheduler(
+            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events
+        )
+
+    def _accept(self, command: Request, now: float) -> None:
+        request_id = command.request_id
+        try:
+            if request_id in self._live or request_id in self._sessions:
+                raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
+            waiting = self._scheduler.n_waiting + self._sessions.n_queued
+            if isinstance(command, Submit) and waiting >= self.config.max_waiting:
+                raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
+            if not isinstance(command, Submit) or command.session_id:
+                self._sessions.command(command, now)
+            else:
+                self.begin(command, NO_TOKENS, now, now)
+        except HoldfastError as error:
+            self._events.append(Rejected(request_id, error.info))
+
+    def _run(self, step: Step, now: float, clock: Stopwatch | None) -> None:
         stats, watch = self.stats, self._stopwatch
         try:
             output = self._runner.run(step.plan)
+            if len(output.drawn) != len(step.plan.chunks):
+                raise EngineError(f"{len(output.drawn)} results for {len(step.plan.chunks)} chunks")
         except Exception as failure:
             # The supervisor of a step: whatever a model or a kernel raises fails the requests in it, no others.
             log.exception("step failed")
-            return self._scheduler.fail(step, EngineError(f"the engine failed: {failure}"), now)
+            self._scheduler.fail(step, EngineError(f"the engine failed: {failure}"), now)
+            return
         stats.forward_s += output.forward_s
         stats.sample_s += output.sample_s
         t0 = watch()
-        events = self._scheduler.commit(step, output, clock() if clock else now)
+        self._scheduler.commit(step, output, clock() if clock else now)
         stats.commit_s += watch() - t0
-        return events
 
-    def _submit(self, command: Submit, now: float) -> list[Event]:
-        try:
-            self._validate(command)
-        except HoldfastError as error:
-            self.stats.ended["rejected"] += 1
-            return [Rejected(command.request_id, error.info)]
-        sampling = command.sampling
-        seed = sampling.seed if sampling.seed is not None else 0
-        if sampling.temperature > 0 and sampling.seed is None:
-            seed = prompt_seed(command.tokens)
-        sequence = Sequence.of(command, next(self._numbers), now, self._eos, seed)
-        self._live[command.request_id] = sequence
-        self._scheduler.add(sequence)
-        return []
+    def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
+        """The last resort, when it is not known any more what is free: new books over the same memory.
 
-    def _validate(self, command: Submit) -> None:
-        n_prompt, max_tokens = len(command.tokens), command.sampling.max_tokens
-        context, page = self.config.context_length, self.config.page_size
-        if command.request_id in self._live:
-            raise InvalidRequestError(f"request id {command.request_id} is in use", "request_id")
-        if n_prompt == 0:
-            raise InvalidRequestError("the prompt is empty", "prompt")
-        if max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens must be at least 1, not {max_tokens}", "max_tokens")
-        if n_prompt >= context:
-            raise ContextLengthError(
-                f"the prompt has {n_prompt} tokens; the context has room for {context}, one of them new", "prompt"
-            )
-        if n_prompt + max_tokens > context:
-            raise ContextLengthError(
-                f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {context}", "max_tokens"
-            )
-        # One page more: the end of a cached prefix may be copied into a page of its own.
-        if -(-(n_prompt + max_tokens) // page) + 1 > self.config.cells // page:
-            raise ContextLengthError(
-                f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the cache of {self.config.cells} cells",
-                "max_tokens",
-            )
-        if self._vocabulary is not None and not (
-            int(command.tokens.min()) >= 0 and int(command.tokens.max()) < self._vocabulary
-        ):
-            raise InvalidRequestError(f"token ids must be in [0, {self._vocabulary})", "prompt")
-        if self._scheduler.n_waiting >= self.config.max_waiting:
-            raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
+        What runs fails, and the request that was `coming` in; what waits goes on, nothing is cached. The device's pages
+        need no care: every row is written again before it is read.
+        """
+        log.error("the engine starts anew", exc_info=failure)
+        error = EngineError(f"the engine failed: {failure}").info
+        told = {event.request_id for event in self._events if isinstance(event, Terminal)}
+        if coming is not None and not (coming in told or coming in self._live or coming in self._sessions):
+            self._events.append(Failed(coming, error))
+        before, waiting = self._scheduler, []
+        for sequence in self._live.values():
+            if sequence.request_id not in told and sequence in before.admission:
+                waiting.append(sequence)
+                continue
+            if sequence.request_id not in told:
+                self._events.append(sequence.failed(error))
+            if sequence.status is not Status.ENDED:
+                sequence.move(Status.ENDED)
+        self._open_books()
+        for sequence in waiting:
+            self._scheduler.add(sequence)
 
-    def _ended(self, events: list[Event]) -> list[Event]:
-        """Forget the requests whose terminal event is among `events`, and count them."""
-        for event in events:
+    def _flush(self, now: float) -> list[Event]:
+        """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
+        for event in self._events:  # more may be told meanwhile
             if isinstance(event, Terminal):
-                del self._live[event.request_id]
                 self.stats.ended[type(event).__name__.lower()] += 1
+                sequence = self._live.get(event.request_id)
+                if sequence is not None and sequence.status is Status.ENDED:
+                    del self._live[event.request_id]
+                    self._sessions.ended(sequence, event, now)
+        events = self._events[:]
+        self._events.clear()
         return events
+
+
+def _expect_sound(cache: KVCache) -> None:
+    """Raise BooksError after an operation on the cache broke off: which page is whose is not sure any more."""
+    if not cache.sound:
+        raise BooksError("an operation on the cache broke off")

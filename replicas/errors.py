@@ -81,3 +81,16 @@ class ConfigError(HoldfastError):
     """A setting is unknown, has the wrong type, or cannot be met on this machine."""
 
     kind = ErrorKind.INVALID
+
+
+_TYPES: dict[ErrorKind, type[HoldfastError]] = {
+    ErrorKind.INVALID: InvalidRequestError,
+    ErrorKind.TOO_LONG: ContextLengthError,
+    ErrorKind.OVERLOADED: OverloadedError,
+    ErrorKind.UNAVAILABLE: UnavailableError,
+}
+
+
+def error_of(info: ErrorInfo) -> HoldfastError:
+    """The exception that `info` was made from, for a caller who would rather have it raised."""
+    return _TYPES.get(info.kind, EngineError)(info.message, info.field)

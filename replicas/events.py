@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.tokens import TokenIds as TokenIds
@@ -71,6 +72,11 @@ class Submit:
     """One request. `program_arrival` is when its program began; `scope` is the tenant's cache scope.
 
     `skeletons` are the fixed texts of the calls it may make, for drafts.
+    `matcher` says which tokens may be drawn; from here on it belongs to the engine.
+    The last `n_generated` of `tokens` were drawn by an earlier request that this one goes on from.
+    `sampling.max_tokens` 0: the prompt is computed into the cache and nothing is drawn.
+    With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
+    finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
     """
 
     request_id: str
@@ -80,6 +86,38 @@ class Submit:
     program_id: str = ""
     program_arrival: float = 0.0
     skeletons: SkeletonSet | None = None
+    session_id: str = ""
+    keep: bool = True
+    matcher: Matcher | None = None
+    n_generated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Begin a session without a history. Ends, like the other commands for sessions, in one terminal event."""
+
+    request_id: str
+    session_id: str
+    scope: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSession:
+    """Open session `child_id` with the history that `session_id` has after the operations before this one."""
+
+    request_id: str
+    session_id: str
+    child_id: str
+    scope: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """End a session now and let its cells and row go; operations that are not over are aborted."""
+
+    request_id: str
+    session_id: str
+    scope: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +134,9 @@ class Abort:
     request_id: str
 
 
-Command: TypeAlias = Submit | Stop | Abort
+SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
+Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
+Command: TypeAlias = Request | Stop | Abort
 
 # ---- events ----
 

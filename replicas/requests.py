@@ -15,18 +15,29 @@ ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
+class JsonOutput:
+    """The reply's text is a JSON value of `schema`; not `strict`: as far as the schema can be followed."""
+
+    schema: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation in OpenAI message dicts, for the model's chat template.
+    """A conversation in OpenAI message dicts, for the model's chat template, and what its reply must be.
 
     `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`); `tool_choice` "none" renders the
-    template without them. `template_kwargs` go to the template as they are.
+    template without them. `template_kwargs` go to the template as they are. With `tool_choice` "required" the reply
+    is calls, and where `forced_tool` names a tool one call of it.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] = "auto"
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    forced_tool: str = ""
+    output: JsonOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)

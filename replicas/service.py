@@ -1,14 +1,16 @@
 """One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from holdfast.replicas.attempts import Attempt
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
-from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens, Usage
+from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens
 from holdfast.replicas.fold import Fold
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.requests import (
@@ -21,8 +23,9 @@ from holdfast.replicas.requests import (
     Piece,
     RawPrompt,
 )
-from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.reply import Reply
+from holdfast.replicas.session_service import NO_SESSION, SessionService, SessionTurn
+from holdfast.replicas.stats import TextStats
+from holdfast.replicas.text.conversation import Encoded, TextSide
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
@@ -35,13 +38,14 @@ class Service:
         self.card = card
         self._text = text
         self._bridge = Bridge(engine)
+        self.sessions = SessionService(self._bridge, text, self.stream)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Service":
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
         loaded = load_runner(config)
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
-        text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format)
+        text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
         card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
         return cls(engine, text, card)
 
@@ -52,6 +56,10 @@ class Service:
     @property
     def n_live(self) -> int:
         return self._bridge.n_live
+
+    @property
+    def text_stats(self) -> TextStats:
+        return self._text.stats
 
     async def close(self) -> None:
         await self._bridge.close()
@@ -64,20 +72,23 @@ class Service:
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return self._text.detokenize(tokens)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+    async def stream(
+        self, request: GenerateRequest, turn: SessionTurn = NO_SESSION
+    ) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply as it is made: what each step adds, the last piece being `Completed` or `Errored`.
 
         Closing the generator early aborts the request.
         """
         try:
             encoded = self._text.encode(request.prompt, request.scope)
-            submit = self._submit(request, encoded.tokens)
-            reply = self._text.reply(request, encoded)
-            async with aclosing(self._bridge.run(submit)) as steps:
-                async for events in steps:
-                    pieces = tuple(piece for event in events for piece in self._pieces(request, reply, event))
-                    if pieces:
-                        yield pieces
+            attempt: Attempt | None = await self._first(request, encoded, turn)
+            while attempt is not None:
+                async with aclosing(self._bridge.run(attempt.submit)) as steps:
+                    async for events in steps:
+                        pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
+                        if pieces:
+                            yield pieces
+                attempt = self._next(request, encoded, attempt, events[-1])
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
@@ -88,6 +99,21 @@ class Service:
             async for pieces in stream:
                 fold.add(pieces)
         return fold.answer() or fold.error()
+
+    async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn) -> Attempt:
+        limits = await asyncio.to_thread(self._text.constraints, request.prompt)  # a grammar may take long to compile
+        submit = replace(
+            self._submit(request, encoded.tokens), matcher=limits.matcher, session_id=turn.session_id, keep=turn.keep
+        )
+        return Attempt(submit, self._text.reply(request, encoded, limits.declared))
+
+    def _next(self, request: GenerateRequest, encoded: Encoded, attempt: Attempt, ended: Event) -> Attempt | None:
+        """What is submitted after an attempt that `ended`; None: the reply is complete, or has failed."""
+        if not isinstance(ended, Finished):
+            return None
+        again = attempt.again(ended, lambda: self._text.reply(request, encoded))
+        self._text.rewritten += again is not None
+        return again
 
     def _submit(self, request: GenerateRequest, tokens: TokenIds) -> Submit:
         sampling = request.sampling
@@ -108,19 +134,22 @@ class Service:
         config = self.engine.config
         return max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
 
-    def _pieces(self, request: GenerateRequest, reply: Reply, event: Event) -> list[Piece]:
+    def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> list[Piece]:
+        reply = attempt.reply
         if isinstance(event, Tokens):
             if reply.done:
                 return []  # drawn after the text had ended, before the engine heard of it
             pieces: list[Piece] = list(reply.feed(event.tokens, event.logprobs))
             if reply.done:
+                self._text.stopped += reply.calls_done
                 self._bridge.stop(event.request_id)
             return pieces
         if isinstance(event, Finished):
+            if reply.rewrite is not None:
+                return []
             tail, reason = reply.finish(event.reason)
             reply.remember()
-            usage = Usage(event.usage.prompt, event.usage.cached, reply.completion_tokens)
-            return [*tail, Completed(reason, usage, event.timing)]
+            return [*tail, Completed(reason, attempt.usage(event), attempt.timing(event))]
         if isinstance(event, Aborted):
             return [Errored(_ABORTED, event.usage)]
         return [_errored(request, event.error)]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from holdfast.replicas.speculation.drafter import DraftCounts
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -20,6 +22,13 @@ class EngineStats:
     accepted: int = 0  # of the drafted ones
     preemptions: int = 0
     failed_steps: int = 0
+    turns_continued: int = 0  # turns of programs and sessions that took over the row of the one before
+    tokens_continued: int = 0  # cached tokens of these turns: shown by the row, neither copied nor written to it
+    tokens_rewritten: int = 0  # computed for a program's last turn, and behind a token that its next prompt changed
+    chunks_deferred: int = 0  # prefill chunks put off to a later step above the high-water mark
+    tokens_recomputed: int = 0  # computed before a preemption, and again after it
+    prompt_seeds: int = 0  # sampled requests whose noise was seeded by their prompt
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
     )
@@ -36,3 +45,18 @@ class Occupancy:
     cells_free: int
     cells_tree: int
     cells_held: int
+    rows_parked: int = 0  # kept for programs, and free for whoever needs them: not among `rows_taken`
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextStats:
+    """What the text side did since the start. Prompts by whether their rendering was known; characters of rendered
+    prompts by whether their tokens were; replies ended early, and replies of which a part was written again."""
+
+    render_hits: int = 0
+    render_misses: int = 0
+    characters_reused: int = 0
+    characters_tokenized: int = 0
+    stopped: int = 0
+    rewritten: int = 0

@@ -34,13 +34,15 @@ class AnswerHeaders:
     request_id: str
     cache: str = "bypass"
     replica: str = "none"
+    server_timing: str = ""  # empty: no such header
 
     def encode(self) -> list[tuple[bytes, bytes]]:
-        return [
+        told = [
             (b"x-request-id", self.request_id.encode()),
             (b"x-holdfast-cache", self.cache.encode()),
             (b"x-holdfast-replica", self.replica.encode()),
         ]
+        return [*told, (b"server-timing", self.server_timing.encode())] if self.server_timing else told
 
 
 class AnswerHeadersMiddleware:

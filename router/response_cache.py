@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import orjson
 
+from holdfast.replicas.events import Timing
 from holdfast.replicas.requests import Answer
 from holdfast.router.answers import decode_answer, encode_answer
 from holdfast.router.background import Background
@@ -99,7 +100,8 @@ class ResponseCache:
         await self._background.drain()
 
     def _remember(self, key: str, answer: Answer, size: int) -> Answer:
-        repeat = replace(answer, usage=replace(answer.usage, cached=answer.usage.prompt))
+        usage = replace(answer.usage, cached=answer.usage.prompt)
+        repeat = replace(answer, usage=usage, timing=Timing(arrived=0.0))  # no engine worked for it
         self._near.put(key, repeat, self._clock() + self._config.cache_ttl_s, size)
         return repeat
 

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Usage
+from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import Completed, Piece, TextDelta, ToolCallDelta
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs, usage_object
+from holdfast.router.server_timing import stages
 
 DONE = b"data: [DONE]\n\n"
 
@@ -43,11 +44,14 @@ class Envelope:
         self.open = b"data: " + orjson.dumps(same)[:-1] + b',"choices":[{"index":0,'
         self.close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
 
-    def ending(self, usage: Usage) -> bytes:
-        """The usage chunk where one was asked for, and the mark of the end."""
+    def ending(self, usage: Usage, timing: Timing) -> bytes:
+        """The usage chunk where one was asked for, with the request's `timing`, and the mark of the end."""
         if not self._include_usage:
             return DONE
-        return b"data: " + orjson.dumps({**self._same, "choices": [], "usage": usage_object(usage)}) + b"\n\n" + DONE
+        last = {**self._same, "choices": [], "usage": usage_object(usage)}
+        if told := stages(timing):
+            last["timing"] = {f"{name}_ms": milliseconds for name, milliseconds in told.items()}
+        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
 
 
 class ChatEncoder:
@@ -72,7 +76,7 @@ class ChatEncoder:
         if isinstance(piece, ToolCallDelta):
             return self._chunk({"tool_calls": [_call_delta(piece)]})
         if isinstance(piece, Completed):
-            return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage)
+            return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
         return error_event(piece.error)
 
     def _chunk(self, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
@@ -101,7 +105,7 @@ class CompletionEncoder:
                 return self._with_logprobs(piece)
             return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
         if isinstance(piece, Completed):
-            return self._chunk("", reason=piece.reason) + self._envelope.ending(piece.usage)
+            return self._chunk("", reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
         if isinstance(piece, ToolCallDelta):
             return b""
         return error_event(piece.error)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.actor import EngineCollector
-from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
 from holdfast.router.metrics import RouterMetrics
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +18,7 @@ def exposed() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry)
     engine = SimpleNamespace(stats=EngineStats(), occupancy=lambda: Occupancy(0, 0, 0, 0, 0, 0, 0))
-    service = SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"))
+    service = SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"), text_stats=TextStats())
     registry.register(EngineCollector(service, "r"))
     return {f.name + ("_total" if f.type == "counter" else "") for f in registry.collect()}
 

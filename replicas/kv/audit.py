@@ -9,13 +9,13 @@ from collections.abc import Collection
 
 import numpy as np
 
-from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import PagePool
 from holdfast.replicas.kv.radix import RadixTree
 
 
-def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding]) -> None:
+def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
     """Raise AssertionError with the first thing that does not add up."""
     nodes = [node for root in tree.roots.values() for node in _below(root)]
     in_tree = [page for node in nodes for page in node.pages.tolist()]
@@ -34,7 +34,7 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding]) -> Non
 
     for node in nodes:
         _audit_node(node, pool)
-    _audit_leases(tree, holdings)
+    _audit_leases(tree, holdings, pins)
     idle = [node for node in nodes if node.leases == 0]
     assert tree.nodes == len(nodes)
     assert tree.pages == sum(node.owned for node in nodes) == len(set(in_tree)), "pages of the tree are miscounted"
@@ -70,11 +70,14 @@ def _audit_node(node: Node, pool: PagePool) -> None:
     assert parent.touched >= node.touched, "a node was touched without its path"
 
 
-def _audit_leases(tree: RadixTree, holdings: Collection[Holding]) -> None:
+def _audit_leases(tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
     leases: Counter[Node] = Counter()
     for holding in holdings:
         assert holding.node.end == holding.n_shared, "a lease does not end where the shared cells do"
-        node: Node | None = holding.node
+    for pin in pins:
+        assert pin.node.end == pin.length, "a pin does not end where its tokens do"
+    for held in [*(holding.node for holding in holdings), *(pin.node for pin in pins)]:
+        node: Node | None = held
         while node is not None:
             leases[node] += 1
             node = node.parent

@@ -1,23 +1,29 @@
-"""The KV bookkeeping of one replica, as the scheduler sees it: acquire, grow, publish, finish, drop.
+"""The KV bookkeeping of one replica, as the scheduler sees it: acquire, grow, publish, finish, drop; pin, unpin.
 
 Here: who owns which page, and that the books always balance. Not here: KV data (`tensors`), when to do what
 (`scheduling`). No clock, no I/O, not thread-safe: the engine thread is the only caller.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.audit import audit
-from holdfast.replicas.kv.holding import Acquired, Holding
+from holdfast.replicas.kv.holding import Acquired, Holding, Pin
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import NO_PAGES, PagePool
 from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree
 from holdfast.replicas.scheduling.plan import PageCopy, PageIds
 from holdfast.replicas.tokens import TokenIds
 
-__all__ = ["Acquired", "CacheStats", "Holding", "KVCache", "Label"]
+__all__ = ["Acquired", "CacheStats", "Holding", "KVCache", "Label", "Pin"]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,23 @@ class CacheStats:
         return self.total - self.free - self.evictable
 
 
+def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
+    """A verb that changes the books: the cache is not sound any more once one has broken off."""
+
+    @wraps(verb)
+    def whole(cache: "KVCache", /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        sound, cache.sound = cache.sound, False
+        result = verb(cache, *args, **kwargs)
+        cache.sound = sound
+        return result
+
+    return whole
+
+
 class KVCache:
     """Pages, radix tree and the holdings of all running sequences.
 
+    `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
     `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
     """
 
@@ -53,7 +73,9 @@ class KVCache:
         self.tree = RadixTree(self.pool)
         self.page_size = page_size
         self.prefix_cache = prefix_cache
+        self.sound = True
         self._live: set[Holding] = set()
+        self._pins: set[Pin] = set()
         self._evicted_pages = 0
         self._lookups = 0
         self._hits = 0
@@ -64,7 +86,7 @@ class KVCache:
     def peek(self, scope: str, tokens: TokenIds) -> int:
         """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
         root = self.tree.roots.get(scope)
-        return self._walk(root, tokens).length if root is not None else 0
+        return self.tree.walk(root, tokens[:-1]).length if root is not None else 0
 
     @property
     def stats(self) -> CacheStats:
@@ -83,42 +105,52 @@ class KVCache:
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
-        audit(self.pool, self.tree, self._live)
+        audit(self.pool, self.tree, self._live, self._pins)
 
     # ---- the five verbs ----
 
-    def acquire(self, scope: str, tokens: TokenIds, now: float, *, reuse: bool = True) -> Acquired:
+    @_change
+    def acquire(
+        self, scope: str, tokens: TokenIds, now: float, *, reuse: bool = True, continues: bool = False
+    ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
         At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
         copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
+        With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
+        written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
         root = self.tree.root(scope)
-        match = self._walk(root, tokens if reuse else tokens[:1])
-        node = self._lease(match, now)
-        tail = match.length % self.page_size
-        fresh = self._take(1 if tail else 0)
-        if fresh is None:
-            self.tree.release(node)
-            match, tail, fresh = self.tree.walk(root, tokens[: match.length - tail]), 0, NO_PAGES
-            node = self._lease(match, now)
-        n_pages = self.pool.pages_for(match.length)
-        row = np.empty(max(self.pool.pages_for(len(tokens)), n_pages) + 8, dtype=np.int32)
-        self.tree.fill(row, node, above=root)
+        match = self.tree.walk(root, tokens[: -1 if reuse else 0])
+        row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
         copies: tuple[PageCopy, ...] = ()
-        if tail:
-            copies = (PageCopy(source=int(row[n_pages - 1]), target=int(fresh[0]), cells=tail),)
-            row[n_pages - 1] = fresh[0]
-        holding = Holding(scope, node, match.length, match.length, self.page_size, row, n_pages)
+        taken = self.tree.take_last_page(match) if continues else None
+        if taken is not None:
+            node, page = taken
+            self.tree.lease(node, now)
+            self.tree.fill(row, node, above=root)
+            row[match.length // self.page_size] = page[0]
+            n_shared = node.end
+        else:
+            node, match, fresh = self._alias(root, match, tokens, now)
+            self.tree.fill(row, node, above=root)
+            n_shared = match.length
+            if len(fresh):
+                slot = n_shared // self.page_size
+                copies = (PageCopy(int(row[slot]), int(fresh[0]), cells=n_shared % self.page_size),)
+                row[slot] = fresh[0]
+        n_pages = self.pool.pages_for(match.length)
+        holding = Holding(scope, node, match.length, n_shared, self.page_size, row, n_pages)
         self._live.add(holding)
         self._lookups += 1
         self._hits += match.length > 0
         self._hit_tokens += match.length
         return Acquired(holding, copies)
 
+    @_change
     def grow(self, holding: Holding, n_tokens: int) -> PageIds | None:
         """Make sure the row has cells for `n_tokens`; returns the pages appended to it, int32, possibly none.
 
@@ -140,6 +172,7 @@ class KVCache:
         holding.n_pages = end
         return pages
 
+    @_change
     def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
         """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
 
@@ -158,6 +191,7 @@ class KVCache:
         self.tree.lease(node, now, held=holding.node)
         holding.node, holding.n_shared = node, length
 
+    @_change
     def finish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
         """End a sequence and keep its first `n_computed` cells: those the tree lacks become a node under `label`.
 
@@ -180,6 +214,7 @@ class KVCache:
         self.pool.release(holding.row[kept : holding.n_pages])
         self.pool.release(holding.spare)
 
+    @_change
     def drop(self, holding: Holding) -> None:
         """End a sequence and keep nothing beyond what it published."""
         self._expect(holding)
@@ -188,16 +223,36 @@ class KVCache:
         self.pool.release(holding.own)
         self.pool.release(holding.spare)
 
+    # ---- pins ----
+
+    @_change
+    def pin(self, scope: str, tokens: TokenIds, now: float) -> Pin:
+        """Protect the longest cached prefix of `tokens` from eviction, for one that comes back for it later."""
+        match = self.tree.walk(self.tree.root(scope), tokens)
+        pin = Pin(self.tree.lease_at(match, now), match.length)
+        self._pins.add(pin)
+        return pin
+
+    @_change
+    def unpin(self, pin: Pin) -> None:
+        """Give a pin back. Raises EngineError for one that was given back before."""
+        if pin not in self._pins:
+            raise EngineError("this pin has been given back")
+        self._pins.remove(pin)
+        self.tree.release(pin.node)
+
     # ---- parts ----
 
-    def _walk(self, root: Node, tokens: TokenIds) -> Match:
-        """The usable prefix: all of `tokens` but the last, which has to be computed for its logits."""
-        return self.tree.walk(root, tokens[:-1])
-
-    def _lease(self, match: Match, now: float) -> Node:
-        node = self.tree.node_at(match)
-        self.tree.lease(node, now)
-        return node
+    def _alias(self, root: Node, match: Match, tokens: TokenIds, now: float) -> tuple[Node, Match, PageIds]:
+        """Lease the end of `match`, with a fresh page where it lies inside one, or cut it to whole pages."""
+        node = self.tree.lease_at(match, now)
+        tail = match.length % self.page_size
+        fresh = self._take(1 if tail else 0)
+        if fresh is not None:
+            return node, match, fresh
+        self.tree.release(node)
+        match = self.tree.walk(root, tokens[: match.length - tail])
+        return self.tree.lease_at(match, now), match, NO_PAGES
 
     def _save(self, match: Match, tokens: TokenIds, holding: Holding, label: Label) -> Node:
         """A node at the end of `tokens`: what lies beyond `match` is added, with the holding's own pages."""

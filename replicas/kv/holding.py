@@ -1,4 +1,4 @@
-"""What one running sequence holds of the KV cache. Data only: `cache` alone changes it.
+"""What is held of the KV cache: by a running sequence, or by a pin. Data only: `cache` alone changes it.
 
     tokens       |<------ shared ------>|<------- own ------->|
                  0                   n_shared              capacity
@@ -9,6 +9,7 @@ written by its sequence alone. Where `n_shared` lies inside a page, that slot is
 shared cells before were copied.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.replicas.kv.node import Node
@@ -44,6 +45,25 @@ class Holding:
     def capacity(self) -> int:
         """How many tokens the row has cells for."""
         return self.n_pages * self.page_size
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A hold on `length` cached tokens: until it is given back they are not evicted. It owns no pages."""
+
+    node: Node = field(repr=False)  # leased; ends at `length`
+    length: int
+
+
+def pinned_pages(pins: Iterable[Pin]) -> int:
+    """Pages that `pins` keep in the tree, those that several of them keep counted once."""
+    seen: set[Node] = set()
+    for pin in pins:
+        node: Node | None = pin.node
+        while node is not None and node not in seen:
+            seen.add(node)
+            node = node.parent
+    return sum(node.owned for node in seen)
 
 
 @dataclass(frozen=True, slots=True)

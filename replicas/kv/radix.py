@@ -18,6 +18,7 @@ from holdfast.replicas.kv.pages import NO_PAGES, PagePool
 from holdfast.replicas.scheduling.plan import PageIds
 from holdfast.replicas.tokens import TokenIds
 
+_GROWN = 512  # tokens up to which a leaf grows in place: a leaf is evicted whole
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
 
@@ -88,10 +89,17 @@ class RadixTree:
         return match.node if match.node.end == match.length else self._split(match.node, match.length)
 
     def add(self, parent: Node, tokens: TokenIds, pages: PageIds, label: Label, held: Node | None = None) -> Node:
-        """A new leaf below `parent`; takes `pages` over from their one owner. The caller leases it.
+        """A leaf with `tokens` below `parent`; takes `pages` over from their one owner. The caller leases it.
 
-        `held` is the node the caller has a lease on, if any.
+        `held` is the node the caller has a lease on, if any. A short leaf that nobody else holds grows in place
+        instead, so that a history which comes in small pieces does not become a long path.
         """
+        if parent is held and self._may_grow(parent, len(tokens), label):
+            parent.tokens = np.concatenate((parent.tokens, tokens))
+            parent.pages = np.concatenate((parent.pages, pages))
+            parent.owned += len(pages)
+            self.pages += len(pages)
+            return parent
         others = parent.leases - (1 if parent is held else 0)
         leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, tag=label.tag, priority=label.priority)
         if parent.end % self._pool.page_size and not others:
@@ -114,7 +122,16 @@ class RadixTree:
                 self.evictable -= step.owned
                 self.order.discard(step)
             step = step.parent
-        self._touch(node, now)
+        step = node
+        while step is not None:
+            step.touched = now
+            step = step.parent
+
+    def lease_at(self, match: Match, now: float) -> Node:
+        """Lease exactly what `match` found; returns the node that ends there."""
+        node = self.node_at(match)
+        self.lease(node, now)
+        return node
 
     def release(self, node: Node) -> None:
         """Give one lease on the path to `node` back."""
@@ -142,14 +159,36 @@ class RadixTree:
         leaf = self.order.pop()
         if leaf is None or leaf.parent is None:
             return None
-        parent = leaf.parent
+        self._detach(leaf, leaf.parent)
+        return self._pool.release(leaf.pages)
+
+    def take_last_page(self, match: Match) -> tuple[Node, PageIds] | None:
+        """Take the last, partly filled page of `match` out of the tree, for a writer that goes on from there.
+
+        Returns the node that now ends the path, and the page with one owner, the caller. None, and nothing changed,
+        where somebody else holds, extends or refers to it: then its cells have to be copied.
+        """
+        node, size = match.node, self._pool.page_size
+        if match.length % size == 0 or node.end != match.length or node.children or node.leases or node.parent is None:
+            return None
+        if self._pool.owners[node.pages[-1]] != 1:
+            return None
+        start = match.length - match.length % size
+        if node.start < start:
+            self._split(node, start)
+        parent = node.parent
+        self._detach(node, parent)
+        return parent, node.pages
+
+    def _detach(self, leaf: Node, parent: Node) -> None:
+        """Take a leaf without leases out; its pages keep their owner."""
+        self.order.discard(leaf)
         del parent.children[int(leaf.tokens[0])]
         if not parent.children and parent.leases == 0 and parent.parent is not None:
             self.order.leaf(parent)
         self.nodes -= 1
         self.pages -= leaf.owned
         self.evictable -= leaf.owned
-        return self._pool.release(leaf.pages)
 
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
         """Let `parent` refer to the first page of `leaf`, which holds all the cells of its own last page and more.
@@ -164,11 +203,16 @@ class RadixTree:
             self._pool.release(old)
             leaf.owned -= 1
 
-    def _touch(self, node: Node, now: float) -> None:
-        step: Node | None = node
-        while step is not None:
-            step.touched = now
-            step = step.parent
+    def _may_grow(self, leaf: Node, more: int, label: Label) -> bool:
+        """Whether a leased leaf is its holder's alone, ends with a page, and is short enough."""
+        return (
+            leaf.parent is not None
+            and not leaf.children
+            and leaf.leases == 1
+            and leaf.end % self._pool.page_size == 0
+            and len(leaf.tokens) + more <= _GROWN
+            and (leaf.tag, leaf.priority) == (label.tag, label.priority)
+        )
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut the edge of `node` at absolute position `at`; returns the new upper half.

@@ -4,14 +4,16 @@ Query, key and value are one product, gate and up another. Shapes: T tokens, D h
 Any other family runs through `any_model`, which is also what this one is tested against.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from holdfast.kernels.attention import paged_attention
+from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.batch import StepBatch
 from holdfast.replicas.model.fused_weights import (
@@ -75,13 +77,45 @@ def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tens
     return angles.cos() * factor, angles.sin() * factor
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights, ready to multiply with."""
+
+    input_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Matrix
+    post_norm: Tensor
+    gate_up: GatedMatrix
+    down: Matrix
+    window: int | None
+
+
+def _layer(weights: LayerWeights, window: int | None) -> _Layer:
+    return _Layer(
+        input_norm=weights.input_norm,
+        qkv=Matrix(weights.qkv, weights.qkv_bias),
+        q_norm=weights.q_norm,
+        k_norm=weights.k_norm,
+        out=Matrix(weights.out),
+        post_norm=weights.post_norm,
+        gate_up=GatedMatrix(weights.gate_up),
+        down=Matrix(weights.down),
+        window=window,
+    )
+
+
 class Decoder:
     """Weights and layers; stateless but for the KV store it writes. Same face as `AnyModel`."""
 
     def __init__(self, shape: DecoderShape, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], kv: KVTensors):
+        """Takes over `weights`, whose layers are gone then: on a CPU each is packed in turn."""
         self._shape = shape
-        self._weights = weights
-        self._cos, self._sin = (table.to(weights.norm.dtype) for table in rotary)
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self._layers = [_layer(weights.layers.pop(0), window) for window in shape.window]
+        self._head = Matrix(weights.head)
+        self._cos, self._sin = (table.to(self._norm.dtype) for table in rotary)
         self._kv = kv
         self._scale = shape.head_dim**-0.5
 
@@ -98,23 +132,22 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
-        shape, weights = self._shape, self._weights
+        shape = self._shape
         positions = batch.position_ids[0]
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]  # [T, 1, d / 2]
-        x = weights.embedding[batch.token_ids[0]]  # [T, D]
-        for index, layer in enumerate(weights.layers):
+        x = self._embedding[batch.token_ids[0]]  # [T, D]
+        for index, layer in enumerate(self._layers):
             h = rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
-            x = x + linear(self._attend(index, layer, h, cos, sin, batch), layer.out)
+            x = layer.out(self._attend(index, layer, h, cos, sin, batch), plus=x)  # [T, D]
             h = rms_norm(x, (shape.hidden,), layer.post_norm, shape.eps)
-            gate, up = linear(h, layer.gate_up).chunk(2, dim=-1)  # [T, inner] each
-            x = x + linear(silu(gate).mul_(up), layer.down)
-        drawn = rms_norm(x[batch.drawn], (shape.hidden,), weights.norm, shape.eps)  # [R, D]
-        return linear(drawn, weights.head)
+            x = layer.down(layer.gate_up(h), plus=x)
+        drawn = rms_norm(x[batch.drawn], (shape.hidden,), self._norm, shape.eps)  # [R, D]
+        return self._head(drawn)
 
-    def _attend(self, index: int, layer: LayerWeights, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
+    def _attend(self, index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
         """Attention of one layer before its output projection: [T, H d]."""
         shape = self._shape
-        qkv = linear(h, layer.qkv, layer.qkv_bias).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]
+        qkv = layer.qkv(h).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]
         qk, v = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = torch.split(qk, [shape.heads, shape.kv_heads], dim=1)
@@ -123,7 +156,7 @@ class Decoder:
             qk = torch.cat((q, k), dim=1)
         q, k = torch.split(rotate(qk, cos, sin), [shape.heads, shape.kv_heads], dim=1)
         self._kv.store(index, k, v, batch.pages.cells)
-        out = paged_attention(q, k, v, self._kv.data, index, batch.pages, self._scale, shape.window[index])
+        out = paged_attention(q, k, v, self._kv.data, index, batch.pages, self._scale, layer.window)
         return out.reshape(len(h), shape.q_width)
 
 

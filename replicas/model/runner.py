@@ -24,6 +24,7 @@ from holdfast.replicas.model.check import check_model
 from holdfast.replicas.model.cost import measure_cost
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.model.probe import faster_dtype
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer, served_name
 from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
@@ -42,8 +43,11 @@ class Model(Protocol):
 class ModelRunner:
     """`scheduling.plan.Runner` over a model and a KV store; owns the page table."""
 
-    def __init__(self, model: Model, kv: KVTensors, max_rows: int, context_length: int) -> None:
+    def __init__(
+        self, model: Model, kv: KVTensors, max_rows: int, context_length: int, device_sampling: bool = True
+    ) -> None:
         self._model = model
+        self._device_sampling = device_sampling
         self.kv = kv
         device = kv.data.device
         slots = -(-context_length // kv.page_size)
@@ -67,7 +71,7 @@ class ModelRunner:
             return StepOutput(())
         logits = self._model.forward(build_batch(plan.chunks, self._table))
         forwarded = self._clock()
-        drawn = sample(logits, plan.chunks)
+        drawn = sample(logits if self._device_sampling else logits.cpu(), plan.chunks)
         return StepOutput(drawn, forward_s=forwarded - begin, sample_s=self._clock() - forwarded)
 
     def _clock(self) -> float:
@@ -96,16 +100,21 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     not fit the model or the machine.
     """
     info = inspect_model(config.model)
-    resolved = resolve(config, hardware(), info.shape)
+    machine = hardware()
+    torch.set_num_threads(config.threads or machine.cores)
+    if config.dtype == "auto" and (config.device == "cpu" or not machine.cuda):
+        machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
+    resolved = resolve(config, machine, info.shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
-    torch.set_num_threads(resolved.threads)
     tokenizer = load_tokenizer(info)
     dtype = getattr(torch, resolved.dtype)
     kv = KVTensors(info.cell, resolved.cells // resolved.page_size, resolved.page_size, dtype, resolved.device)
     model = _load_model(info, resolved, kv)
-    runner = ModelRunner(model, kv, resolved.max_sequences, resolved.context_length)
+    runner = ModelRunner(
+        model, kv, resolved.max_sequences, resolved.context_length, device_sampling=resolved.device_sampling
+    )
     cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
     return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
 

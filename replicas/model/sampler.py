@@ -3,6 +3,9 @@
 The maths is in `kernels.sampling`; here rows are grouped by what they need, so that a step of greedy rows is one
 argmax, and drafts are verified. Logits stay on the device: ids, and log probabilities where asked for, cross over.
 
+Rows of constrained sequences come with masks of the allowed tokens, packed 32 to a word: one copy to the device for all
+of them. What they forbid is at minus infinity before a token is chosen, after bias and penalties.
+
 A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after the chunk's token n - 1 - d + i, as if the
 drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
 """
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
+from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
@@ -32,6 +36,8 @@ class _Rows:
     edits: list[tuple[int, int, float]] = field(default_factory=list)  # (row, token, added to its logit)
     logprobs: list[int] = field(default_factory=list)
     most_logprobs: int = 0
+    masked: list[int] = field(default_factory=list)
+    masks: list[RowMasks] = field(default_factory=list)
 
 
 def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
@@ -68,6 +74,9 @@ def _group(chunks: Sequence[Chunk], vocabulary: int) -> _Rows:
         if sampling.logprobs is not None:
             rows.logprobs += span
             rows.most_logprobs = max(rows.most_logprobs, sampling.logprobs)
+        if draw.masks is not None:
+            rows.masked += span
+            rows.masks.append(draw.masks)
         row += count
     return rows
 
@@ -97,7 +106,7 @@ def _edits(chunk: Chunk, first: int, vocabulary: int) -> list[tuple[int, int, fl
 
 def _draw(logits: Tensor, rows: _Rows) -> Tensor:
     """Token ids [R], on the device."""
-    if not rows.sampled and not rows.edits:
+    if not rows.sampled and not rows.edits and not rows.masks:
         return greedy(logits)
     device = logits.device
     scores = logits.float()
@@ -105,6 +114,8 @@ def _draw(logits: Tensor, rows: _Rows) -> Tensor:
         at, token, change = zip(*rows.edits, strict=True)
         where = (torch.tensor(at, device=device), torch.tensor(token, device=device))
         scores = scores.index_put(where, torch.tensor(change, device=device), accumulate=True)
+    if rows.masks:
+        scores = _masked(scores, rows)
     if not rows.sampled:
         return greedy(scores)
     some = len(rows.sampled) < logits.shape[0]
@@ -116,6 +127,37 @@ def _draw(logits: Tensor, rows: _Rows) -> Tensor:
         _filters(rows.settings, device),
     )
     return greedy(scores).index_copy(0, index, drawn) if some else drawn
+
+
+def _masked(scores: Tensor, rows: _Rows) -> Tensor:
+    """`scores` with the tokens that a constrained row may not draw at minus infinity; a new tensor."""
+    vocabulary, device = scores.shape[1], scores.device
+    packed = np.empty((len(rows.masked), rows.masks[0].matcher.words), np.int32)
+    at = 0
+    for masks in rows.masks:
+        masks.fill(packed[at : at + len(masks.drafts) + 1])
+        at += len(masks.drafts) + 1
+    forbidden = _unpacked(packed, device)[:, :vocabulary]
+    every = len(rows.masked) == len(scores)
+    index = torch.tensor(rows.masked, device=device)
+    masked = scores.clone() if every else scores[index]
+    masked[:, : forbidden.shape[1]].masked_fill_(forbidden, -torch.inf)
+    masked[:, forbidden.shape[1] :] = -torch.inf  # rows of the output layer without a token
+    return masked if every else scores.index_copy(0, index, masked)
+
+
+def _unpacked(packed: Bits, device: torch.device) -> Tensor:
+    """Which tokens packed masks forbid, bool [rows, 32 * words]; on a GPU what crosses over is packed."""
+    if device.type == "cpu":
+        bits = np.unpackbits(~packed.view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    return unpacked_on_device(torch.from_numpy(packed).to(device))
+
+
+def unpacked_on_device(words: Tensor) -> Tensor:
+    """Zero bits of int32 `words` [rows, W] as bool [rows, 32 * W], the lowest first."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 1).eq(0).flatten(1)
 
 
 def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:

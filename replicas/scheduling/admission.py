@@ -8,8 +8,8 @@ from holdfast.replicas.events import Event, Rejected
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
+from holdfast.replicas.scheduling.ends import Ends
 from holdfast.replicas.scheduling.grouping import Following, find_leader
-from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.running import Running
 from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.sequence import Sequence, Status
@@ -22,14 +22,21 @@ class Admission:
     """The waiting sequences, and the rules by which they are started."""
 
     def __init__(
-        self, config: EngineConfig, cache: KVCache, running: Running, order: Order, budget: Budget, stats: EngineStats
+        self,
+        config: EngineConfig,
+        cache: KVCache,
+        running: Running,
+        waiting: WaitingQueue,
+        ends: Ends,
+        stats: EngineStats,
     ) -> None:
         self._config = config
         self._cache = cache
         self._running = running
-        self._budget = budget
+        self._budget = Budget.of(config)
         self._stats = stats
-        self._waiting = WaitingQueue(order)
+        self._ends = ends
+        self._waiting = waiting
         self._following: list[Following] = []
 
     def __len__(self) -> int:
@@ -38,11 +45,11 @@ class Admission:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._waiting
+
     def push(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
-
-    def remove(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
 
     def leads(self, sequence: Sequence) -> bool:
         """Whether somebody waits for what this sequence computes."""
@@ -55,6 +62,11 @@ class Admission:
             sequence.move(Status.ENDED)
         return [Rejected(sequence.request_id, _TOO_LATE) for sequence in late]
 
+    @property
+    def room_for_sessions(self) -> int:
+        """Cells that sessions may still come to keep."""
+        return self._budget.ceiling - self._running.cells_pinned
+
     def admit(self, builder: PlanBuilder, now: float) -> None:
         """Start waiting sequences, in order, while a row and the cell budget are there.
 
@@ -63,26 +75,43 @@ class Admission:
         for done in [f for f in self._following if f.over]:
             self._following.remove(done)
             self._waiting.unhold(done.follower)
-        committed = sum(self._budget.need(s, s.n_computed) for s in self._running)
+        if not len(self._waiting):
+            return
+        committed = sum(self._budget.need(s, s.n_computed) for s in self._running) + self._running.cells_pinned
         while (sequence := self._waiting.head()) is not None:
-            n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
-            if (following := self._find_leader(sequence, n_cached)) is not None:
-                self._following.append(following)
-                self._waiting.hold()
+            try:
+                need = self._start(builder, sequence, committed, now)
+            except Exception as failure:
+                if sequence.status is Status.RUNNING:
+                    self._waiting.remove(sequence)
+                self._ends.fault(builder, sequence, failure, now)
                 continue
-            need = self._budget.need(sequence, n_cached)
-            if not self._budget.admits(committed, need) or not self._running.start(builder, sequence, now):
+            if need is None:
                 return
-            self._waiting.remove(sequence)
-            if sequence.scheduled is None:
-                sequence.scheduled = now
-                sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
-                self._stats.prompt_cached += sequence.n_cached
             committed += need
+
+    def _start(self, builder: PlanBuilder, sequence: Sequence, committed: int, now: float) -> int | None:
+        """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait."""
+        n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
+        if (following := self._find_leader(sequence, n_cached)) is not None:
+            self._following.append(following)
+            self._waiting.hold()
+            return 0
+        need = self._budget.need(sequence, n_cached)
+        if not self._budget.admits(committed, need, alone=not len(self._running)):
+            return None
+        if not self._running.start(builder, sequence, now):
+            return None
+        self._waiting.remove(sequence)
+        if sequence.scheduled is None:
+            sequence.scheduled = now
+            sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
+            self._stats.prompt_cached += sequence.n_cached
+        return need
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config
-        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.rows:
+        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.places.rows:
             return None
         # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)

@@ -15,14 +15,12 @@ class Budget:
     """
 
     ceiling: int
-    high_water: int  # cells in use above which prefill chunks wait
     reserve: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> "Budget":
         return cls(
             ceiling=int(config.cells * config.admission_ceiling),
-            high_water=int(config.cells * config.high_water),
             reserve=config.completion_reserve,
         )
 
@@ -31,6 +29,6 @@ class Budget:
         completion = len(sequence.buffer) - sequence.length
         return sequence.length - n_cached + min(completion, self.reserve)
 
-    def admits(self, committed: int, need: int) -> bool:
-        """Whether `need` more cells fit beside `committed`. A request that is alone always does."""
-        return committed == 0 or committed + need <= self.ceiling
+    def admits(self, committed: int, need: int, *, alone: bool) -> bool:
+        """Whether `need` more cells fit beside `committed`. A request that runs alone always does."""
+        return alone or committed + need <= self.ceiling

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageIds, RowWrite, StepPlan
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.tokens import TokenIds
@@ -24,12 +25,15 @@ class PlanBuilder:
         end = start + size
         tokens = sequence.buffer[start:end].copy()
         draw = None
-        if end == sequence.length:
+        if end == sequence.length and end < len(sequence.buffer):
             sampling = sequence.sampling
             penalised = sampling.presence_penalty or sampling.frequency_penalty
-            history = sequence.completion.copy() if penalised else None
+            history = sequence.generated.copy() if penalised else None
             n_drafts = 0 if drafts is None else len(drafts)
-            draw = Draw(sampling, sequence.seed, n_drafts, history)
+            masks = None
+            if sequence.matcher is not None:
+                masks = RowMasks(sequence.matcher, () if drafts is None else tuple(drafts.tolist()))
+            draw = Draw(sampling, sequence.seed, n_drafts, history, masks)
             if drafts is not None and n_drafts:
                 tokens = np.concatenate((tokens, drafts))
         self.chunks.append(Chunk(sequence.the_row, start, tokens, draw))

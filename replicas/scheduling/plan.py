@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.events import Sampling, TokenIds, TokenLogprobs
 
 PageIds = npt.NDArray[np.int32]
@@ -44,6 +45,7 @@ class Draw:
     seed: int
     drafts: int = 0
     history: TokenIds | None = None  # generated so far; given only when a penalty needs it
+    masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,51 @@
 """The sequences that run: each has a row of the pool and cells of the cache, and gives both back however it leaves."""
 
+import logging
 from collections.abc import Iterator
+from enum import Enum
 
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import Holding, KVCache
+from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.kv.radix import common_prefix
 from holdfast.replicas.scheduling.builder import PlanBuilder
 from holdfast.replicas.scheduling.order import Order
-from holdfast.replicas.sequences.pool import SequencePool
+from holdfast.replicas.scheduling.places import Places, surely
+from holdfast.replicas.sequences.histories import Histories
+from holdfast.replicas.sequences.parking import Owner, Place
 from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.tokens import TokenIds
+
+log = logging.getLogger(__name__)
+
+
+class BooksError(Exception):
+    """Rows or cells could not be given back: nobody knows any more what is free. Only new books help."""
+
+
+class Leaving(Enum):
+    """How a sequence leaves, and with it what stays: its cells in the tree, its row with its owner."""
+
+    FINISHED = "finished"  # cells and row
+    ABORTED = "aborted"  # cells and row, but a session's history is as before
+    PREEMPTED = "preempted"  # cells
+    FAILED = "failed"  # nothing
+
+    @property
+    def keeps_row(self) -> bool:
+        """The row shows what was computed: every plan that wrote to it has run."""
+        return self in (Leaving.FINISHED, Leaving.ABORTED)
 
 
 class Running:
-    """The only caller of the pool, and of the cache for cells."""
+    """The only caller of the cache for cells; rows come from `places`."""
 
-    def __init__(self, cache: KVCache, pool: SequencePool, order: Order) -> None:
+    def __init__(self, cache: KVCache, places: Places, order: Order, stats: EngineStats) -> None:
+        self.places = places
         self._cache = cache
-        self._pool = pool
         self._order = order
+        self._stats = stats
+        self._histories = Histories(cache.pool.total * cache.page_size)
         self._sequences: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -25,12 +55,9 @@ class Running:
         return iter(self._sequences)
 
     @property
-    def rows(self) -> int:
-        return self._pool.rows
-
-    @property
-    def rows_taken(self) -> int:
-        return self._pool.taken
+    def cells_pinned(self) -> int:
+        """Cells that sessions keep from being evicted, those with an operation in the batch included."""
+        return self.places.cells_pinned + sum(s.n_history for s in self._sequences)
 
     def in_order(self, *, decoding: bool) -> list[Sequence]:
         """Those that decode, or those that prefill, first to be served first."""
@@ -41,25 +68,40 @@ class Running:
         return max(self._sequences, key=self._order.key)
 
     def start(self, builder: PlanBuilder, sequence: Sequence, now: float) -> bool:
-        """Give a waiting sequence a row and its cached prefix; False when no row is free."""
-        row = self._pool.acquire()
-        if row is None:
+        """Give a waiting sequence a row and its cached prefix; False when no row is free.
+
+        Where its owner left off the row shows the pages already, and only what differs is written.
+        """
+        begun = self.places.begin(sequence.owner)
+        if begun is None:
             return False
-        with self._pool.guarded(row):
-            acquired = self._cache.acquire(sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse)
+        row, place = begun
+        try:
+            acquired = self._cache.acquire(
+                sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse, continues=place is not None
+            )
+        except Exception:
+            self.places.release(row)
+            raise
+        holding = sequence.holding = acquired.holding
+        sequence.row, sequence.n_computed = row, holding.n_cached
+        self._stats.tokens_recomputed += max(sequence.n_before - holding.n_cached, 0)
+        sequence.n_before = 0
         sequence.move(Status.RUNNING)
-        sequence.row = row
-        sequence.holding = acquired.holding
-        sequence.n_computed = acquired.holding.n_cached
-        builder.copies[row] = acquired.copies
-        builder.write(sequence, 0, acquired.holding.pages.copy())
         self._sequences.append(sequence)
+        same = common_prefix(place.pages, holding.pages) if place is not None and place.row is not None else 0
+        builder.copies[row] = acquired.copies
+        builder.write(sequence, same, holding.pages[same:].copy())
+        if sequence.scheduled is None:
+            self._count(sequence, place)
         return True
 
     def grow(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """Make sure that `n_tokens` positions of the sequence have cells; False when they are not to be had."""
         holding = sequence.held
-        first = len(holding.pages)
+        first = holding.n_pages
+        if n_tokens <= first * holding.page_size:
+            return True
         pages = self._cache.grow(holding, n_tokens)
         if pages is None:
             return False
@@ -70,19 +112,48 @@ class Running:
         """Let others alias what the sequence has computed so far."""
         self._cache.publish(sequence.held, sequence.tokens, sequence.n_computed, now)
 
-    def leave(self, sequence: Sequence, now: float, *, keep: bool) -> None:
-        """Take row and cells back. `keep` hands the computed cells to the tree, else they are freed.
-
-        The row is returned even if the cache raises.
-        """
+    def leave(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
+        """Take row and cells back, or park them for its owner's next turn. Raises BooksError when that fails."""
         self._sequences.remove(sequence)
-        holding, row = sequence.held, sequence.the_row
+        holding, row, owner = sequence.held, sequence.the_row, sequence.owner
+        computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
-        try:
-            if keep:
-                self._cache.finish(holding, sequence.tokens, sequence.n_computed, now)
-            else:
-                self._cache.drop(holding)
-        finally:
-            self._pool.release(row)
         sequence.n_computed = 0
+        try:
+            pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()
+            self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED)
+            if not leaving.keeps_row or owner is None:
+                self.places.release(row)
+            if owner is not None:
+                place = Place(len(computed), row, pages) if leaving.keeps_row else Place(0, None, NO_PAGES)
+                self._park(sequence, owner, place, leaving, now)
+        except Exception as failure:
+            raise BooksError(f"{sequence.request_id} could not be taken out: {failure}") from failure
+
+    def _park(self, sequence: Sequence, owner: Owner, place: Place, leaving: Leaving, now: float) -> None:
+        if owner.session:
+            kept = leaving is Leaving.FINISHED and sequence.submit.keep
+            history = sequence.buffer[: place.n_tokens if kept else sequence.n_history]
+            self.places.park_session(owner, history, place, now)
+        elif leaving.keeps_row:
+            self._histories.remember(owner, sequence.buffer[: place.n_tokens])
+            self.places.park_program(owner, place)
+
+    def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool) -> None:
+        """Give a holding back; where keeping its cells fails they are freed."""
+        if keep:
+            try:
+                self._cache.finish(holding, computed, len(computed), now)
+                return
+            except Exception:
+                log.exception("cells could not be kept")
+        surely(self._cache.drop, holding)
+
+    def _count(self, sequence: Sequence, place: Place | None) -> None:
+        """A turn begins: how much of what its owner had is in place, and how much was in vain."""
+        n_cached, owner = sequence.n_computed, sequence.owner
+        if place is not None and place.row is not None and n_cached >= place.n_tokens > 0:
+            self._stats.turns_continued += 1
+            self._stats.tokens_continued += n_cached
+        if owner is not None and not owner.session:
+            self._stats.tokens_rewritten += self._histories.rewritten(owner, sequence.tokens, n_cached)

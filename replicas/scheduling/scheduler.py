@@ -7,20 +7,23 @@ tensors and no clock: cells and rows come through `running`, time from the calle
 from dataclasses import dataclass
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind
-from holdfast.replicas.events import Event, Tokens
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
+from holdfast.replicas.events import Event, FinishReason, Tokens
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
 from holdfast.replicas.scheduling.chunks import chunk_size
+from holdfast.replicas.scheduling.constrained import check, fitting
+from holdfast.replicas.scheduling.ends import Ends
 from holdfast.replicas.scheduling.order import Order, ProgramOrder
+from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput, StepPlan
 from holdfast.replicas.scheduling.running import Running
 from holdfast.replicas.scheduling.speculation import Speculation
+from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.pool import SequencePool
 from holdfast.replicas.sequences.sequence import Sequence, Status
-from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats, Occupancy
 
 _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
@@ -28,18 +31,18 @@ _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this re
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan and the sequences behind it: `sequences[i]` belongs to `plan.chunks[i]`.
-
-    `ended` are terminal events of requests that came to an end while planning. No chunks: nothing to run.
-    """
+    """A plan and the sequences behind it: `sequences[i]` belongs to `plan.chunks[i]`. No chunks: nothing to run."""
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
-    ended: tuple[Event, ...] = ()
 
 
 class Scheduler:
-    """Joins admission, the running sequences and speculation into steps."""
+    """Joins admission, the running sequences and speculation into steps.
+
+    What raises while one sequence is planned or committed fails that sequence. Only `BooksError` comes out of here:
+    then the caller needs a new scheduler over new books. Events are added to `events`, so none is lost even then.
+    """
 
     def __init__(
         self,
@@ -47,52 +50,49 @@ class Scheduler:
         cache: KVCache,
         pool: SequencePool,
         drafter: Drafter,
-        order: Order | None = None,
+        order: Order | None,
+        stats: EngineStats,
+        events: list[Event],
     ) -> None:
         self._config = config
         self._cache = cache
         order = order or ProgramOrder()
-        self._budget = Budget.of(config)
-        self.stats = EngineStats()
-        self._running = Running(cache, pool, order)
-        self._admission = Admission(config, cache, self._running, order, self._budget, self.stats)
+        self._high_water = int(config.cells * config.high_water)
+        self.stats = stats
+        self.places = Places(cache, pool, parks=config.sessions)
+        self._running = Running(cache, self.places, order, self.stats)
         self._speculation = Speculation(drafter)
+        waiting = WaitingQueue(order)
+        self.ends = Ends(self._running, waiting, self._speculation, stats, events)
+        self.admission = Admission(config, cache, self._running, waiting, self.ends, self.stats)
 
     # ---- requests come and go ----
 
     @property
     def n_waiting(self) -> int:
-        return len(self._admission)
+        return len(self.admission)
 
     @property
     def busy(self) -> bool:
-        return len(self._running) > 0 or len(self._admission) > 0
+        return len(self._running) > 0 or len(self.admission) > 0
 
     def add(self, sequence: Sequence) -> None:
-        self._admission.push(sequence)
-
-    def end(self, sequence: Sequence, now: float, *, keep: bool = True) -> None:
-        """Take a sequence out, wherever it is. `keep` hands its computed cells to the tree, else they are freed."""
-        if sequence.status is Status.WAITING:
-            self._admission.remove(sequence)
-        elif sequence.status is Status.RUNNING:
-            self._running.leave(sequence, now, keep=keep)
-        self._speculation.close(sequence)
-        sequence.move(Status.ENDED)
+        self.admission.push(sequence)
 
     def everything(self) -> list[Sequence]:
-        return [*self._running, *self._admission]
+        return [*self._running, *self.admission]
 
     def occupancy(self) -> Occupancy:
         cells = self._cache.stats
         return Occupancy(
             running=len(self._running),
-            waiting=len(self._admission),
-            rows_taken=self._running.rows_taken,
+            waiting=len(self.admission),
+            rows_taken=self.places.rows_taken,
             cells_total=cells.total,
             cells_free=cells.free,
             cells_tree=cells.tree,
             cells_held=cells.held,
+            rows_parked=self.places.rows_parked,
         )
 
     # ---- one step ----
@@ -100,46 +100,52 @@ class Scheduler:
     def schedule(self, now: float) -> Step:
         """Plan the next step; admit what there is room for; end what waited too long or can never go on."""
         builder = PlanBuilder()
-        ended = self._admission.expire(now)
+        self.ends.events += self.admission.expire(now)
         if not self._decode(builder, now):
             # Not in a step that had to preempt: the cells it freed are for those that run.
-            self._admission.admit(builder, now)
-        self._prefill(builder)
+            self.admission.admit(builder, now)
+        self._prefill(builder, now)
         while not builder.chunks and len(self._running):
             # All are short of cells, so the last in order makes room for the others. One that is alone starts again
             # without its cached prefix: the ends of pages it shares with others may be what is missing.
             victim = self._running.last()
             if len(self._running) == 1 and not victim.reuse:
-                ended.append(self._failed(victim, _NO_ROOM, now))
+                self.ends.fail(victim, _NO_ROOM, now)
                 continue
             victim.reuse = len(self._running) > 1
-            self._preempt(builder, victim, now)
+            self.ends.preempt(builder, victim, now)
             if not len(self._running):
-                self._admission.admit(builder, now)
-            self._prefill(builder)
-        return Step(builder.plan(), tuple(builder.sequences), tuple(ended))
+                self.admission.admit(builder, now)
+            self._prefill(builder, now)
+        return Step(builder.plan(), tuple(builder.sequences))
 
-    def commit(self, step: Step, output: StepOutput, now: float) -> list[Event]:
+    def commit(self, step: Step, output: StepOutput, now: float) -> None:
         """Take in what a step drew; finished sequences hand their cells to the tree."""
-        events: list[Event] = []
+        self._speculation.measured(step.plan, now)
         for sequence, chunk, drawn in zip(step.sequences, step.plan.chunks, output.drawn, strict=True):
-            self._advance(sequence, chunk, drawn, now)
-            if drawn is None:
+            try:
+                self._advance(sequence, chunk, drawn, now)
+                # A prompt that was only to be computed is over with its last cell.
+                reason: FinishReason | None = "length" if sequence.n_computed == len(sequence.buffer) else None
+                if drawn is not None:
+                    reason = self._take_in(sequence, drawn, now)
+            except Exception as failure:
+                self.ends.fault(None, sequence, failure, now)
                 continue
-            kept, reason = sequence.append(drawn.tokens, now)
-            sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
-            self._speculation.learn(sequence, kept)
-            self.stats.completion += len(kept)
-            events.append(Tokens(sequence.request_id, kept, drawn.logprobs[: len(kept)]))
             if reason is not None:
-                self.end(sequence, now)
-                events.append(sequence.finished(reason, now))
-        return events
+                self.ends.finish(sequence, reason, now)
 
-    def fail(self, step: Step, error: EngineError, now: float) -> list[Event]:
-        """A step went wrong: its sequences fail and what they computed is dropped; the others go on."""
+    def fail(self, step: Step, error: HoldfastError, now: float) -> None:
+        """A step went wrong: its sequences fail and what they computed is dropped; the others go on.
+
+        Those that were given pages in it without a chunk start again: nobody knows whether their rows were written.
+        """
         self.stats.failed_steps += 1
-        return [self._failed(sequence, error.info, now) for sequence in step.sequences]
+        for sequence in step.sequences:
+            self.ends.fail(sequence, error.info, now)
+        written = {write.row for write in step.plan.writes}
+        for sequence in [s for s in self._running if s.row in written]:
+            self.ends.preempt(None, sequence, now)
 
     # ---- the parts of a step ----
 
@@ -150,35 +156,57 @@ class Scheduler:
         """
         preempted = False
         decoding = self._running.in_order(decoding=True)
+        self._speculation.prepare(decoding, now)
         for sequence in decoding:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            drafts = self._speculation.propose(sequence, len(decoding))
-            if len(drafts) and self._running.grow(builder, sequence, sequence.length + len(drafts)):
-                builder.compute(sequence, 1, drafts)
-                self.stats.drafted += len(drafts)
-                continue
-            while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, sequence.length):
-                if len(self._running) == 1:
-                    return preempted
-                self._preempt(builder, self._running.last(), now)
-                preempted = True
-            if sequence.status is Status.RUNNING:
-                builder.compute(sequence, 1)
+            try:
+                preempted |= self._decode_one(builder, sequence, now)
+            except Exception as failure:
+                self.ends.fault(builder, sequence, failure, now)
         return preempted
 
-    def _prefill(self, builder: PlanBuilder) -> None:
-        """A chunk for each prefilling sequence, smaller the more there are; deferred above the high-water mark."""
+    def _decode_one(self, builder: PlanBuilder, sequence: Sequence, now: float) -> bool:
+        preempted = False
+        drafts = fitting(sequence, self._speculation.propose(sequence), self._config.forced_drafts)
+        if len(drafts) and self._running.grow(builder, sequence, sequence.length + len(drafts)):
+            builder.compute(sequence, 1, drafts)
+            self.stats.drafted += len(drafts)
+            return preempted
+        while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, sequence.length):
+            if len(self._running) == 1:
+                return preempted
+            self.ends.preempt(builder, self._running.last(), now)
+            preempted = True
+        if sequence.status is Status.RUNNING:
+            builder.compute(sequence, 1)
+        return preempted
+
+    def _prefill(self, builder: PlanBuilder, now: float) -> None:
+        """A chunk for each prefilling sequence, smaller the more there are; deferred above the high-water mark.
+
+        Beside others, a prompt that nobody waits for an answer to is computed in narrow chunks as well.
+        """
         prefilling = self._running.in_order(decoding=False)
-        hurried = len(self._running) > 1 and any(
-            s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running
-        )
+        if not prefilling:
+            return
+        company = len(self._running) > 1
+        hurried = company and any(0 < s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running)
         for sequence in prefilling:
-            if builder.chunks and self._cache.stats.in_use >= self._budget.high_water:
-                return
-            size = chunk_size(sequence.pending, len(prefilling), hurried, self._config)
-            if self._running.grow(builder, sequence, sequence.n_computed + size):
-                builder.compute(sequence, size)
+            if builder.chunks and self._cache.stats.in_use >= self._high_water:
+                self.stats.chunks_deferred += 1
+                continue
+            narrow = hurried or (company and sequence.sampling.max_tokens == 0)
+            size = chunk_size(sequence.pending, len(prefilling), narrow, self._config)
+            try:
+                # What a grammar forces after the prompt is computed with the prompt's end.
+                whole = size == sequence.pending
+                drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
+                if self._running.grow(builder, sequence, sequence.n_computed + size + len(drafts)):
+                    builder.compute(sequence, size, drafts)
+                    self.stats.drafted += len(drafts)
+            except Exception as failure:
+                self.ends.fault(builder, sequence, failure, now)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
         """Count what a chunk computed. Others may alias a prompt once it is complete, or sooner if they wait for it."""
@@ -186,27 +214,21 @@ class Scheduler:
         n_prefilled = min(end, sequence.n_prompt) - chunk.start
         drafts = chunk.draw.drafts if chunk.draw else 0
         accepted = len(drawn.tokens) - 1 if drawn else 0
-        sequence.n_computed = end - drafts + accepted
+        sequence.n_computed = end - drafts
         self.stats.accepted += accepted
         if n_prefilled > 0:
             self.stats.prompt_computed += n_prefilled
-            if drawn or self._admission.leads(sequence):
+            # Not without reuse: what the tree has of it would be held twice, where there is no room for it once.
+            if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
+        sequence.n_computed += accepted  # drafts that came true are not among its tokens yet
 
-    # ---- ends ----
-
-    def _preempt(self, builder: PlanBuilder, sequence: Sequence, now: float) -> None:
-        """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
-
-        Nothing is lost: noise is keyed by position, so the recomputed sequence goes on as it would have.
-        """
-        self.stats.preemptions += 1
-        builder.forget(sequence)
-        self._running.leave(sequence, now, keep=True)
-        sequence.preempted = True
-        sequence.move(Status.WAITING)
-        self._admission.push(sequence)
-
-    def _failed(self, sequence: Sequence, error: ErrorInfo, now: float) -> Event:
-        self.end(sequence, now, keep=False)
-        return sequence.failed(error)
+    def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
+        """Append what was drawn; why the sequence ends, if it does."""
+        kept, reason = sequence.append(drawn.tokens, now)
+        sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
+        self._speculation.learn(sequence, kept)
+        self.stats.completion += len(kept)
+        self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[: len(kept)]))
+        check(sequence)
+        return reason

@@ -1,10 +1,18 @@
-"""The drafter as the scheduler uses it: one state for each sequence that has begun to decode."""
+"""The drafter as the scheduler uses it: one state for each sequence that has begun to decode.
 
+Drafts are optional. So a drafter that raises costs a sequence its drafts and nothing else: this file is the supervisor
+of the calls to it.
+"""
+
+import logging
 from collections.abc import Sequence as Tokens
 
+from holdfast.replicas.scheduling.plan import StepPlan
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.tokens import TokenIds
+
+log = logging.getLogger(__name__)
 
 
 class Speculation:
@@ -12,27 +20,78 @@ class Speculation:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._states: dict[str, DraftState] = {}
+        self._states: dict[str, DraftState | None] = {}  # None: its drafter failed
+        self._drafts: dict[str, TokenIds] = {}  # of the step in the making
+        self._begun = 0.0
 
-    def propose(self, sequence: Sequence, decoding: int) -> TokenIds:
-        """Drafts to verify after the sequence's last token, so few that the token after them still fits."""
-        limit = len(sequence.buffer) - sequence.length - 1
-        if limit <= 0 or not self._drafter.config.enabled:
-            return NO_DRAFT
-        state = self._states.get(sequence.request_id)
-        if state is None:
-            state = self._drafter.open(sequence.submit.scope, sequence.tokens, sequence.submit.skeletons)
-            self._states[sequence.request_id] = state
-        return self._drafter.propose(state, limit, decoding)
+    def prepare(self, decoding: Tokens[Sequence], now: float) -> None:
+        """Draft for all sequences that decode in the step begun at `now`: they share what verifying may cost."""
+        self._begun = now
+        self._drafts.clear()
+        if not self._drafter.config.enabled:
+            return
+        offered: list[tuple[DraftState, int]] = []
+        requests: list[str] = []
+        for sequence in decoding:
+            # So few that the token after them still fits.
+            limit = len(sequence.buffer) - sequence.length - 1
+            state = self._state(sequence) if limit > 0 else None
+            if state is not None:
+                offered.append((state, limit))
+                requests.append(sequence.request_id)
+        try:
+            drafts = self._drafter.propose_all(offered, len(decoding))
+        except Exception:
+            for request_id in requests:
+                self._give_up(request_id)
+            return
+        self._drafts.update(zip(requests, drafts, strict=True))
+
+    def propose(self, sequence: Sequence) -> TokenIds:
+        """The drafts prepared for a sequence, to verify after its last token."""
+        return self._drafts.get(sequence.request_id, NO_DRAFT)
+
+    def measured(self, plan: StepPlan, now: float) -> None:
+        """The step with this plan has ended; one that only decoded tells what verifying costs."""
+        rows = 0
+        for chunk in plan.chunks:
+            if chunk.draw is None or len(chunk.tokens) != chunk.draw.drafts + 1:
+                return
+            rows += len(chunk.tokens)
+        try:
+            self._drafter.measured(rows, now - self._begun)
+        except Exception:
+            log.exception("what verifying costs could not be learned")
 
     def learn(self, sequence: Sequence, drawn: Tokens[int]) -> None:
         """Tell which tokens were drawn for a sequence, once for each step that drew."""
         state = self._states.get(sequence.request_id)
-        if state is not None:
+        if state is None:
+            return
+        try:
             self._drafter.learn(state, drawn)
+        except Exception:
+            self._give_up(sequence.request_id)
 
     def close(self, sequence: Sequence) -> None:
         """A sequence has ended; its completion is remembered for its tenant."""
         state = self._states.pop(sequence.request_id, None)
-        if state is not None:
+        if state is None:
+            return
+        try:
             self._drafter.close(state, sequence.n_prompt)
+        except Exception:
+            log.exception("a turn could not be remembered for drafts")
+
+    def _state(self, sequence: Sequence) -> DraftState | None:
+        request_id, submit = sequence.request_id, sequence.submit
+        if request_id not in self._states:
+            try:
+                self._states[request_id] = self._drafter.open(submit.scope, sequence.tokens, submit.skeletons)
+            except Exception:
+                self._give_up(request_id)
+        return self._states[request_id]
+
+    def _give_up(self, request_id: str) -> None:
+        log.exception("no more drafts for %s: the drafter failed", request_id)
+        self._states[request_id] = None

@@ -26,6 +26,10 @@ class WaitingQueue:
         """Every waiting sequence, in no particular order."""
         return (sequence for _, sequence in self._entries.values())
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        entry = self._entries.get(sequence.request_id)
+        return entry is not None and entry[1] is sequence
+
     def push(self, sequence: Sequence) -> None:
         ticket = next(self._ticket)
         self._entries[sequence.request_id] = (ticket, sequence)
@@ -49,9 +53,8 @@ class WaitingQueue:
 
     def unhold(self, sequence: Sequence) -> None:
         """Put a held sequence back in its place; nothing, if it was removed in the meantime."""
-        entry = self._entries.get(sequence.request_id)
-        if entry is not None and entry[1] is sequence:
-            ticket = entry[0]
+        if sequence in self:
+            ticket = self._entries[sequence.request_id][0]
             heapq.heappush(self._heap, (self._key(sequence), ticket, sequence))
 
     def remove(self, sequence: Sequence) -> None:

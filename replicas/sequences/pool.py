@@ -3,13 +3,11 @@
 The pool never waits: a request waits in the scheduler's queue, in order and with a timeout, until a row is free.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
 
 class Region(Enum):
-    """TRANSIENT rows serve single requests; SESSION rows are kept for long-lived sessions."""
+    """TRANSIENT rows serve single requests; SESSION rows those of programs and sessions, which come back for more."""
 
     TRANSIENT = "transient"
     SESSION = "session"
@@ -22,11 +20,11 @@ class SequencePool:
         if not 0 <= session_rows < rows:
             raise ValueError(f"session_rows must be in [0, {rows}), not {session_rows}")
         self.rows = rows
-        self._first_session_row = rows - session_rows
+        self.first_session_row = rows - session_rows
         # Stacks: the row returned last is the one whose memory is warm.
         self._free = {
-            Region.TRANSIENT: list(range(self._first_session_row - 1, -1, -1)),
-            Region.SESSION: list(range(rows - 1, self._first_session_row - 1, -1)),
+            Region.TRANSIENT: list(range(self.first_session_row - 1, -1, -1)),
+            Region.SESSION: list(range(rows - 1, self.first_session_row - 1, -1)),
         }
         self._taken: set[int] = set()
 
@@ -50,13 +48,4 @@ class SequencePool:
         if row not in self._taken:
             raise ValueError(f"row {row} is not taken")
         self._taken.remove(row)
-        self._free[Region.TRANSIENT if row < self._first_session_row else Region.SESSION].append(row)
-
-    @contextmanager
-    def guarded(self, row: int) -> Iterator[int]:
-        """Return `row` to the pool if the block raises; on success the caller keeps it."""
-        try:
-            yield row
-        except BaseException:
-            self.release(row)
-            raise
+        self._free[Region.TRANSIENT if row < self.first_session_row else Region.SESSION].append(row)

@@ -5,9 +5,11 @@ from enum import Enum
 
 import numpy as np
 
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Failed, Finished, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
+from holdfast.replicas.events import Failed, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
 from holdfast.replicas.kv.cache import Holding
+from holdfast.replicas.sequences.parking import Owner
 
 
 class Status(Enum):
@@ -51,6 +53,9 @@ class Sequence:
     holding: Holding | None = None
     scheduled: float | None = None
     first_token: float | None = None
+    n_history: int = 0  # tokens of the session before this operation: they stay pinned whatever becomes of it
+    n_before: int = 0  # tokens that were computed when it was preempted, while it waits
+    owner: Owner | None = None  # who comes back for what this sequence leaves; None: nobody
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
@@ -60,7 +65,8 @@ class Sequence:
         buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
         buffer[:n_prompt] = submit.tokens
         stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
-        return cls(submit, number, now, n_prompt, buffer, n_prompt, seed=seed, stop_ids=stop_ids)
+        owner = Owner.of(submit.scope, submit.session_id, submit.program_id)
+        return cls(submit, number, now, n_prompt, buffer, n_prompt, owner=owner, seed=seed, stop_ids=stop_ids)
 
     @property
     def request_id(self) -> str:
@@ -76,8 +82,14 @@ class Sequence:
         return self.buffer[: self.length]
 
     @property
-    def completion(self) -> TokenIds:
-        return self.buffer[self.n_prompt : self.length]
+    def generated(self) -> TokenIds:
+        """The completion, with that of the request it goes on from before it."""
+        return self.buffer[self.n_prompt - self.submit.n_generated : self.length]
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Which tokens may come next, of a constrained sequence."""
+        return self.submit.matcher
 
     @property
     def pending(self) -> int:
@@ -116,17 +128,19 @@ class Sequence:
         """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
         if self.first_token is None:
             self.first_token = now
+        matcher = self.matcher
         for i, token in enumerate(drawn):
             self.buffer[self.length] = token
             self.length += 1
             if token in self.stop_ids:
                 return drawn[: i + 1], "stop"
+            if matcher is not None:
+                matcher.advance(token)
+                if matcher.finished:
+                    return drawn[: i + 1], "stop"
             if self.length == len(self.buffer):
                 return drawn[: i + 1], "length"
         return drawn, None
-
-    def finished(self, reason: FinishReason, now: float) -> Finished:
-        return Finished(self.request_id, reason, self.usage, self.timing(now))
 
     def failed(self, error: ErrorInfo) -> Failed:
         return Failed(self.request_id, error, self.usage)

@@ -32,13 +32,24 @@ class DraftConfig:
     confidence: float = 0.35  # acceptance of single drafts below which only `floor` are drafted
     floor: int = 4
     verify_rows: int = 256  # rows one step may verify, over all decoding sequences
+    cost_gate: bool = True  # draft only what verifying pays for, by the cost of steps; off: by acceptance alone
+    shared_budget: bool = True  # the drafts of all sequences compete for a step's rows; off: all draft alike
+    explore_every: int = 64  # steps after which one verifies some drafts though they may not pay, to know the cost
 
     memory_bytes: int = 64 << 20  # of all tenants together
     scope_bytes: int = 4 << 20  # of one tenant
     memory_context: int = 16  # tokens before a turn that are remembered with it, so that its start can be found
 
     def __post_init__(self) -> None:
-        for name in ("max_draft", "min_n", "memory_min_n", "verify_rows", "memory_bytes", "scope_bytes"):
+        for name in (
+            "max_draft",
+            "min_n",
+            "memory_min_n",
+            "verify_rows",
+            "explore_every",
+            "memory_bytes",
+            "scope_bytes",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         for name in ("floor", "memory_context", "own_value_length", "raw_length"):

@@ -1,7 +1,7 @@
 """The one face of speculation: for each sequence propose drafts, and learn from what was drawn.
 
     own tokens --- NGramIndex ---.
-    tenant's turns - TurnMemory --+-- longest match -- draft -- gate -- propose
+    tenant's turns - TurnMemory --+-- longest match -- draft -- gate over all sequences of the step -- propose
     declared tools - SkeletonSet -'   (within a call: fixed text, and values from the other two)
 
 Deterministic, no clock, no torch. Whether a draft is right only the model says; a wrong one costs time, never output.
@@ -18,16 +18,18 @@ from enum import IntEnum
 import numpy as np
 
 from holdfast.replicas.speculation.config import DraftConfig
-from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, cap, draft_length
+from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, alike, cap, draft_length, shares
 from holdfast.replicas.speculation.memory import TurnMemory
 from holdfast.replicas.speculation.ngrams import NO_MATCH, WINDOW, Context, Match, NGramIndex
 from holdfast.replicas.speculation.skeleton import SHORT_VALUE, SkeletonCursor, SkeletonSet
+from holdfast.replicas.speculation.step_cost import StepCost
 from holdfast.replicas.tokens import TokenIds
 
 NO_DRAFT: TokenIds = np.zeros(0, np.int32)
 NO_DRAFT.setflags(write=False)
 
 _INITIAL_ACCEPTANCE = 0.6  # of a sequence, and of a kind of draft, of which nothing is known yet
+_EXPLORED = 4  # an exploring step verifies one draft for so many sequences
 _SCOPES = 1024  # tenants whose acceptance is remembered, the latest come
 
 
@@ -51,7 +53,22 @@ class DraftState:
     cursor: SkeletonCursor | None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(_INITIAL_ACCEPTANCE))
     draft: Sequence[int] = ()  # what may follow, before the gate
+    source: Source = Source.PROMPT_LOOKUP  # of `draft`
     kind: Acceptance | None = None  # of the drafts like `draft`
+    proposed: int = 0  # tokens of `draft` that passed the gate
+
+    def expected(self) -> float:
+        """Acceptance of `draft` as far as its like and this sequence let know."""
+        return (self.kind.value + self.acceptance.value) / 2 if self.kind is not None else 0.0
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals by source: tokens verified, and those of them that were right; tokens that the gate held back."""
+
+    drafted: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    accepted: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
+    withheld: int = 0
 
 
 class Drafter:
@@ -59,9 +76,11 @@ class Drafter:
 
     def __init__(self, config: DraftConfig, cost: VerificationCost | None = None) -> None:
         self.config = config
-        self.cost = cost  # may be set later, when the runner has measured it
+        self.counts = DraftCounts()
+        self._cost = StepCost(cost, config.verify_rows) if cost is not None and config.cost_gate else None
         self._memory = TurnMemory(config.memory_bytes, config.scope_bytes)
         self._kinds: OrderedDict[str, tuple[Acceptance, ...]] = OrderedDict()
+        self._steps = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -83,24 +102,66 @@ class Drafter:
 
         `decoding` sequences verify theirs in the same step.
         """
+        return self.propose_all(((state, limit),), decoding)[0]
+
+    def propose_all(self, sequences: Sequence[tuple[DraftState, int]], decoding: int = 0) -> list[TokenIds]:
+        """Drafts for the sequences of one step, each with its limit: int32, often none.
+
+        `decoding` sequences are in the step, those of `sequences` among them; 0: those alone.
+        """
         config = self.config
+        if not config.enabled:
+            return [NO_DRAFT] * len(sequences)
+        decoding = max(decoding, len(sequences))
+        shared = self._cost is not None and config.shared_budget and decoding < config.verify_rows
+        most = config.max_draft if shared else cap(config, decoding)
+        for state, limit in sequences:
+            self._draft(state, min(limit, most))
+        lengths = self._lengths([state for state, _ in sequences], decoding)
+        proposals = []
+        for (state, _), length in zip(sequences, lengths, strict=True):
+            state.proposed = length
+            self.counts.withheld += len(state.draft) - length
+            proposals.append(np.array(state.draft[:length], np.int32) if length else NO_DRAFT)
+        return proposals
+
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step that verified `rows` rows and did nothing else took `seconds`."""
+        if self._cost is not None:
+            self._cost.learn(rows, seconds)
+
+    def _lengths(self, states: Sequence[DraftState], decoding: int) -> list[int]:
+        """How many of each one's drafts pass the gate."""
+        config = self.config
+        acceptances, most = [], []
+        for state in states:
+            acceptance = state.expected()
+            acceptances.append(acceptance)
+            most.append(draft_length(config, len(state.draft), acceptance))
+        if self._cost is None or decoding >= config.verify_rows or not any(most):
+            return most
+        self._steps += 1
+        table = self._cost.table
+        if config.shared_budget:
+            least = -(-decoding // _EXPLORED) if self._steps % config.explore_every == 0 else 0
+            return shares(acceptances, most, table, decoding, least)
+        return [alike(a, n, decoding, table) for a, n in zip(acceptances, most, strict=True)]
+
+    def _draft(self, state: DraftState, most: int) -> None:
+        """Find what may follow a sequence, at most `most` tokens."""
         state.kind, state.draft = None, ()
-        most = cap(config, limit, decoding) if config.enabled else 0
         if most == 0:
-            return NO_DRAFT
+            return
         context = state.index.context()
-        match, source, copied = self._lookup(state, context, most, own=True)
+        match, source, copied = self._lookup(state, context, most)
         draft: Sequence[int] = copied
-        if state.cursor is not None and state.cursor.place is not None and match.length < config.raw_length:
+        if state.cursor is not None and state.cursor.place is not None and match.length < self.config.raw_length:
             composed = self._compose(state, context, draft, most)
             if composed:
                 source, draft = Source.SKELETON, composed
-        if not draft:
-            return NO_DRAFT
-        state.kind = self._kind(state.scope, source, match.length)
-        state.draft = draft
-        acceptance = (state.kind.value + state.acceptance.value) / 2
-        return np.array(draft[: draft_length(config, most, decoding, acceptance, self.cost)], np.int32)
+        if draft:
+            state.kind = self._kind(state.scope, source, match.length)
+            state.source, state.draft = source, draft
 
     def learn(self, state: DraftState, drawn: Sequence[int]) -> None:
         """Append the tokens drawn in a step: accepted drafts and the one after them.
@@ -116,8 +177,10 @@ class Drafter:
             state.acceptance.learn(compared, right, self.config.ema_weight)
             state.kind.learn(compared, right, self.config.ema_weight)
             state.kind = None
+            self.counts.drafted[state.source] += state.proposed
+            self.counts.accepted[state.source] += min(right, state.proposed)
         if state.cursor is not None:
-            state.cursor.advance(drawn, state.index.window())
+            state.cursor.advance(drawn, state.index.window)
         state.index.extend(drawn)
 
     def close(self, state: DraftState, n_prompt: int) -> None:
@@ -126,16 +189,16 @@ class Drafter:
             self._memory.add(state.scope, state.index.tokens(max(n_prompt - self.config.memory_context, 0)))
 
     def _lookup(
-        self, state: DraftState, context: Context, most: int, own: bool, value: bool = False
+        self, state: DraftState, context: Context, most: int, value: bool = False
     ) -> tuple[Match, Source, array[int]]:
         """The longest match in the sequence or the memory; of equals the sequence's.
 
-        `own`: as in `NGramIndex.longest`. `value`: for a value in a call, which is rather the conversation's own.
+        `value`: for a value in a call, which is rather the conversation's own.
         """
         config, match, source = self.config, NO_MATCH, Source.PROMPT_LOOKUP
         index = state.index
         if config.prompt_lookup:
-            found = index.longest(context, own)
+            found = index.longest(context)
             if found.length >= config.min_n:
                 match = found
         found_value = value and match.length >= config.own_value_length
@@ -152,9 +215,9 @@ class Drafter:
         assert cursor.place is not None
 
         def fill(so_far: list[int]) -> Sequence[int]:
-            return self._lookup(
-                state, context.then(so_far), most, own=not so_far, value=bool(so_far) or cursor.filled <= SHORT_VALUE
-            )[2]
+            return self._lookup(state, context.then(so_far), most, value=bool(so_far) or cursor.filled <= SHORT_VALUE)[
+                2
+            ]
 
         place = cursor.skeletons.towards(cursor.place, draft)
         return cursor.skeletons.compose(place, cursor.filled, most, fill)

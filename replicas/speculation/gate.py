@@ -2,6 +2,10 @@
 
 Acceptance here is that of single drafts: of those compared, the share that was right. A draft of n tokens is then
 expected to yield a + a^2 + ... + a^n tokens (Leviathan et al. 2023, equation 1).
+
+The paper caps each sequence's draft by load and acceptance (`draft_length`). `shares` goes further: a step reads the
+weights once for all its rows, so what a row costs depends on how many there are already, and the drafts of all
+sequences compete for the rows that pay.
 """
 
 from __future__ import annotations
@@ -9,17 +13,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.config import DraftConfig
 
-_LEVELS = 64  # acceptance is rounded to so many levels, to remember what was worked out
+_UNLIKELY = 0.03  # a draft less likely to be right never pays for its row
 
 
-@dataclass(frozen=True, eq=False)
+_WORTH = 1.02  # what drafts must promise over none: of many estimates the highest are rather too high
+
+
+@dataclass(frozen=True, slots=True)
 class VerificationCost:
-    """Seconds of a decode step by how many rows it verifies, as the runner measured them. Compared by identity."""
+    """Seconds of a decode step by how many rows it verifies, as the runner measured them."""
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -61,31 +67,62 @@ def agreement(draft: Sequence[int], drawn: Sequence[int]) -> int:
     return min(len(draft), len(drawn))
 
 
-def cap(config: DraftConfig, limit: int, decoding: int) -> int:
-    """Drafts for each of `decoding` sequences: at most `limit`, and all windows within the rows of a step."""
-    return max(min(limit, config.max_draft, config.verify_rows // max(decoding, 1) - 1), 0)
+def cap(config: DraftConfig, decoding: int) -> int:
+    """Drafts for each of `decoding` sequences, so that all windows are within the rows of a step."""
+    return max(min(config.max_draft, config.verify_rows // max(decoding, 1) - 1), 0)
 
 
-def draft_length(
-    config: DraftConfig, most: int, decoding: int, acceptance: float, cost: VerificationCost | None = None
-) -> int:
-    """How many of `most` drafts to verify; with a cost as many as yield the most tokens a second, or none."""
-    if acceptance < config.confidence:
-        most = min(most, config.floor)
-    if cost is None:
-        return most
-    return _best_length(round(acceptance * _LEVELS), most, max(decoding, 1), cost)
+def draft_length(config: DraftConfig, most: int, acceptance: float) -> int:
+    """How many of `most` drafts to verify, as acceptance alone says: below `confidence` only the floor."""
+    return min(most, config.floor) if acceptance < config.confidence else most
 
 
-@lru_cache(maxsize=16384)
-def _best_length(level: int, most: int, decoding: int, cost: VerificationCost) -> int:
-    """All sequences are taken to draft alike: n drafts make a step of decoding * (1 + n) rows."""
-    acceptance, expected, best, best_rate = level / _LEVELS, 1.0, 0, 1.0 / cost.at(decoding)
+def alike(acceptance: float, most: int, decoding: int, seconds: Sequence[float]) -> int:
+    """How many of `most` drafts yield the most tokens a second if all `decoding` sequences draft alike, or none.
+
+    `seconds[rows]` is what a step of so many rows takes.
+    """
+    expected, best, best_rate = 1.0, 0, _WORTH / seconds[decoding]
     right = 1.0
     for n in range(1, most + 1):
+        rows = decoding * (1 + n)
+        if rows >= len(seconds):
+            break
         right *= acceptance
+        if right < _UNLIKELY:
+            break
         expected += right
-        rate = expected / cost.at(decoding * (1 + n))
+        rate = expected / seconds[rows]
         if rate > best_rate:
             best, best_rate = n, rate
     return best
+
+
+def shares(
+    acceptances: Sequence[float], most: Sequence[int], seconds: Sequence[float], decoding: int, least: int = 0
+) -> list[int]:
+    """How many drafts each sequence verifies, so that the step yields the most tokens a second.
+
+    Sequence i offers `most[i]` drafts, the n-th of which is right with probability `acceptances[i]` ** n. The step has
+    `decoding` rows without drafts and takes `seconds[rows]`. The most likely drafts come first, whose ever they are;
+    since a sequence's own become less likely, they are taken in order. `least` drafts are taken in any case.
+    """
+    if decoding == 1:
+        return [max(alike(acceptances[0], most[0], 1, seconds), min(least, most[0]))]
+    offers: list[tuple[float, int]] = []
+    for i, (acceptance, length) in enumerate(zip(acceptances, most, strict=True)):
+        right = 1.0
+        while length and (right := right * acceptance) >= _UNLIKELY:
+            offers.append((-right, i))
+            length -= 1
+    offers.sort()
+    expected, taken, best_rate = float(decoding), 0, _WORTH * decoding / seconds[decoding]
+    for n, (right, _) in enumerate(offers[: max(len(seconds) - 1 - decoding, 0)], 1):
+        expected -= right
+        rate = expected / seconds[decoding + n]
+        if rate > best_rate or n <= least:
+            taken, best_rate = n, max(rate, best_rate)
+    lengths = [0] * len(most)
+    for _, i in offers[:taken]:
+        lengths[i] += 1
+    return lengths

@@ -1,18 +1,15 @@
 """Where in a token sequence the end of a text occurred before: an index that grows with the sequence.
 
 Chains of equal n-grams, as in LZ77: a table leads from the hash of n tokens to where they were last, and from there
-to the occurrence before. A look-up walks a bounded number of candidates and measures each one's whole match. What to
-do with a match is decided in `drafter`.
+to the occurrence before. A look-up walks a bounded number of candidates and measures each one that can be longer than
+the best so far. What to do with a match is decided in `drafter`.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -23,18 +20,23 @@ WINDOW = 32
 """Longest match that is measured, in tokens."""
 GAP = -1
 """Stands between texts that do not continue each other; nothing is drafted across it."""
+LONG, LONG_CANDIDATES = 6, 32
+"""A chain of n-grams of `LONG` tokens, of which a look-up compares at most so many, latest first."""
+PAIR_CANDIDATES = 16
+"""The same for the chain of pairs, which is looked up where no longer n-gram is found; of single tokens, the latest."""
 
 _PAD, _CONTEXT_PAD = -2, -3  # before the first token, in an index and in a context: unequal, so no match
 TOKEN_BYTES = 4
-SPAN = WINDOW * TOKEN_BYTES
+_BITS = 8 * TOKEN_BYTES
 _WORD = 0xFFFFFFFF
 _MULTIPLIER = 0x9E3779B1
+_DROP = pow(_MULTIPLIER, LONG, _WORD + 1)  # what a token leaving the hash was multiplied with
 _FINALIZER = 0x85EBCA6B  # the high bits of a product with it are well mixed
 _MIN_BITS, _MAX_BITS = 8, 16  # of a chain's table; 2**16 heads are 256 KiB
 
 
 class Match(NamedTuple):
-    """`length` tokens before byte `end` of an index's buffer equal the end of a context. Length 0: none."""
+    """`length` tokens before place `end` of an index equal the end of a context. Length 0: none."""
 
     length: int
     end: int
@@ -43,55 +45,49 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One chain: n-grams of `n` tokens, of which a look-up compares at most `candidates`, latest first."""
-
-    n: int
-    candidates: int
-
-
-ORDERS = (Order(6, 32), Order(2, 64), Order(1, 1))
-"""Longest first: a shorter n-gram is looked up only where no longer one was found."""
-
-_LONGEST = ORDERS[0].n
-_POWERS = tuple(pow(_MULTIPLIER, k, _WORD + 1) for k in reversed(range(_LONGEST)))
-_UNPACK_TAIL = struct.Struct(f"<{_LONGEST}I").unpack_from
-
-
 class Context(NamedTuple):
-    """The end of a text to look up: its last `WINDOW` tokens as bytes, and the hash of its last n for each order."""
+    """The end of a text to look up: its last `WINDOW` tokens, and hashes of its last `LONG`, two and one."""
 
-    window: bytes
-    hashes: tuple[int, ...]
+    window: array[int]
+    long: int
+    pair: int
+    last: int
 
     def then(self, tokens: Sequence[int]) -> Context:
         """This context with `tokens` behind it."""
-        window = (self.window + array("i", tokens).tobytes())[-SPAN:]
-        tail = _UNPACK_TAIL(window, SPAN - _LONGEST * TOKEN_BYTES)
-        return Context(window, tuple([_hash(tail[-order.n :], order.n) for order in ORDERS]))
+        window = (self.window + array("i", tokens))[-WINDOW:]
+        return Context(window, *_hashes(window))
 
 
 class NGramIndex:
     """A token sequence that grows at its end, and the chains over it.
 
-    Building takes a few numpy passes over the tokens, an append the same small work for any length. The buffer
-    begins with padding, so that comparing backwards needs no check of bounds.
+    Building takes a few numpy passes over the tokens, an append the same small work for any length. An n-gram enters
+    its chain when a token follows it: the end itself has no continuation. Places count from the buffer's beginning,
+    which is padding, so that comparing backwards needs no check of bounds; place 0 ends a chain.
     """
 
-    __slots__ = ("_buffer", "_capacity", "_chains")
+    __slots__ = ("_buffer", "_capacity", "_long", "_long_heads", "_long_older", "_pair", "_pair_heads",
+                 "_pair_older", "_shift", "_single_heads")  # fmt: skip
 
     def __init__(self, tokens: TokenIds, capacity: int = 0) -> None:
         """Index `tokens`. `capacity`: how many it is going to hold, which sizes the tables and bounds nothing."""
         padded = np.full(WINDOW + len(tokens), _PAD, np.int32)
         padded[WINDOW:] = tokens
-        self._buffer = bytearray(padded.tobytes())
+        self._buffer = array("i", padded.tobytes())
         bits = min(max(max(len(tokens), capacity).bit_length() + 1, _MIN_BITS), _MAX_BITS)
         self._capacity = 1 << (bits - 1) if bits < _MAX_BITS else sys.maxsize
-        self._chains = tuple(_Chain(order, padded, bits) for order in ORDERS)
+        self._shift = 32 - bits
+        self._long, self._pair, _ = _hashes(self._buffer)
+        self._long_heads, self._long_older = _chain(padded, LONG, self._shift)
+        self._pair_heads, self._pair_older = _chain(padded, 2, self._shift)
+        heads = np.zeros(1 << bits, np.int32)
+        slots = _slots(padded, 1, self._shift)
+        heads[slots] = np.arange(WINDOW + 1, WINDOW + 1 + len(slots), dtype=np.int32)  # of equal slots the last stays
+        self._single_heads = array("i", heads.tobytes())
 
     def __len__(self) -> int:
-        return len(self._buffer) // TOKEN_BYTES - WINDOW
+        return len(self._buffer) - WINDOW
 
     @property
     def crowded(self) -> bool:
@@ -101,120 +97,124 @@ class NGramIndex:
     @property
     def nbytes(self) -> int:
         """Bytes held by the tokens and the chains."""
-        return len(self._buffer) + sum(chain.nbytes for chain in self._chains)
+        heads = (self._long_heads, self._pair_heads, self._single_heads)
+        return sum(map(len, (*heads, self._buffer, self._long_older, self._pair_older))) * TOKEN_BYTES
 
     def tokens(self, start: int = 0) -> TokenIds:
         """A copy of the tokens from `start` on, int32."""
-        return np.frombuffer(bytes(self._buffer[SPAN + start * TOKEN_BYTES :]), np.int32)
+        return np.frombuffer(self._buffer[WINDOW + start :].tobytes(), np.int32)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end."""
-        buffer = self._buffer
-        end = len(buffer) // TOKEN_BYTES
-        buffer += array("i", tokens).tobytes()
-        recent = memoryview(bytes(buffer[(end - _LONGEST) * TOKEN_BYTES :])).cast("I").tolist()
-        for chain in self._chains:
-            chain.extend(recent, end)
+        buffer, shift, end = self._buffer, self._shift, len(self._buffer)
+        buffer.extend(tokens)
+        long_heads, pair_heads, single_heads = self._long_heads, self._pair_heads, self._single_heads
+        older_long, older_pair = self._long_older.append, self._pair_older.append
+        long, pair = self._long, self._pair
+        recent = buffer[end - LONG :]
+        last = recent[LONG - 1]
+        for dropped, token in zip(recent, tokens, strict=False):
+            if end > WINDOW:
+                slot = (long * _FINALIZER & _WORD) >> shift
+                older_long(long_heads[slot])
+                long_heads[slot] = end
+                slot = (pair * _FINALIZER & _WORD) >> shift
+                older_pair(pair_heads[slot])
+                pair_heads[slot] = end
+                single_heads[(last * _FINALIZER & _WORD) >> shift] = end
+            # The polynomial hash rolls: the new token comes in, the one `LONG` before it drops out.
+            long = (long * _MULTIPLIER + token - dropped * _DROP) & _WORD
+            pair = (last * _MULTIPLIER + token) & _WORD
+            last = token
+            end += 1
+        self._long, self._pair = long, pair
 
-    def window(self) -> bytes:
-        """The last `WINDOW` tokens, int32, padded before the first."""
-        window = bytes(self._buffer[-SPAN:])
-        missing = WINDOW - len(self)
+    def window(self) -> array[int]:
+        """The last `WINDOW` tokens, padded before the first."""
+        buffer = self._buffer
+        missing = 2 * WINDOW - len(buffer)
         if missing > 0:
-            window = array("i", [_CONTEXT_PAD] * missing).tobytes() + window[missing * TOKEN_BYTES :]
-        return window
+            return array("i", [_CONTEXT_PAD] * missing) + buffer[WINDOW:]
+        return buffer[-WINDOW:]
 
     def context(self) -> Context:
         """The sequence's own end, as `longest` takes it."""
-        return Context(self.window(), tuple([chain.hash for chain in self._chains]))
+        return Context(self.window(), self._long, self._pair, self._buffer[-1])
 
     def after(self, match: Match, limit: int) -> array[int]:
         """At most `limit` tokens that came after `match`, up to the end or a gap."""
-        found = array("i", self._buffer[match.end : match.end + limit * TOKEN_BYTES])
+        found = self._buffer[match.end : match.end + limit]
         return found[: found.index(GAP)] if GAP in found else found
 
-    def longest(self, context: Context, own: bool = False, above: int = 0) -> Match:
-        """Among the candidates the longest match of `context` with more than `above` tokens, of equals the latest.
-
-        `own`: the context is this sequence's own end, which must not match itself.
-        """
+    def longest(self, context: Context, above: int = 0) -> Match:
+        """Among the candidates the longest match of `context` with more than `above` tokens, of equals the latest."""
         if above >= WINDOW:
             return NO_MATCH
-        buffer, window, value = self._buffer, context.window, 0
-        for chain, hashed in zip(self._chains, context.hashes, strict=True):
-            older, n, left, at = chain.older, chain.n, chain.candidates, 0
-            end = older[-1] if own else chain.heads[(hashed * _FINALIZER & _WORD) >> chain.shift]
-            best = max(above, n - 1)
-            longer = window[-(best + 1) * TOKEN_BYTES :]  # what a better candidate ends with
-            while end and left:
-                if buffer.startswith(longer, (end - best - 1) * TOKEN_BYTES):
-                    # Read big-endian the last token is lowest: the lowest bit that differs says how many agree.
-                    value = value or int.from_bytes(window, "big")
-                    stop = end * TOKEN_BYTES
-                    differs = value ^ int.from_bytes(buffer[stop - SPAN : stop], "big")
-                    if not differs:
-                        return Match(WINDOW, stop)
-                    best, at = ((differs & -differs).bit_length() - 1) // (8 * TOKEN_BYTES), stop
-                    longer = window[-(best + 1) * TOKEN_BYTES :]
-                end = older[end]
-                left -= 1
-            if at:
-                return Match(best, at)
-            if n <= above + 1:  # a shorter n-gram would not lead to a longer match
+        window = context.window
+        if end := self._long_heads[(context.long * _FINALIZER & _WORD) >> self._shift]:
+            least = above if above >= LONG else LONG - 1
+            match = self._walk(window, end, self._long_older, LONG_CANDIDATES, least)
+            if match.length:
+                return match
+        if above >= LONG - 1:  # a shorter n-gram would not lead to a longer match
+            return NO_MATCH
+        if end := self._pair_heads[(context.pair * _FINALIZER & _WORD) >> self._shift]:
+            match = self._walk(window, end, self._pair_older, PAIR_CANDIDATES, above or 1)
+            if match.length:
+                return match
+        if above:
+            return NO_MATCH
+        end = self._single_heads[(context.last * _FINALIZER & _WORD) >> self._shift]
+        return Match(1, end) if end and self._buffer[end - 1] == context.last else NO_MATCH
+
+    def _walk(self, window: array[int], end: int, older: array[int], candidates: int, best: int) -> Match:
+        """The longest match with more than `best` tokens along the chain that begins at place `end`."""
+        buffer, value, found = self._buffer, 0, 0
+        ahead = best + 1
+        wanted = window[-ahead]  # the token that a longer match has at its beginning
+        for _ in range(candidates):
+            if buffer[end - ahead] == wanted:
+                # Read big-endian the last token is lowest: the lowest bit that differs says how many agree.
+                value = value or int.from_bytes(window, "big")
+                differs = value ^ int.from_bytes(buffer[end - WINDOW : end], "big")
+                if not differs:
+                    return Match(WINDOW, end)
+                length = ((differs & -differs).bit_length() - 1) // _BITS
+                if length >= ahead:
+                    found, best, ahead = end, length, length + 1
+                    wanted = window[-ahead]
+            end = older[end]
+            if not end:
                 break
-        return NO_MATCH
+        return Match(best, found) if found else NO_MATCH
 
 
-class _Chain:
-    """Occurrences of one order's n-grams by hash: the latest in `heads`, from each the next older in `older`.
-
-    An occurrence is where it ends, in tokens from the buffer's beginning; 0: none. `hash` is of the sequence's end.
-    """
-
-    __slots__ = ("_drop", "candidates", "hash", "heads", "n", "older", "shift")
-
-    def __init__(self, order: Order, padded: TokenIds, bits: int) -> None:
-        self.n, self.candidates, self.shift = order.n, order.candidates, 32 - bits
-        self._drop = pow(_MULTIPLIER, order.n, _WORD + 1)  # what a token leaving the hash was multiplied with
-        self.hash = _hash(padded.view(np.uint32)[-order.n :].tolist(), order.n)
-        slots = _slots(padded, order.n, self.shift)
-        by_slot = np.argsort(slots, kind="stable")  # 16-bit keys: a radix sort
-        ordered, ends = slots[by_slot], (by_slot + (WINDOW + 1)).astype(np.int32)
-        same = ordered[1:] == ordered[:-1]
-        older = np.zeros(len(slots) + WINDOW + 1, np.int32)
-        older[ends[1:][same]] = ends[:-1][same]
-        heads = np.zeros(1 << bits, np.int32)
-        latest = np.append(~same, True)[: len(slots)]
-        heads[ordered[latest]] = ends[latest]
-        self.heads, self.older = array("i", heads.tobytes()), array("i", older.tobytes())
-
-    @property
-    def nbytes(self) -> int:
-        return (len(self.heads) + len(self.older)) * TOKEN_BYTES
-
-    def extend(self, recent: list[int], end: int) -> None:
-        """Index the n-grams that end after `end`; `recent` are the tokens from the `_LONGEST` before it on."""
-        heads, older, value, shift, drop, n = self.heads, self.older, self.hash, self.shift, self._drop, self.n
-        # The polynomial hash rolls: the new token comes in, the one n before it drops out.
-        for i in range(_LONGEST, len(recent)):
-            end += 1
-            value = (value * _MULTIPLIER + recent[i] - recent[i - n] * drop) & _WORD
-            slot = (value * _FINALIZER & _WORD) >> shift
-            older.append(heads[slot])
-            heads[slot] = end
-        self.hash = value
+def _hashes(tokens: array[int]) -> tuple[int, int, int]:
+    """Of the last `LONG` tokens, of the last two and of the last: polynomials, the last token with power 0."""
+    long = 0
+    for token in tokens[-LONG:]:
+        long = (long * _MULTIPLIER + token) & _WORD
+    return long, (tokens[-2] * _MULTIPLIER + tokens[-1]) & _WORD, tokens[-1]
 
 
-def _hash(tokens: Sequence[int], n: int) -> int:
-    """A polynomial of the n tokens, the last one with power 0."""
-    value: int = sum(map(mul, tokens, _POWERS[-n:]))
-    return value & _WORD
+def _chain(padded: TokenIds, n: int, shift: int) -> tuple[array[int], array[int]]:
+    """The chain of n-grams of a padded sequence: by slot the latest place, and by place the next older one."""
+    slots = _slots(padded, n, shift)
+    by_slot = np.argsort(slots, kind="stable")  # 16-bit keys: a radix sort
+    ordered, ends = slots[by_slot], (by_slot + (WINDOW + 1)).astype(np.int32)
+    same = ordered[1:] == ordered[:-1]
+    older = np.zeros(max(len(padded), WINDOW + 1), np.int32)  # by place, up to the one before the end
+    older[ends[1:][same]] = ends[:-1][same]
+    heads = np.zeros(1 << (32 - shift), np.int32)
+    latest = np.append(~same, True)[: len(slots)]
+    heads[ordered[latest]] = ends[latest]
+    return array("i", heads.tobytes()), array("i", older.tobytes())
 
 
 def _slots(padded: TokenIds, n: int, shift: int) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-    """The slot of the n-gram that ends at each token after the padding: that of `_hash`, for all at once."""
+    """The slot of the n-gram that ends at each token after the padding but the last: that of `_hashes`, for all."""
     tokens = padded.view(np.uint32)[WINDOW - n + 1 :]
-    count = len(padded) - WINDOW
+    count = max(len(padded) - WINDOW - 1, 0)
     value = np.zeros(count, np.uint32)
     for k in range(n):
         value = value * np.uint32(_MULTIPLIER) + tokens[k : k + count]

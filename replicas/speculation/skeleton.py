@@ -7,7 +7,6 @@ The model verifies all of it, so a call that leaves the canonical form costs onl
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ Bigram: TypeAlias = tuple[int, int]
 HOLE = -2
 SHORT_VALUE = 8
 """Tokens up to which a value is taken for a word or an id."""
-
-_unpack = struct.Struct(f"<{WINDOW}i").unpack_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,11 @@ class SkeletonSet:
             for bigram, positions in _bigrams(opening).items():
                 self.openings.setdefault(bigram, []).extend(Place(s, position) for position in positions)
 
-    def locate(self, bigram: Bigram, window: bytes, inside: int | None) -> Place | None:
-        """Where the tokens of `window` lead, which ends with `bigram`.
+    def locate(self, bigram: Bigram, tail: array[int], inside: int | None) -> Place | None:
+        """Where the tokens of `tail` lead, which ends with `bigram`.
 
         The beginning of any call counts as a whole; else, within skeleton `inside`, the longest match.
         """
-        tail = _unpack(window)
         for place in self.openings.get(bigram, ()):
             if _agreement(self.flat[place.skeleton], place.position, tail) == min(place.position, WINDOW):
                 return place
@@ -143,29 +139,30 @@ class SkeletonCursor:
         self.skeletons, self._last, self.filled = skeletons, last, 0
         self.place: Place | None = None
 
-    def advance(self, drawn: Sequence[int], window: bytes) -> None:
-        """Take in drawn tokens; `window` are the `WINDOW` before them."""
+    def advance(self, drawn: Sequence[int], window: Callable[[], array[int]]) -> None:
+        """Take in drawn tokens; `window` gives the `WINDOW` before them."""
         last, openings = self._last, self.skeletons.openings
         for i, token in enumerate(drawn):
-            place = self._follow(token) if self.place is not None else None
-            if place is None and (self.place is not None or (last, token) in openings):
-                behind = (window + array("i", drawn[: i + 1]).tobytes())[-len(window) :]
-                place = self.skeletons.locate((last, token), behind, self.place.skeleton if self.place else None)
-            if place is not None:
-                self.filled, self.place = 0, place
-            elif self.place is not None:
-                self.filled += 1
-                self.place = self._in_value(self.place)
+            here = self.place
+            if here is not None or (last, token) in openings:
+                place = self._follow(here, token) if here is not None else None
+                if place is None:
+                    behind = (window() + array("i", drawn[: i + 1]))[-WINDOW:]
+                    place = self.skeletons.locate((last, token), behind, here.skeleton if here else None)
+                if place is not None:
+                    self.filled, self.place = 0, place
+                elif here is not None:
+                    self.filled += 1
+                    self.place = self._in_value(here)
             last = token
         self._last = last
 
-    def _follow(self, token: int) -> Place | None:
-        """The place after `token` where it goes on from here as the skeleton says."""
-        assert self.place is not None
-        tokens, position = self.skeletons.flat[self.place.skeleton], self.place.position
+    def _follow(self, place: Place, token: int) -> Place | None:
+        """The place after `token` where it goes on from `place` as the skeleton says."""
+        tokens, position = self.skeletons.flat[place.skeleton], place.position
         if position < len(tokens) and tokens[position] == token:
-            return Place(self.place.skeleton, position + 1)
-        return self.skeletons.after_value(self.place, token)
+            return Place(place.skeleton, position + 1)
+        return self.skeletons.after_value(place, token)
 
     def _in_value(self, place: Place) -> Place | None:
         """Something else than the fixed text was drawn: the value before it goes on, or the call is over."""
@@ -207,7 +204,7 @@ def _bigrams(tokens: tuple[int, ...]) -> dict[Bigram, list[int]]:
     return bigrams
 
 
-def _agreement(tokens: tuple[int, ...], position: int, tail: tuple[int, ...]) -> int:
+def _agreement(tokens: tuple[int, ...], position: int, tail: Sequence[int]) -> int:
     """How many tokens before `position` equal the end of `tail`."""
     length, most = 0, min(position, len(tail))
     while length < most and tokens[position - 1 - length] == tail[-1 - length]:

@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.constraints.compiler import Compiler
+from holdfast.replicas.constraints.library import AVAILABLE
+from holdfast.replicas.constraints.matcher import Matcher
+from holdfast.replicas.constraints.rules import declared_rule, reply_rule
+from holdfast.replicas.constraints.vocabulary import Vocabulary
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.speculation.skeleton import SkeletonSet
+from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.detokenize import StreamDecoder
 from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.pieces import Pieces
@@ -35,13 +41,24 @@ class Encoded:
     mark: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """`matcher`: the whole reply follows it. `declared`: it is asked for again where it calls another tool."""
+
+    matcher: Matcher | None = None
+    declared: Matcher | None = None
+
+
 class TextSide:
     """Rendering, tokenizing and reading replies for one model.
 
     `tokenizer` is a transformers tokenizer with a tokenizer.json; `tool_format` overrides what the chat template shows.
+    `eos`: the ids that end a reply, beside the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, config: EngineConfig, tool_format: str = "") -> None:
+    def __init__(
+        self, tokenizer: Any, config: EngineConfig, tool_format: str = "", eos: frozenset[int] = frozenset()
+    ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
@@ -52,9 +69,16 @@ class TextSide:
         added = self.cache.added
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else None
         self.tool_format = detect_format(template, tool_format)
-        self._skeletons = CallSkeletons(tokenizer, self.tool_format, config.render_cache)
+        self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
+        self._config = config
+        self._eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
+        self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
+        self.rewritten = 0  # replies in which a call of an undeclared tool was written again
+        self.stopped = 0  # replies ended where their tool calls did, before the model ended them
+        if config.undeclared == "regenerate" and not AVAILABLE:
+            raise ConfigError("undeclared: regenerate needs the package llguidance", "undeclared")
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
         """The prompt's token ids. Texts of other scopes (tenants) have no part in it.
@@ -84,8 +108,21 @@ class TextSide:
             return None
         return self._skeletons.of(prompt.tools)
 
-    def reply(self, request: GenerateRequest, encoded: Encoded) -> Reply:
-        """A reader for the reply to `request`, whose prompt is `encoded`."""
+    def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
+        """What a reply to `prompt` must be. Compiles a grammar, for milliseconds, unless it is known: any thread may
+        call it. Raises InvalidRequestError, naming the field, for what cannot be followed."""
+        if not isinstance(prompt, ChatPrompt):
+            return Constraints()
+        rule = reply_rule(prompt)
+        if rule is not None:
+            return Constraints(matcher=self._compiler.matcher(rule))
+        callable_tools = prompt.tools and prompt.tool_choice != "none" and self.tool_format is not ToolFormat.NONE
+        if self._config.undeclared == "regenerate" and callable_tools:
+            return Constraints(declared=self._compiler.matcher(declared_rule(prompt)))
+        return Constraints()
+
+    def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
+        """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
         names = _declared(prompt) if isinstance(prompt, ChatPrompt) and prompt.tool_choice != "none" else frozenset()
@@ -105,11 +142,29 @@ class TextSide:
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),
             StopMatcher(request.stop),
-            ToolCallParser(self.tool_format, names, parallel, call_id),
+            ToolCallParser(
+                self.tool_format,
+                names,
+                parallel,
+                call_id,
+                early_stop=self._config.early_stop,
+                grace=self._config.call_grace,
+            ),
             self.pieces,
             hidden,
         )
-        return Reply(stages, remember_turn)
+        # OpenAI's answer to a named tool has the finish reason of a text.
+        forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
+        return Reply(stages, remember_turn, declared, "stop" if forced else "tool_calls")
+
+    @property
+    def stats(self) -> TextStats:
+        """What was rendered, tokenized and ended early so far."""
+        renderer, cache = self.renderer, self.cache
+        return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, self.stopped, self.rewritten)
+
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))
 
     def _text_ids(self, text: str) -> TokenIds:
         try:

@@ -13,8 +13,9 @@ class ToolFormat(StrEnum):
     """How a model writes a tool call."""
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": ...}</tool_call>: Hermes, Qwen 2.5, Qwen 3
-    LLAMA3 = "llama3"  # {"name": ..., "parameters": ...}; {...} or <function=name>{...}</function>: Llama 3.x
-    MISTRAL = "mistral"  # [TOOL_CALLS][{...}, ...] or [TOOL_CALLS]name{...}
+    LLAMA3 = "llama3"  # {"name": ..., "parameters": ...}; {...}: Llama 3.x. The other style is read as well
+    LLAMA3_FUNCTION = "llama3_function"  # <function=name>{...}</function>: Llama 3.x prompted so
+    MISTRAL = "mistral"  # [TOOL_CALLS][{...}, ...] or [TOOL_CALLS]name[ARGS]{...}
     PYTHONIC = "pythonic"  # [f(a=1), g(b="x")]: Llama 4, Llama 3.2 small, ToolACE
     NONE = "none"  # the model has no tool calls: everything is text
 
@@ -22,6 +23,7 @@ class ToolFormat(StrEnum):
 OPENERS: Mapping[ToolFormat, tuple[str, ...]] = {
     ToolFormat.HERMES: ("<tool_call>",),
     ToolFormat.LLAMA3: ("<|python_tag|>", "<function="),
+    ToolFormat.LLAMA3_FUNCTION: ("<|python_tag|>", "<function="),
     ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
     ToolFormat.PYTHONIC: ("<|python_start|>",),
     ToolFormat.NONE: (),
@@ -31,6 +33,7 @@ OPENERS: Mapping[ToolFormat, tuple[str, ...]] = {
 MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ToolFormat.HERMES: frozenset({"<tool_call>", "</tool_call>"}),
     ToolFormat.LLAMA3: frozenset({"<|python_tag|>"}),
+    ToolFormat.LLAMA3_FUNCTION: frozenset({"<|python_tag|>"}),
     ToolFormat.MISTRAL: frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}),
     ToolFormat.PYTHONIC: frozenset({"<|python_start|>", "<|python_end|>"}),
     ToolFormat.NONE: frozenset(),
@@ -43,9 +46,11 @@ _SIGNS = (
     ("<|python_start|>", ToolFormat.PYTHONIC),
     ("func_name1(params_name1", ToolFormat.PYTHONIC),
     ("<|python_tag|>", ToolFormat.LLAMA3),
-    ("<function=", ToolFormat.NONE),  # calls in XML, also inside <tool_call>: not read
+    ("<parameter=", ToolFormat.NONE),  # calls in XML, also inside <tool_call>: not read
+    ("<tool_call>\n<function=", ToolFormat.NONE),
     ("<arg_key>", ToolFormat.NONE),
     ("<tool_call>", ToolFormat.HERMES),
+    ("<function=", ToolFormat.LLAMA3_FUNCTION),
     ('{"name": function name, "parameters"', ToolFormat.LLAMA3),
 )
 

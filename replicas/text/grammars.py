@@ -51,7 +51,7 @@ def llama3(tracker: Tracker) -> Scan:
                 char = yield from _function(tracker, char)
             else:
                 char = yield from skip(tracker, char)
-                char = yield from call_object(tracker, char, certain=not bare)
+                char = yield from call_object(tracker, char)
                 char = yield from _separator(tracker, char)
         except NotACallError as broken:
             bare = False
@@ -108,6 +108,7 @@ def pythonic(tracker: Tracker) -> Scan:
 GRAMMARS: Mapping[ToolFormat, Callable[[Tracker], Scan]] = {
     ToolFormat.HERMES: hermes,
     ToolFormat.LLAMA3: llama3,
+    ToolFormat.LLAMA3_FUNCTION: llama3,
     ToolFormat.MISTRAL: mistral,
     ToolFormat.PYTHONIC: pythonic,
 }

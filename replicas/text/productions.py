@@ -24,6 +24,7 @@ def prose(tracker: Tracker, char: str, openers: tuple[str, ...]) -> Scan:
             char = yield
             if partial in openers:
                 tracker.opener = partial
+                tracker.opened = tracker.position - len(partial)
                 return char
         elif partial:
             partial = ""
@@ -68,20 +69,26 @@ def closing(tracker: Tracker, char: str, word: str) -> Scan:
 
 
 def arguments(tracker: Tracker, char: str, on_end: Callable[[], None] | None = None) -> Scan:
-    """The value of a call's arguments. `on_end`: see `json_value`; the call may be closed by it."""
+    """The value of a call's arguments: an object, the text of one, or null.
+
+    `on_end`: see `json_value`; the call may be closed by it.
+    """
     call = tracker.call
     tracker.begin_arguments(char)
+    first = char
     char = yield from json_value(char, tracker.argument, on_end)
+    if first not in ("{", '"') and "".join(call.arguments) != "null":
+        raise NotACallError(char)  # a number or a list names no arguments
     if call is tracker.call:
         tracker.end_arguments()
     return char
 
 
-def call_object(tracker: Tracker, char: str, certain: bool = True) -> Scan:
+def call_object(tracker: Tracker, char: str) -> Scan:
     """One call as a JSON object, its keys in any order.
 
-    Without a marker before it (`certain` False) it must look like a call from its first key on, so that an
-    answer in JSON is not held back.
+    It must look like a call from its first key on, so that an answer in JSON is not held back. A key that calls do not
+    have ends it at any place: were its value passed over, a misspelled key would cost the call its arguments.
     """
     char = yield from expect(tracker, char, "{")
     char = yield from skip(tracker, char)
@@ -89,7 +96,7 @@ def call_object(tracker: Tracker, char: str, certain: bool = True) -> Scan:
         raw: list[str] = []
         char = yield from json_string(char, _both(tracker, raw))
         key = _decoded(raw, char)
-        if not certain and tracker.call.name is None and key not in _ENVELOPE:
+        if key not in _ENVELOPE:
             raise NotACallError(char)
         char = yield from skip(tracker, char)
         char = yield from expect(tracker, char, ":")
@@ -107,7 +114,7 @@ def call_object(tracker: Tracker, char: str, certain: bool = True) -> Scan:
 
 
 def _member(tracker: Tracker, char: str, key: str) -> Scan:
-    """One value of a call object. A second name or second arguments mean nothing."""
+    """One value of a call object, each at most once but for those that mean nothing: ids and types, which are words."""
     call = tracker.call
     if key == "name" and call.name is None:
         raw: list[str] = []
@@ -116,6 +123,8 @@ def _member(tracker: Tracker, char: str, key: str) -> Scan:
         return char
     if key in _ARGUMENTS and not call.complete:
         return (yield from arguments(tracker, char))
+    if key == "name" or key in _ARGUMENTS or char in ("{", "["):
+        raise NotACallError(char)
     return (yield from json_value(char, tracker.held.append))
 
 

@@ -4,11 +4,13 @@ tokens -> characters -> before the stop string -> text and tool calls. What any 
 probabilities of its tokens, come out with a later piece or at the end.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.events import FinishReason, TokenIds, TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReplyReason, TextDelta
 from holdfast.replicas.text.detokenize import StreamDecoder
@@ -29,19 +31,57 @@ class Stages:
     hidden: frozenset[int]
 
 
-class Reply:
-    """`remember_turn` takes the ids and the text of everything generated, once the reply is over."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewrite:
+    """A reply that goes on from its first `tokens`, under `matcher`: what came after them is withdrawn."""
 
-    def __init__(self, stages: Stages, remember_turn: Callable[[TokenIds, str], None]) -> None:
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    matcher: Matcher
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """What was fed to a reply that may be rewritten: with each token the characters up to and with it."""
+
+    ends: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Reply:
+    """`remember_turn` takes the ids and the text of everything generated, once the reply is over.
+
+    `declared` is a matcher of text with calls of declared tools. Given one, a call of another tool is not sent but
+    asked for again: `rewrite` says from where. `call_reason`: why a reply of calls has ended.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        remember_turn: Callable[[TokenIds, str], None],
+        declared: Matcher | None = None,
+        call_reason: ReplyReason = "tool_calls",
+    ) -> None:
         self._stages = stages
         self._remember_turn = remember_turn
+        self._declared = declared
+        self._call_reason = call_reason
         self._tokens: list[int] = []
         self._logprobs: list[LogprobText] = []
+        self._drawn = _Drawn()
+        self.rewrite: Rewrite | None = None
+        if declared is not None:
+            stages.calls.on_undeclared(self._ask_again)
 
     @property
     def done(self) -> bool:
         """The text has come to its end (a stop string, or tool calls): generation may stop."""
         return self._stages.stops.stopped or self._stages.calls.should_stop
+
+    @property
+    def calls_done(self) -> bool:
+        """The tool calls have come to their end: the model might have written on."""
+        return self._stages.calls.should_stop
 
     @property
     def completion_tokens(self) -> int:
@@ -58,6 +98,10 @@ class Reply:
             if index < len(logprobs) and token not in self._stages.hidden:
                 self._logprobs.append(self._logprob_text(logprobs[index]))
             text = self._stages.decoder.feed((token,))
+            if self._declared is not None:
+                before = self._drawn.ends[-1] if self._drawn.ends else 0
+                self._drawn.ends.append(before + len(text))
+                self._drawn.logprobs += logprobs[index : index + 1]
             if text:
                 deltas += self._with_logprobs(self._through(text))
         return merged(deltas)
@@ -78,11 +122,30 @@ class Reply:
             deltas.append(TextDelta("", tuple(self._logprobs)))
             self._logprobs.clear()
         ended = "stop" if done else reason
-        return merged(deltas), "tool_calls" if ended == "stop" and self._stages.calls.announced else ended
+        return merged(deltas), self._call_reason if ended == "stop" and self._stages.calls.announced else ended
 
     def remember(self) -> None:
         """Keep the finished turn, so that the next one continues the ids as they were generated."""
         self._remember_turn(np.array(self._tokens, np.int32), self._stages.pieces.text(self._tokens))
+
+    def _ask_again(self, opened: int, begun: int) -> bool:
+        """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
+
+        Kept are the tokens up to the first one that a call of a declared tool could not have: those before it would be
+        drawn again as they are. They must hold what was sent, all before character `begun`.
+        """
+        assert self._declared is not None
+        ends = self._drawn.ends
+        first = bisect_right(ends, opened)
+        matcher = self._declared.copy()
+        tokens = self._tokens[first:]
+        kept = first + matcher.accepts(tokens)
+        if kept == len(self._tokens) or (ends[kept - 1] if kept else 0) < begun:
+            return False
+        for token in self._tokens[first:kept]:
+            matcher.advance(token)
+        self.rewrite = Rewrite(tuple(self._tokens[:kept]), tuple(self._drawn.logprobs[:kept]), matcher)
+        return True
 
     def _through(self, text: str) -> list[Delta]:
         """Text through the stop strings and the tool call parser."""

@@ -10,13 +10,14 @@ from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.speculation.templates import CallFormat, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.text.formats import ToolFormat
 
+_ENTRIES = 256  # lists of tools whose skeletons are kept
+
 
 class CallSkeletons:
     """Skeletons for one tokenizer. Only the Hermes format has one text for a call; for others there are none."""
 
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat, entries: int) -> None:
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
         self._tokenizer = tokenizer
-        self._entries = entries
         self._form: CallFormat | None = None
         if tool_format is ToolFormat.HERMES:
             self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
@@ -30,7 +31,7 @@ class CallSkeletons:
         found = self._sets.get(key)
         if found is None:
             found = self._sets[key] = compile_tools(tools, self._encode, self._endings, self._form)
-            if len(self._sets) > self._entries:
+            if len(self._sets) > _ENTRIES:
                 self._sets.popitem(last=False)
         else:
             self._sets.move_to_end(key)

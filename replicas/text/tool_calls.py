@@ -4,7 +4,8 @@ Source: Stateful Inference, section 3.7. What comes out:
 
 - A call is sent as soon as its name is known to be declared: first a delta with id and name, then its arguments as
   the model writes them. It is in `calls` once it has closed.
-- A call of an undeclared tool, and everything else that turns out to be no call, comes out as text, unchanged.
+- A call of an undeclared tool, and everything else that turns out to be no call, comes out as text, unchanged;
+  unless whoever `on_undeclared` asks wants to have it written again: then the reading ends, and nothing of it is sent.
 - A call that was announced stays one: where its JSON breaks or ends early its arguments stay unfinished (as the
   client of a reply cut by `max_tokens` expects), it is never in `calls`, and what follows it is text.
 - White space between calls, and one line end before the first, are markup: chat templates write them again.
@@ -38,6 +39,7 @@ class ToolCallParser:
         self._tracker = Tracker(rules, call_id)
         self._scan: Scan | None = None
         self._run: Run | None = None  # what may be passed by the piece
+        self._read = 0  # characters of earlier pieces
         if declared_names and format in GRAMMARS:
             self._scan = GRAMMARS[format](self._tracker)
             next(self._scan)
@@ -57,6 +59,10 @@ class ToolCallParser:
         """Nothing that the model writes from here on would be sent."""
         return self._tracker.stopped
 
+    def on_undeclared(self, ask: Callable[[int, int], bool]) -> None:
+        """Who is asked about calls of undeclared tools: see `Tracker`."""
+        self._tracker.on_undeclared = ask
+
     def feed(self, text: str) -> list[Delta]:
         """What `text` settles; nothing once `should_stop`."""
         if self._scan is None:
@@ -68,8 +74,10 @@ class ToolCallParser:
                 run.put(plain[0])
                 position = plain.end()
                 continue
+            self._tracker.position = self._read + position
             self._run = self._scan.send(text[position])
             position += 1
+        self._read += position
         return self._taken()
 
     def finish(self) -> list[Delta]:
@@ -79,6 +87,7 @@ class ToolCallParser:
             return []
         try:
             if not self._tracker.stopped:
+                self._tracker.position = self._read
                 scan.send("")
         except StopIteration:
             pass

@@ -44,9 +44,15 @@ class Tracker:
 
     `_gap` is white space after the last text sent. It goes with the text that follows; before a call one line end
     of it belongs to the call's markup (templates write it), and between calls all of it.
+
+    `on_undeclared` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
+    it and of its first character that is held. True ends the reading there, False makes the call text.
     """
 
     def __init__(self, rules: CallRules, call_id: Callable[[int], str]) -> None:
+        self.on_undeclared: Callable[[int, int], bool] = _keep_as_text
+        self.position = 0  # characters read, less the one that a production is about to look at
+        self.opened = 0  # where the marker began
         self.deltas: list[Delta] = []
         self.calls: list[ToolCall] = []  # closed ones
         self.call = OpenCall()
@@ -96,6 +102,9 @@ class Tracker:
         call = self.call
         call.name = name
         if name not in self._rules.declared:
+            if not self.stopped:
+                begun = self.position - sum(map(len, self.held))
+                self.stopped = self.on_undeclared(self.opened, begun)
             return
         before = self._gap.removesuffix("\n") if self._said else ""
         if before:
@@ -149,6 +158,7 @@ class Tracker:
     def whole_call(self, name: str, arguments: str) -> None:
         """A call that is only known once it has closed."""
         self.call.arguments.append(arguments)
+        self.position += 1  # the bracket that closed it
         self.named(name)
         self.close()
 
@@ -170,6 +180,10 @@ class Tracker:
 
     def _send(self, arguments: str) -> None:
         self.deltas.append(ToolCallDelta(self.announced - 1, arguments=arguments))
+
+
+def _keep_as_text(opened: int, begun: int) -> bool:
+    return False
 
 
 def _as_object(arguments: str) -> str:

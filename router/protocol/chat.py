@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from pydantic import Field
@@ -8,6 +8,7 @@ from pydantic import Field
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
+from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
 from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
 from holdfast.router.protocol.usage import chat_logprobs, usage_object
 
@@ -22,6 +23,7 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat = Field(default_factory=lambda: TextFormat(type="text"))
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -34,12 +36,15 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         raise InvalidRequestError("'top_logprobs' is only allowed with 'logprobs': true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_tools(body.tools)
+    choice, forced = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
     prompt = ChatPrompt(
         messages=plain_messages(body.messages),
         tools=tuple(body.tools),
-        tool_choice=_tool_choice(body.tool_choice),
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         template_kwargs=body.chat_template_kwargs,
+        forced_tool=forced,
+        output=json_output(body.response_format),
     )
     return build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
 
@@ -76,13 +81,3 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     if body.max_tokens not in (None, body.max_completion_tokens):
         raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' contradict each other", "max_tokens")
     return body.max_completion_tokens, "max_completion_tokens"
-
-
-def _tool_choice(given: str | dict[str, Any]) -> Literal["auto", "none"]:
-    if given == "auto":
-        return "auto"
-    if given == "none":
-        return "none"
-    if given == "required" or isinstance(given, dict):
-        raise InvalidRequestError("'tool_choice': only 'auto' and 'none' are supported yet", "tool_choice")
-    raise InvalidRequestError(f"'tool_choice': {given!r} is not 'auto' or 'none'", "tool_choice")

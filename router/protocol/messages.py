@@ -90,7 +90,7 @@ Message: TypeAlias = Annotated[
 
 @with_config(CLOSED)
 class FunctionTool(TypedDict):
-    """`strict` is accepted and not enforced."""
+    """A `strict` tool's arguments follow `parameters`."""
 
     name: str
     description: NotRequired[str | None]

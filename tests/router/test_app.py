@@ -62,8 +62,12 @@ def test_the_clients_request_id_comes_back_and_the_engines_is_unique():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_repeat_is_answered_without_a_replica_in_either_shape(stream):
     world = World()
-    first, again = world.chat(), world.chat(stream=stream)
+    asked = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    first, again = world.chat(), world.chat(**asked)
     assert (again.headers["x-holdfast-cache"], again.headers["x-holdfast-replica"]) == ("hit", "none")
+    assert "server-timing" in first.headers
+    assert "server-timing" not in again.headers  # no engine worked for it
+    assert '"timing"' not in again.text
     assert len(world.backend.requests) == 1
     if stream:
         assert again.headers["content-type"].startswith("text/event-stream")

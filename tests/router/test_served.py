@@ -35,6 +35,7 @@ def test_openai_chat(world, client):
     assert answer.choices[0].message.content == "Hello!"
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
     assert raw.headers["x-holdfast-cache"] == "miss"
+    assert raw.headers["server-timing"] == "queue;dur=125, prefill;dur=125, decode;dur=250"
     assert world.backend.requests[0].program_id == "default/p"
 
 
@@ -47,6 +48,7 @@ def test_openai_streaming(client):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == "Hello!"
     assert chunks[-1].usage.total_tokens == 13
+    assert chunks[-1].timing == {"queue_ms": 125.0, "prefill_ms": 125.0, "decode_ms": 250.0}
 
 
 def test_an_agents_turn_with_a_tool_and_its_result(world, client):

@@ -53,6 +53,8 @@ def test_the_usage_chunk_comes_last_and_only_when_asked_for():
         "total_tokens": USAGE.prompt + USAGE.completion,
         "prompt_tokens_details": {"cached_tokens": USAGE.cached},
     }
+    assert usage["timing"] == {"queue_ms": 125.0, "prefill_ms": 125.0, "decode_ms": 250.0}
+    ChatCompletionChunk.model_validate(usage, strict=True)
 
 
 def test_tool_calls_are_streamed_with_index_id_and_name_first():

@@ -1,11 +1,27 @@
 """An engine over the fake runner, driven by hand, and what came out of it."""
 
+from itertools import count
+
 import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Event, Finished, Sampling, Submit, Terminal, Tokens
+from holdfast.replicas.events import (
+    Abort,
+    CloseSession,
+    Command,
+    Event,
+    Finished,
+    ForkSession,
+    OpenSession,
+    Sampling,
+    Stop,
+    Submit,
+    Terminal,
+    Tokens,
+)
+from holdfast.replicas.sequences.pool import Region
 
 
 class World:
@@ -28,29 +44,88 @@ class World:
         self.out: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
         self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.commands: dict[str, Command] = {}
+        self.serial = count()
+        self.histories: dict[tuple[str, str], list[int]] = {}  # of sessions, by scope and id
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int = 8, scope: str = "", began: float = 0.0) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        scope: str = "",
+        began: float = 0.0,
+        program: str = "",
+    ) -> None:
         self.prompts[name] = (prompt, max_tokens)
-        self.out[name], self.ends[name] = [], []
         tokens = np.asarray(prompt, np.int32)
-        self.take(
-            self.engine.handle(
-                Submit(name, tokens, Sampling(max_tokens), scope, program_arrival=began or self.now), self.now
-            )
-        )
+        self.give(Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now))
+
+    def open(self, session: str, scope: str = "") -> str:
+        self.histories[scope, session] = []
+        return self.give(OpenSession(f"open {session} {next(self.serial)}", session, scope))
+
+    def append(self, name: str, session: str, tokens: list[int], scope: str = "") -> None:
+        self.query(name, session, tokens, 0, scope=scope)
+
+    def query(
+        self, name: str, session: str, tokens: list[int], max_tokens: int = 8, keep: bool = True, scope: str = ""
+    ) -> None:
+        ids = np.asarray(tokens, np.int32)
+        self.give(Submit(name, ids, Sampling(max_tokens), scope, session_id=session, keep=keep))
+
+    def fork(self, session: str, child: str, scope: str = "") -> str:
+        return self.give(ForkSession(f"fork {child} {next(self.serial)}", session, child, scope))
+
+    def close(self, session: str, scope: str = "") -> str:
+        return self.give(CloseSession(f"close {session} {next(self.serial)}", session, scope))
+
+    def give(self, command: Command) -> str:
+        """Hand a command to the engine; returns its request id."""
+        name = command.request_id
+        if not isinstance(command, Abort | Stop):
+            self.commands[name] = command
+            self.out[name], self.ends[name] = [], []
+        self.take(self.engine.handle(command, self.now))
+        return name
 
     def take(self, events: list[Event]) -> None:
         for event in events:
+            name = event.request_id
+            assert not self.ends[name], "an event after the end"
             if isinstance(event, Tokens):
-                assert not self.ends[event.request_id], "tokens after the end"
-                self.out[event.request_id] += event.tokens
+                self.out[name] += event.tokens
             else:
-                self.ends[event.request_id].append(event)
+                self.ends[name].append(event)
+                if isinstance(event, Finished):
+                    self._finished(name)
+
+    def _finished(self, name: str) -> None:
+        """Operations of a session end in order; what each has to do with its history is checked here."""
+        command = self.commands[name]
+        if isinstance(command, ForkSession):
+            self.histories[command.scope, command.child_id] = self.histories[command.scope, command.session_id]
+        if not isinstance(command, Submit) or not command.session_id:
+            return
+        key = (command.scope, command.session_id)
+        prompt = [*self.histories[key], *command.tokens.tolist()]
+        self.prompts[name] = (prompt, command.sampling.max_tokens)
+        assert self.end(name).usage.prompt == len(prompt)
+        if command.keep:
+            self.histories[key] = prompt + self.out[name]
 
     def step(self) -> None:
         self.now += 1.0
         self.take(self.engine.step(self.now))
+        self.check()
+
+    def check(self) -> None:
+        """Nothing is lost: cells and rows are free, or with somebody."""
         self.engine.cache.check()
+        now, pool = self.engine.occupancy(), self.engine._pool
+        assert now.cells_free + now.cells_tree + now.cells_held == now.cells_total
+        assert pool.free() + pool.free(Region.SESSION) + now.rows_taken + now.rows_parked == pool.rows
+        assert now.running <= now.rows_taken <= now.running + now.sessions
 
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):

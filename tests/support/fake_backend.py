@@ -37,7 +37,7 @@ from holdfast.router.tenants import TenantDirectory
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
-DONE = Completed("stop", USAGE, Timing(arrived=0.0, first_token=0.25, finished=0.5))
+DONE = Completed("stop", USAGE, Timing(arrived=0.0, scheduled=0.125, first_token=0.25, finished=0.5))
 HELLO: tuple[tuple[Piece, ...], ...] = ((TextDelta("Hel"),), (TextDelta("lo"), TextDelta("!")), (DONE,))
 CALL: tuple[tuple[Piece, ...], ...] = (
     (ToolCallDelta(0, "call_1", "get_weather"),),

@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache, Label
+from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.kv.radix import PLAIN
 from holdfast.replicas.scheduling.plan import PageCopy
 from holdfast.replicas.tokens import TokenIds
@@ -308,3 +309,83 @@ def test_with_room_for_two_of_three_the_shared_system_prompt_survives(page_size:
     later = [n for cached in found for n in cached][1:]
     assert min(n for n in later if n) >= 32
     assert all(n >= 32 for cached in found for n in cached[1:])
+
+
+def test_who_continues_writes_on_in_the_last_page_without_a_copy() -> None:
+    cache = KVCache(16, 4)
+    turn = _count(0, 10)
+    first = _begin(cache, turn)
+    pages = first.pages.tolist()
+    cache.finish(first, turn, 10, now=1.0)
+    acquired = cache.acquire("", _count(0, 13), now=2.0, continues=True)
+    holding = acquired.holding
+    assert (acquired.copies, holding.n_cached, holding.n_shared) == ((), 10, 8)
+    assert holding.pages.tolist() == pages
+    assert holding.own.tolist() == pages[2:]
+    assert cache.peek("", _count(0, 13)) == 8, "what is written on is not there for others"
+    cache.check()
+    cache.finish(holding, _count(0, 13), 10, now=3.0)
+    assert cache.peek("", _count(0, 13)) == 10
+    cache.check()
+
+
+def test_a_last_page_that_somebody_else_holds_or_goes_on_from_is_copied() -> None:
+    for hold in ("pin", "acquire", "child"):
+        cache = KVCache(16, 4)
+        _run(cache, _count(0, 10))
+        if hold == "pin":
+            assert cache.pin("", _count(0, 10), now=1.0).length == 10
+        elif hold == "acquire":
+            cache.acquire("", _count(0, 12), now=1.0)
+        else:
+            _run(cache, _count(0, 14))
+        acquired = cache.acquire("", _ids(*range(10), 99), now=2.0, continues=True)
+        assert acquired.holding.n_cached == 10
+        assert [copy.cells for copy in acquired.copies] == [2]
+        cache.check()
+
+
+def test_what_is_pinned_stays_until_it_is_given_back() -> None:
+    cache = KVCache(4, 4)
+    _run(cache, _count(0, 7))
+    pin = cache.pin("", _count(0, 9), now=1.0)
+    assert pin.length == 7
+    holding = cache.acquire("", _count(50, 12), now=2.0).holding
+    assert cache.grow(holding, 12) is None
+    cache.unpin(pin)
+    with pytest.raises(EngineError):
+        cache.unpin(pin)
+    assert cache.grow(holding, 12) is not None
+    assert cache.peek("", _count(0, 9)) == 0
+
+
+def test_pages_that_several_pins_keep_are_counted_once() -> None:
+    cache = KVCache(16, 4)
+    _run(cache, _count(0, 8))
+    _run(cache, _ids(*range(8), 99, 98, 97, 96))
+    pins = [cache.pin("", _ids(*range(8), 99, 98, 97, 96), 1.0), cache.pin("", _count(0, 8), 1.0)]
+    assert pinned_pages(pins) == 3
+    assert pinned_pages(pins[1:]) == 2
+    assert pinned_pages([]) == 0
+
+
+def test_a_history_that_comes_in_small_pieces_is_a_short_path() -> None:
+    cache = KVCache(1024, 4)
+    for turn in range(1, 200):
+        tokens = _count(0, 7 * turn)
+        holding = cache.acquire("", tokens, now=turn, continues=True).holding
+        assert cache.grow(holding, len(tokens)) is not None
+        cache.finish(holding, tokens, len(tokens), now=turn)
+    cache.check()
+    assert cache.peek("", _count(0, 2000)) == 7 * 199
+    assert cache.tree.nodes <= 7 * 199 // 256 + 2
+
+
+def test_a_verb_that_breaks_off_leaves_the_cache_unsound(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(16, 4)
+    holding = _begin(cache, _count(0, 8))
+    assert cache.sound
+    monkeypatch.setattr(cache.pool, "release", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.drop(holding)
+    assert not cache.sound

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from holdfast.replicas.kv.cache import Holding, KVCache, Label
+from holdfast.replicas.kv.cache import Holding, KVCache, Label, Pin
 from holdfast.replicas.tokens import TokenIds
 
 GARBAGE = -1
@@ -44,6 +44,7 @@ def _common(a: list[int], b: tuple[int, ...]) -> int:
 
 class CacheMachine(RuleBasedStateMachine):
     agents = Bundle("agents")
+    pins = Bundle("pins")
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
@@ -54,6 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KVCache(n_pages, page_size, prefix_cache)
         self.cells: npt.NDArray[np.int64] = np.full((n_pages, page_size), GARBAGE, dtype=np.int64)
         self.live: list[Agent] = []
+        self.pinned: list[tuple[Pin, str, list[int]]] = []
         self.saved: set[tuple[str, tuple[int, ...]]] = set()
         self.begun: list[list[int]] = [[0]]
         self.now = 0.0
@@ -84,9 +86,30 @@ class CacheMachine(RuleBasedStateMachine):
         """A part of something a sequence had before, and new tokens."""
         return [*self.begun[-1 - back % len(self.begun)][:cut], *tail]
 
-    @rule(target=agents, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(0, 40), tail=tails)
-    def begin(self, scope: str, back: int, cut: int, tail: tuple[int, ...]) -> Agent:
-        return self._begin(scope, self._prompt(back, cut, tail))
+    @rule(
+        target=agents,
+        scope=st.sampled_from("ab"),
+        back=st.integers(0, 5),
+        cut=st.integers(0, 40),
+        tail=tails,
+        continues=st.booleans(),
+    )
+    def begin(self, scope: str, back: int, cut: int, tail: tuple[int, ...], continues: bool) -> Agent:
+        return self._begin(scope, self._prompt(back, cut, tail), continues)
+
+    @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40))
+    def pin(self, scope: str, back: int, cut: int) -> tuple[Pin, str, list[int]]:
+        tokens = self._prompt(back, cut, ())
+        known = self.cache.peek(scope, np.array([*tokens, 0], dtype=np.int32))
+        pin = self.cache.pin(scope, np.array(tokens, dtype=np.int32), self._tick())
+        assert pin.length == known
+        self.pinned.append((pin, scope, tokens[:known]))
+        return self.pinned[-1]
+
+    @rule(pinned=consumes(pins))
+    def unpin(self, pinned: tuple[Pin, str, list[int]]) -> None:
+        self.cache.unpin(pinned[0])
+        self.pinned.remove(pinned)
 
     @rule(
         target=agents,
@@ -104,9 +127,9 @@ class CacheMachine(RuleBasedStateMachine):
             self._compute(agent, n, 0, token)
         return multiple(*twins)
 
-    def _begin(self, scope: str, tokens: list[int]) -> Agent:
+    def _begin(self, scope: str, tokens: list[int], continues: bool = False) -> Agent:
         seen = self.cache.peek(scope, np.array(tokens, dtype=np.int32))
-        acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick())
+        acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick(), continues=continues)
         holding, copies = acquired.holding, acquired.copies
         assert holding.n_cached <= seen < len(tokens)
         assert holding.n_cached > seen - self.cache.page_size, "at most the cells of one page are given up"
@@ -114,10 +137,20 @@ class CacheMachine(RuleBasedStateMachine):
             assert seen == self._longest_saved(scope, tokens)
         for copy in copies:
             self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
+        if holding.n_shared < holding.n_cached:
+            self._taken_out(scope, tokens, holding)
         agent = Agent(scope, tokens, holding, holding.n_cached)
         self.live.append(agent)
         self.begun.append(tokens)
         return agent
+
+    def _taken_out(self, scope: str, tokens: list[int], holding: Holding) -> None:
+        """The last page of the prefix is the agent's own now, and the others do not find its cells."""
+        assert holding.n_cached - holding.n_shared < self.cache.page_size
+        for of, saved in list(self.saved):
+            if of == scope and _common(tokens, saved) > holding.n_shared:
+                self.saved.remove((of, saved))
+                self.saved.add((of, saved[: holding.n_shared]))
 
     @rule(agent=agents, n=st.integers(1, 30), drafts=st.integers(0, 5), token=st.integers(0, 2))
     def compute(self, agent: Agent, n: int, drafts: int, token: int) -> None:
@@ -178,6 +211,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert self._read(agent, agent.n_computed) == agent.true_cells()[: agent.n_computed]
 
     @invariant()
+    def what_is_pinned_is_there(self) -> None:
+        for _, scope, tokens in getattr(self, "pinned", []):
+            assert self.cache.peek(scope, np.array([*tokens, 0], dtype=np.int32)) >= len(tokens)
+
+    @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
             self.cache.check()
@@ -190,6 +228,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for agent in self.live:
             self.cache.drop(agent.holding)
+        for pin, _, _ in self.pinned:
+            self.cache.unpin(pin)
         self.cache.check()
         stats = self.cache.stats
         assert stats.held == 0

@@ -44,6 +44,7 @@ CONFIGS = {
         **COMMON, use_sliding_window=True, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3": tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
+    "packed": tf.LlamaConfig(**COMMON | {"hidden_size": 512, "intermediate_size": 640}),
 }
 DECLINED = {
     "gpt_neox": tf.GPTNeoXConfig(),
@@ -96,7 +97,8 @@ def test_logits_are_transformers_own(name, tmp_path):
     with torch.inference_mode():
         plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
     paged = paged_logits(decoder, kv, tokens, [60, 61, 64, 130])
-    assert torch.allclose(paged, plain, atol=2e-4, rtol=0)
+    tolerance = 2e-3 if name == "packed" else 2e-4  # its logits reach 20, and float32 itself is off by 5e-4 there
+    assert torch.allclose(paged, plain, atol=tolerance, rtol=0)
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 

@@ -39,9 +39,9 @@ def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion()
     budget = Budget.of(CONFIG)
     assert budget.need(sequence([1] * 50, 20), n_cached=30) == 40
     assert budget.need(sequence([1] * 50, 5000), n_cached=0) == 150
-    assert budget.admits(committed=400, need=100)
-    assert not budget.admits(committed=400, need=101)
-    assert budget.admits(committed=0, need=900)
+    assert budget.admits(committed=400, need=100, alone=False)
+    assert not budget.admits(committed=400, need=101, alone=False)
+    assert budget.admits(committed=400, need=900, alone=True)
 
 
 def test_the_leader_is_the_prefill_that_shares_most():

@@ -26,18 +26,6 @@ def test_a_row_is_released_once():
         pool.release(row)
 
 
-def test_guard_returns_the_row_when_the_block_raises():
-    pool = SequencePool(1)
-    row = pool.acquire()
-    with pytest.raises(KeyError), pool.guarded(row):
-        raise KeyError
-    assert pool.free() == 1
-    row = pool.acquire()
-    with pool.guarded(row):
-        pass
-    assert pool.free() == 0
-
-
 @given(st.lists(st.sampled_from([Region.TRANSIENT, Region.SESSION, None]), max_size=50))
 def test_rows_are_conserved(operations):
     pool, taken = SequencePool(6, session_rows=2), []

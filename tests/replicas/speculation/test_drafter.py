@@ -148,8 +148,43 @@ def test_load_and_cost_shorten_drafts() -> None:
     alone = len(drafter.propose(state, 16))
     assert alone == 16
     assert len(drafter.propose(state, 16, decoding=ALL.verify_rows // 4)) == 3
-    drafter.cost = VerificationCost((1, 101), (1.0, 101.0))
+    drafter = Drafter(ALL, VerificationCost((1, 101), (1.0, 101.0)))
     assert len(drafter.propose(state, 16)) == 0
+    drafter = Drafter(replace(ALL, cost_gate=False), VerificationCost((1, 101), (1.0, 101.0)))
+    assert len(drafter.propose(state, 16)) == 16
+
+
+@settings(deadline=None)
+@given(st.lists(tokens_of, min_size=1, max_size=4), tokens_of)
+def test_where_rows_cost_nothing_sequences_of_one_step_draft_what_they_would_alone(
+    prompts: list[list[int]], text: list[int]
+) -> None:
+    free = VerificationCost((1, 300), (1.0, 1.0))
+    together, alone = Drafter(ALL, free), Drafter(ALL)
+    ours = [together.open("a", ids([*prompt, *text])) for prompt in prompts]
+    others = [alone.open("a", ids([*prompt, *text])) for prompt in prompts]
+    drafts = together.propose_all([(state, 16) for state in ours])
+    for draft, state in zip(drafts, others, strict=True):
+        full = alone.propose(state, 16).tolist()
+        assert draft.tolist() == full[: len(draft)]
+        assert len(draft) >= min(len(full), 6)  # later ones are hardly ever right
+
+
+def test_every_so_often_a_step_drafts_to_learn_what_it_costs() -> None:
+    dear = VerificationCost((1, 101), (1.0, 101.0))
+    drafter = Drafter(replace(ALL, explore_every=8), dear)
+    state = drafter.open("a", ids([*range(5, 40), 5, 6]))
+    assert [len(drafter.propose(state, 16)) for _ in range(16)] == [0] * 7 + [1] + [0] * 7 + [1]
+
+
+def test_steps_that_turn_out_cheap_bring_drafts_back() -> None:
+    drafter = Drafter(ALL, VerificationCost((1, 4, 16), (1.0, 8.0, 40.0)))
+    state = drafter.open("a", ids([*range(5, 40), 5, 6]))
+    assert len(drafter.propose(state, 16)) == 0
+    for _ in range(200):
+        for rows in (1, 2, 4, 8, 16):
+            drafter.measured(rows, 1.0)
+    assert len(drafter.propose(state, 16)) >= 6  # later ones are hardly ever right
 
 
 def test_a_sequence_that_fails_drafts_little_and_recovers() -> None:

@@ -21,7 +21,7 @@ def place_after(drawn: list[int], tools: SkeletonSet = TOOLS) -> Place | None:
     index = NGramIndex(np.array([7, 8, 9], np.int32))
     cursor = SkeletonCursor(tools, 9)
     for token in drawn:
-        cursor.advance([token], index.window())
+        cursor.advance([token], index.window)
         index.extend([token])
     return cursor.place
 
@@ -64,7 +64,7 @@ def test_a_list_that_goes_on_leads_back_to_its_items() -> None:
 def test_any_text_can_be_followed_at_any_cut(steps: list[list[int]]) -> None:
     index, cursor = NGramIndex(np.zeros(0, np.int32)), SkeletonCursor(TOOLS, 0)
     for drawn in steps:
-        cursor.advance(drawn, index.window())
+        cursor.advance(drawn, index.window)
         index.extend(drawn)
         if cursor.place is not None:
             tokens = TOOLS.flat[cursor.place.skeleton]

@@ -13,7 +13,7 @@ from holdfast.replicas.text.formats import ToolFormat, detect_format
 from holdfast.replicas.text.tool_calls import ToolCallParser
 
 NAMES = frozenset({"get_weather", "search", "f"})
-FORMATS = [ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL, ToolFormat.PYTHONIC]
+FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 
 
 def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
@@ -55,6 +55,8 @@ GOOD = [
     (ToolFormat.LLAMA3, f'\n{{"type": "function", "name": "f", "parameters": {WEATHER}}}'),
     (ToolFormat.LLAMA3, f'<|python_tag|>{{"name": "f", "parameters": {WEATHER}}}'),
     (ToolFormat.LLAMA3, f"<function=f>{WEATHER}</function>"),
+    (ToolFormat.LLAMA3_FUNCTION, f"<function=f>{WEATHER}</function>"),
+    (ToolFormat.LLAMA3_FUNCTION, f'{{"name": "f", "parameters": {WEATHER}}}'),
     (ToolFormat.MISTRAL, f'[TOOL_CALLS] [{{"name": "f", "arguments": {WEATHER}, "id": "abc"}}]'),
     (ToolFormat.MISTRAL, f"[TOOL_CALLS]f{WEATHER}"),
     (ToolFormat.MISTRAL, f"[TOOL_CALLS]f[CALL_ID]x1[ARGS]{WEATHER}"),
@@ -101,6 +103,8 @@ PLAIN = [
     (ToolFormat.LLAMA3, '{"answer": {"name": "f", "parameters": {}}}'),
     (ToolFormat.LLAMA3, '{"name": "rm", "parameters": {}}; {"name": "mv", "parameters": {}}'),
     (ToolFormat.LLAMA3, "<|python_tag|>print(1)"),
+    (ToolFormat.LLAMA3_FUNCTION, "<function=f>[1]</function>"),
+    (ToolFormat.LLAMA3_FUNCTION, "a <function=rm>{}</function> b"),
     (ToolFormat.MISTRAL, "[TOOL_CALLS]rm{}"),
     (ToolFormat.MISTRAL, "[TOOL_CALLS][1, 2]"),
     (ToolFormat.PYTHONIC, "[a link](http://localhost) and f(a=1)"),
@@ -164,6 +168,51 @@ def test_a_call_with_whole_arguments_counts_though_its_object_breaks() -> None:
     assert len(reader.calls) == 1
 
 
+@pytest.mark.parametrize("member", ['"argumens": {"a": 1}', '"name": "g"', '"id": {"arguments": {"a": 1}}'])
+def test_a_member_that_calls_do_not_have_is_not_passed_over(member: str) -> None:
+    """Or a misspelled key would make it a call without arguments, and its text would be lost."""
+    text, calls = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", {member}}}</tool_call>')
+    assert calls == [["f", ""]]
+    assert member.partition(": ")[2] in text
+    closed = f'<tool_call>{{"name": "f", "arguments": {{"b": 2}}, {member}}}</tool_call>'
+    text, calls = read(ToolFormat.HERMES, closed, early_stop=False)
+    assert calls == [["f", '{"b": 2}']]
+    assert member.partition(": ")[2] in text
+
+
+@pytest.mark.parametrize("arguments", ["1", "[1]", "none"])
+def test_arguments_are_an_object_the_text_of_one_or_null(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert read(ToolFormat.HERMES, text)[1] == [["f", ""]]
+    assert read(ToolFormat.HERMES, text.replace(arguments, "null"))[1] == [["f", "{}"]]
+
+
+def test_an_undeclared_call_may_be_asked_for_again() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def ask(opened: int, begun: int) -> bool:
+        asked.append((opened, begun))
+        return True
+
+    text = 'I look.\n<tool_call>\n{"name": "rm", "arguments": {}}'
+    for cut in range(len(text)):
+        reader = parser(ToolFormat.HERMES)
+        reader.on_undeclared(ask)
+        sent = [*reader.feed(text[:cut]), *reader.feed(text[cut:])]
+        assert "".join(delta.text for delta in sent if isinstance(delta, TextDelta)) == "I look."
+        assert reader.should_stop
+    assert set(asked) == {(8, 8)}
+    for format, text, at in [
+        (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f"}, {"name": "rm"}]', (0, 26)),
+        (ToolFormat.PYTHONIC, "[f(a=1), rm(b=2)]", (0, 7)),
+        (ToolFormat.LLAMA3, 'x <function=rm>{"a": 1}</function>', (2, 2)),
+    ]:
+        reader = parser(format)
+        reader.on_undeclared(ask)
+        folded([text], reader)
+        assert asked[-1] == at
+
+
 def test_an_undeclared_call_between_two_others_is_text() -> None:
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "rm"}, {"name": "search"}]'
     assert read(ToolFormat.MISTRAL, text) == (', {"name": "rm"}', [["f", "{}"], ["search", "{}"]])
@@ -204,6 +253,8 @@ def written(format: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
         return "\n".join(f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects)
     if format is ToolFormat.LLAMA3:
         return "; ".join(json.dumps(one) for one in objects)
+    if format is ToolFormat.LLAMA3_FUNCTION:
+        return "".join(f"<function={name}>{json.dumps(arguments)}</function>" for name, arguments in calls)
     if format is ToolFormat.MISTRAL:
         return "[TOOL_CALLS]" + json.dumps(objects)
     texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
@@ -279,6 +330,8 @@ TEMPLATES = [
     ("{{ '[TOOL_CALLS]' + name }}", ToolFormat.MISTRAL),
     ("[func_name1(params_name1=params_value1)]", ToolFormat.PYTHONIC),
     ("<tool_call>\n<function=", ToolFormat.NONE),
+    ("<function=name>\n<parameter=a>", ToolFormat.NONE),
+    ("answer with <function=name>{...}</function>", ToolFormat.LLAMA3_FUNCTION),
     ("{{ message.content }}", ToolFormat.NONE),
     (None, ToolFormat.NONE),
 ]

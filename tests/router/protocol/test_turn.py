@@ -1,7 +1,7 @@
 import pytest
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
-from holdfast.replicas.requests import ModelCard, RawPrompt
+from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
@@ -11,6 +11,7 @@ from holdfast.router.protocol.turn import find_model
 
 MODEL = ModelCard("m", context_length=100, vocabulary=50)
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(**fields):
@@ -60,12 +61,46 @@ def test_chat_prompt_carries_tools_and_template_arguments():
     assert (prompt.tool_choice, prompt.parallel_tool_calls, prompt.template_kwargs) == ("none", False, {"a": 1})
 
 
+def test_a_choice_of_tools_becomes_what_the_reply_must_be():
+    tools = [TOOL, {"type": "function", "function": {"name": "g"}}]
+    required = chat(tools=tools, tool_choice="required").prompt
+    assert (required.tool_choice, required.forced_tool) == ("required", "")
+    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}).prompt
+    assert (named.tool_choice, named.forced_tool) == ("required", "g")
+
+
+def test_a_response_format_becomes_the_schema_of_the_reply():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    body = {"name": "answer", "schema": schema, "strict": True}
+    assert chat().prompt.output is None
+    assert chat(response_format={"type": "text"}).prompt.output is None
+    assert chat(response_format={"type": "json_object"}).prompt.output == JsonOutput({"type": "object"})
+    assert chat(response_format={"type": "json_schema", "json_schema": body}).prompt.output == JsonOutput(schema, True)
+    loose = {"name": "answer", "schema": None, "strict": None}
+    assert chat(response_format={"type": "json_schema", "json_schema": loose}).prompt.output == JsonOutput(
+        {"type": "object"}
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
+            "tool_choice.function.name",
+        ),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.type"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": 1}}},
+            "response_format.json_schema.schema",
+        ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -1,0 +1,103 @@
+"""Products with matrices that stay, the weights of a model: packed once for a CPU, plain elsewhere.
+
+Maths: y = x W^T + b, and a gated pair's y = silu(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in], b [out],
+y [..., out].
+
+A step streams every weight through the cores. A plain product on a CPU does that at half the memory's bandwidth: with
+one row it walks the matrix badly, with more of them it reorders the matrix in every call. oneDNN's own layout, made
+once, is 1.4 times faster at one row and up to 3 times at eight, and what follows a product runs in its registers
+(docs/performance.md). Products of small matrices wait for no memory; they are left as they are.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+PACKED_BYTES = 1 << 20  # smaller matrices stay in a cache
+_ROWS = 4  # oneDNN asks for how many rows to pack; its answer for 4 is good from 1 to 1,024
+
+
+class Matrix:
+    """A weight [out, in] with an optional bias [out]; calling it multiplies.
+
+    Drop the plain weight after making one of it: where it was packed, this is a second copy.
+    """
+
+    __slots__ = ("_bias", "_packed", "_plain")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        self._packed = _pack(weight) if can_pack(weight) else None
+        self._plain = weight if self._packed is None else None
+
+    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        """x [..., in] in the weight's dtype -> [..., out]; `plus` [..., out] is added, in float32 where packed."""
+        if self._plain is not None:
+            y = linear(x, self._plain, self._bias)
+            return y if plus is None else plus + y
+        if plus is None:
+            return _times(x, self._packed, self._bias)
+        return _then(x, plus, self._packed, self._bias, "add")
+
+
+class GatedMatrix:
+    """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first."""
+
+    __slots__ = ("_gate", "_plain", "_up")
+
+    def __init__(self, gate_up: Tensor) -> None:
+        self._plain: Tensor | None = None
+        gate, up = gate_up.chunk(2)
+        if can_pack(gate):
+            self._gate, self._up = _pack(gate), _pack(up)
+        else:
+            self._plain = gate_up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        if self._plain is None:
+            return _then(x, _times(x, self._gate, None, "swish"), self._up, None, "mul")
+        gate, up = linear(x, self._plain).chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+
+def matrix_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
+    """`Matrix`, in float64."""
+    y = x.double() @ weight.double().T
+    for term in (bias, plus):
+        y = y if term is None else y + term.double()
+    return y
+
+
+def gated_reference(x: Tensor, gate_up: Tensor) -> Tensor:
+    """`GatedMatrix`, in float64."""
+    gate, up = matrix_reference(x, gate_up).chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is there, takes this dtype on this core, and the matrix is worth a layout of its own."""
+    if weight.device.type != "cpu" or weight.nbytes < PACKED_BYTES or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def _times(x: Tensor, packed: Tensor | None, bias: Tensor | None, after: str = "none") -> Tensor:
+    """x W^T + b, and a function of it."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, after, [], "")
+    return y
+
+
+def _then(x: Tensor, other: Tensor, packed: Tensor | None, bias: Tensor | None, after: str) -> Tensor:
+    """x W^T + b, and a function of it and `other`."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias, after)
+    return y
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """A copy of `weight` in oneDNN's layout."""
+    with torch.no_grad():
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+    return packed

@@ -1,0 +1,60 @@
+"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library, no grammar.
+
+A matcher belongs to one sequence. It is made by the text side, and from then on used by the engine's thread alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.int32]
+
+
+class Matcher(Protocol):
+    """Where a reply stands in its grammar. What is allowed depends on the tokens it was given and on nothing else."""
+
+    @property
+    def words(self) -> int:
+        """Width of a mask in int32 words; tokens beyond it are forbidden."""
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but the end of the reply may follow."""
+
+    @property
+    def failed(self) -> bool:
+        """The grammar grew beyond its limits: nothing can be said of the next token. For good."""
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place, independent of this."""
+
+    def advance(self, token: int) -> None:
+        """`token` was generated."""
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first on, may follow."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow here whatever the model says; often none."""
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        """Masks into `out` [len(drafts) + 1, words]: of the next token, and of those after each draft.
+
+        Bit i % 32 of word i // 32 is set where token i is allowed. Rows after a draft that may not follow have every
+        bit set: nothing is drawn from them.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMasks:
+    """The masks of one chunk's drawn rows, worked out when they are asked for: once the forward has been started."""
+
+    matcher: Matcher
+    drafts: tuple[int, ...] = ()
+
+    def fill(self, out: Bits) -> None:
+        """`out` is [len(drafts) + 1, matcher.words]."""
+        self.matcher.fill(self.drafts, out)

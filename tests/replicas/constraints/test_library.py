@@ -1,0 +1,103 @@
+"""Masks of drafted rows are those of advancing one by one; tokens spell texts exactly."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.constraints.library import GrammarError, Grammars
+from holdfast.replicas.constraints.matcher import Matcher, RowMasks
+from holdfast.replicas.constraints.vocabulary import Vocabulary
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
+LARK = f'start: "<tool_call>" body "</tool_call>"\nbody: %json {json.dumps(SCHEMA)}\n'
+TEXT = '<tool_call>{"city":"Oslo, Paris"}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tokenizers: list[Any]) -> list[Vocabulary]:
+    return [Vocabulary(t, frozenset(t.all_special_ids), frozenset({t.eos_token_id})) for t in tokenizers]
+
+
+def rows(matcher: Matcher, drafts: list[int]) -> np.ndarray:
+    out = np.full((len(drafts) + 1, matcher.words), 7, np.int32)
+    RowMasks(matcher, tuple(drafts)).fill(out)
+    return out
+
+
+def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies: list[Vocabulary]) -> None:
+    for vocabulary in vocabularies:
+        matcher = Grammars(vocabulary).compile(LARK)
+        ids = list(vocabulary.encode(TEXT))
+        together = rows(matcher, ids)
+        assert np.array_equal(rows(matcher, ids), together), "rolled back"
+        stepped = matcher.copy()
+        for i, token in enumerate(ids):
+            assert np.array_equal(rows(stepped, [])[0], together[i])
+            assert together[i, token // 32] >> token % 32 & 1
+            assert stepped.accepts(ids[i:]) == len(ids) - i
+            stepped.advance(token)
+        assert stepped.finished
+        assert matcher.accepts(ids) == len(ids)
+
+
+def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabulary]) -> None:
+    vocabulary = vocabularies[0]
+    matcher = Grammars(vocabulary).compile(LARK)
+    ids = list(vocabulary.encode(TEXT))
+    wrong = [*ids[:2], vocabulary.encode("z")[0], *ids[3:]]
+    assert matcher.accepts(wrong) == 2
+    masks = rows(matcher, wrong)
+    assert np.array_equal(masks[:3], rows(matcher, ids)[:3])
+    assert (masks[3:] == -1).all()
+    assert np.array_equal(rows(matcher, ids), rows(matcher.copy(), ids))
+
+
+def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Vocabulary]) -> None:
+    vocabulary = vocabularies[0]
+    matcher = Grammars(vocabulary).compile(LARK)
+    matcher.advance(vocabulary.encode("z")[0])
+    assert matcher.failed
+    masks = rows(matcher, [3])
+    end = vocabulary.eos[0]
+    assert masks[0, end // 32] >> end % 32 & 1
+    assert np.unpackbits(masks[0].view(np.uint8)).sum() == 1
+    assert matcher.accepts([3]) == 0
+    assert matcher.forced() == []
+
+
+def test_a_grammar_that_is_none_is_an_error(vocabularies: list[Vocabulary]) -> None:
+    with pytest.raises(GrammarError):
+        Grammars(vocabularies[0]).compile("start: nobody\n")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</s>", "<tool_call>x", " a", "", "日本<s>"]))
+def test_tokens_spell_any_text_and_use_no_control_token(vocabularies: list[Vocabulary], text: str) -> None:
+    for vocabulary in vocabularies:
+        ids = vocabulary.encode(text)
+        assert b"".join(vocabulary.tokens[token] for token in ids) == text.encode()
+        assert not vocabulary.control.intersection(ids)
+
+
+def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Vocabulary]) -> None:
+    vocabulary = vocabularies[0]
+    properties = {f"p{n}": {"type": "string"} for n in range(500)}
+    matcher = Grammars(vocabulary).compile(f"start: %json {json.dumps({'type': 'object', 'properties': properties})}\n")
+    rows(matcher, [])
+    matcher.advance(vocabulary.encode("{")[0])
+    rows(matcher, [])
+    assert matcher.failed
+
+
+def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
+    vocabulary = vocabularies[0]
+    properties = {f"p{n}": {"type": ["string", "null"], "maxLength": 100} for n in range(150)}
+    matcher = Grammars(vocabulary).compile(f"start: %json {json.dumps({'type': 'object', 'properties': properties})}\n")
+    for token in vocabulary.encode('{"p7":"abc","p149":null}'):
+        assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
+        matcher.advance(token)
+    assert not matcher.failed

@@ -1,0 +1,71 @@
+"""Which drafts of a constrained sequence are verified, from a grammar made by hand."""
+
+import numpy as np
+import pytest
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.scheduling.constrained import check, fitting
+from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.speculation.drafter import NO_DRAFT
+
+
+class Fixed:
+    """Forces `forces`, then lets even tokens through."""
+
+    def __init__(self, *forces: int, failed: bool = False) -> None:
+        self.forces, self.failed, self.finished, self.words = list(forces), failed, False, 1
+
+    def forced(self) -> list[int]:
+        return list(self.forces)
+
+    def accepts(self, tokens) -> int:
+        for n, token in enumerate(tokens):
+            if token != self.forces[n] if n < len(self.forces) else token % 2:
+                return n
+        return len(tokens)
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+def sequence_of(matcher, max_tokens: int = 10) -> Sequence:
+    submit = Submit("a", np.array([1, 2], np.int32), Sampling(max_tokens), matcher=matcher)
+    return Sequence.of(submit, 0, 0.0, frozenset(), 0)
+
+
+@pytest.mark.parametrize(
+    ("forces", "drafts", "expected"),
+    [
+        ((), [2, 4, 5, 6], [2, 4]),
+        ((), [3], []),
+        ((), [], []),
+        ((7, 9), [], [7, 9]),
+        ((7, 9), [2, 4], [7, 9]),
+        ((7, 9), [7], [7, 9]),
+        ((7, 9), [7, 9, 4, 5], [7, 9, 4]),
+    ],
+)
+def test_what_is_forbidden_is_cut_off_and_what_is_forced_comes_first(forces, drafts, expected):
+    got = fitting(sequence_of(Fixed(*forces)), np.array(drafts, np.int32), 32)
+    assert got.tolist() == expected
+    assert got.dtype == np.int32
+
+
+def test_forced_drafts_are_limited_and_leave_room_for_the_token_after_them():
+    assert fitting(sequence_of(Fixed(7, 9, 11)), NO_DRAFT, 2).tolist() == [7, 9]
+    assert fitting(sequence_of(Fixed(7, 9, 11)), NO_DRAFT, 0).tolist() == []
+    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=2), NO_DRAFT, 32).tolist() == [7]
+    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=1), NO_DRAFT, 32).tolist() == []
+
+
+def test_a_sequence_without_a_grammar_keeps_its_drafts():
+    drafts = np.array([3, 5], np.int32)
+    assert fitting(sequence_of(None), drafts, 32) is drafts
+    check(sequence_of(None))
+
+
+def test_a_grammar_beyond_its_limits_is_an_error_of_the_request():
+    check(sequence_of(Fixed()))
+    with pytest.raises(InvalidRequestError, match="limits"):
+        check(sequence_of(Fixed(failed=True)))

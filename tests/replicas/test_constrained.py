@@ -1,0 +1,278 @@
+"""Constrained replies over the real engine: they follow their schemas, however the engine computes them."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ErrorKind
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Completed,
+    Errored,
+    GenerateRequest,
+    JsonOutput,
+    ToolCallDelta,
+)
+from holdfast.replicas.service import Service
+from holdfast.replicas.speculation.config import DraftConfig
+
+DRAFTS, NO_DRAFTS = DraftConfig(), DraftConfig(enabled=False)
+CONFIG = EngineConfig(cells=8192, threads=1, speculation=NO_DRAFTS)
+
+
+def tool(name: str, strict: bool = False, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+WEATHER = tool("get_weather", strict=True, city={"type": "string"}, unit={"enum": ["celsius", "fahrenheit"]})
+FLIGHTS = tool(
+    "search_flights", origin={"type": "string", "maxLength": 20}, seats={"type": "integer", "minimum": 1, "maximum": 9}
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "answer": {"type": "string", "maxLength": 12},
+        "sure": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "ü"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["answer", "sure", "tags"],
+    "additionalProperties": False,
+}
+USER = [{"role": "user", "content": "What is the weather in Paris?"}]
+REQUIRED = ChatPrompt(USER, [WEATHER, FLIGHTS], "required")
+NAMED = replace(REQUIRED, forced_tool="search_flights")
+ANSWER = ChatPrompt(USER, output=JsonOutput(SCHEMA, strict=True))
+AUTO = ChatPrompt(USER, [WEATHER, FLIGHTS])
+PROMPTS = [REQUIRED, NAMED, ANSWER, AUTO]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.2},
+    {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 1},
+]
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> Any:
+    service = Service.load(replace(CONFIG, **settings))
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def request(name: str, prompt: ChatPrompt, max_tokens: int = 160, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(name, prompt, Sampling(max_tokens=max_tokens, **sampling))
+
+
+async def answers(service: Service) -> list[Answer]:
+    """Every prompt under every setting, all at once."""
+    commands = [request(f"{i}.{j}", p, **s) for i, p in enumerate(PROMPTS) for j, s in enumerate(SETTINGS)]
+    replies: list[Answer] = await asyncio.gather(*map(service.generate, commands))
+    return replies
+
+
+def said(replies: list[Answer]) -> list[Any]:
+    return [(r.text, [(c.name, c.arguments) for c in r.tool_calls], r.reason, r.usage.completion) for r in replies]
+
+
+def check(replies: list[Answer]) -> None:
+    schemas = {t["function"]["name"]: t["function"]["parameters"] for t in (WEATHER, FLIGHTS)}
+    for index, reply in enumerate(replies):
+        prompt = PROMPTS[index // len(SETTINGS)]
+        for call in reply.tool_calls:
+            Draft202012Validator(schemas[call.name]).validate(json.loads(call.arguments))
+        if prompt is ANSWER:
+            assert reply.reason == "stop"
+            Draft202012Validator(SCHEMA).validate(json.loads(reply.text))
+        elif prompt is NAMED:
+            assert ([c.name for c in reply.tool_calls], reply.text, reply.reason) == (["search_flights"], None, "stop")
+        elif prompt is REQUIRED:
+            assert reply.tool_calls
+            assert (reply.text, reply.reason) == (None, "tool_calls")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "forced tokens one by one, narrow chunks": {"forced_drafts": 0, "step_tokens": 16, "speculation": DRAFTS},
+    "no drafts at all, the transformers model": {"forced_drafts": 0, "decoder": "transformers", "prefix_cache": False},
+    "little room": {
+        "forced_drafts": 3,
+        "cells": 336,
+        "context_length": 330,
+        "page_size": 4,
+        "admission_ceiling": 1.0,
+        "completion_reserve": 1,
+    },
+}
+
+
+def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed() -> None:
+    async def main() -> None:
+        async with serving(speculation=DRAFTS) as service:
+            expected = await answers(service)
+            check(expected)
+            assert said(await answers(service)) == said(expected)
+            assert service.engine.occupancy().cells_held == 0
+        preempted = 0
+        for way, settings in WAYS.items():
+            async with serving(**settings) as service:
+                assert said(await answers(service)) == said(expected), way
+                preempted += service.engine.stats.preemptions
+        assert preempted > 0
+
+    asyncio.run(main())
+
+
+def test_forced_tokens_take_no_steps_of_their_own() -> None:
+    async def main() -> None:
+        steps = {}
+        for forced in (0, 32):
+            async with serving(forced_drafts=forced) as service:
+                reply = await service.generate(request("a", NAMED))
+                steps[forced] = service.engine.stats.steps
+                assert reply.usage.completion == steps[0]
+        assert steps[32] < steps[0] / 2
+
+    asyncio.run(main())
+
+
+def test_a_stream_says_what_the_whole_reply_says() -> None:
+    async def main() -> None:
+        async with serving(stream_interval_s=0.0) as service:
+            for prompt in (REQUIRED, NAMED, ANSWER):
+                whole = await service.generate(request("a", prompt))
+                fold, kinds = Fold(), []
+                async for pieces in service.stream(request("b", prompt)):
+                    fold.add(pieces)
+                    kinds += map(type, pieces)
+                assert said([fold.answer()]) == said([whole])
+                assert kinds[-1] is Completed
+                assert (ToolCallDelta in kinds) is (prompt is not ANSWER)
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_is_cut_off_ends_by_its_length() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            for limit in (1, 7, 14):
+                reply = await service.generate(request("a", ANSWER, limit))
+                assert (reply.reason, reply.usage.completion) == ("length", limit)
+            called = await service.generate(request("a", NAMED, 12))
+            assert called.reason == "length"
+
+    asyncio.run(main())
+
+
+def test_the_grammar_ends_a_reply_where_the_model_may_not() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            reply = await service.generate(request("a", ANSWER, ignore_eos=True))
+            assert reply.reason == "stop"
+            Draft202012Validator(SCHEMA).validate(json.loads(reply.text))
+
+    asyncio.run(main())
+
+
+def test_a_program_goes_on_from_a_constrained_turn() -> None:
+    """What was generated stays cached, though the end of the reply was never drawn."""
+
+    async def main() -> None:
+        async with serving() as service:
+            first = await service.generate(request("a", REQUIRED))
+            calls = [
+                {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in first.tool_calls
+            ]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "21"} for call in calls]
+            messages = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+            second = await service.generate(request("b", replace(REQUIRED, messages=messages)))
+            assert second.usage.cached >= first.usage.prompt + first.usage.completion - 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        (ChatPrompt(USER, output=JsonOutput({"type": "nothing"}, True)), "response_format.json_schema.schema"),
+        (ChatPrompt(USER, [WEATHER, tool("f", True, a={"not": {"type": "string"}})]), "tools.1.function.parameters"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: ChatPrompt, field: str) -> None:
+    async def main() -> None:
+        async with serving() as service:
+            reply = await service.generate(request("a", prompt))
+            assert isinstance(reply, Errored)
+            assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
+            assert service.n_live == 0
+
+    asyncio.run(main())
+
+
+def with_all_tools(service: Service) -> None:
+    """Let the model see both tools, whatever a request declares: then it calls the one that is not."""
+    encode = service._text.encode
+    service._text.encode = lambda prompt, scope="": encode(replace(prompt, tools=AUTO.tools), scope)
+
+
+LOOSE = tool("search_flights", origin={"type": "string", "maxLength": 20})
+SEEN = ChatPrompt(USER, [LOOSE])
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2]])
+def test_a_call_of_an_undeclared_tool_is_written_again(settings: dict[str, Any]) -> None:
+    async def main() -> None:
+        replies = []
+        for speculation in (DRAFTS, NO_DRAFTS):
+            async with serving(undeclared="regenerate", speculation=speculation, stream_interval_s=0.0) as service:
+                with_all_tools(service)
+                fold = Fold()
+                async for pieces in service.stream(request("a", SEEN, **settings)):
+                    fold.add(pieces)
+                reply = fold.answer()
+                replies.append(reply)
+                assert service._text.rewritten == 1
+                assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
+                assert reply.reason == "tool_calls"
+                assert reply.usage.completion < service.engine.stats.completion
+                assert reply.timing.arrived <= reply.timing.first_token <= reply.timing.finished
+                assert service.engine.occupancy().cells_held == service.n_live == 0
+                again = await service.generate(request("b", SEEN, **settings))
+                assert said([again]) == said([reply])
+        assert said(replies[:1]) == said(replies[1:])
+
+    asyncio.run(main())
+
+
+def test_undeclared_calls_are_text_unless_asked_for_again() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            with_all_tools(service)
+            reply = await service.generate(request("a", SEEN))
+            assert (reply.tool_calls, reply.reason) == ((), "stop")
+            assert '"name": "get_weather"' in reply.text
+            assert service._text.rewritten == 0
+
+    asyncio.run(main())
+
+
+def test_declared_calls_are_as_they_were() -> None:
+    async def main() -> None:
+        asked = replace(AUTO, tools=[tool("get_weather", city={"type": "string"})])
+        async with serving() as service:
+            expected = await service.generate(request("a", asked))
+        async with serving(undeclared="regenerate") as service:
+            assert said([await service.generate(request("a", asked))]) == said([expected])
+            assert service._text.rewritten == 0
+
+    asyncio.run(main())

@@ -1,0 +1,123 @@
+"""The law of the engine under any traffic: cells and rows are conserved after every step, outputs are right, and every
+request ends once. Programs come back, sessions are opened, fed, asked, forked and closed, steps fail, cells are short.
+"""
+
+from engine_world import World, words
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from holdfast.replicas.events import Abort, Finished, Stop
+from holdfast.replicas.speculation.config import DraftConfig
+
+sessions = st.sampled_from("stu")
+lengths = st.integers(1, 24)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        cells=st.sampled_from([128, 192, 512]),
+        rows=st.sampled_from([(4, 0), (4, 2), (6, 3)]),
+        step_tokens=st.sampled_from([1, 9, 64]),
+        drafts=st.booleans(),
+        keeps=st.booleans(),
+    )
+    def start(self, page_size, cells, rows, step_tokens, drafts, keeps) -> None:
+        self.world = World(
+            page_size=page_size,
+            cells=cells,
+            max_sequences=rows[0],
+            session_rows=rows[1],
+            step_tokens=step_tokens,
+            context_length=96,
+            admission_ceiling=0.9,
+            completion_reserve=2,
+            speculation=DraftConfig(enabled=drafts),
+            sessions=keeps,
+            session_idle_s=40.0,
+        )
+        self.failing = 0
+        self.world.runner.fail = lambda plan: self.failing == 1
+        self.texts: dict[str, list[int]] = {}  # of programs, as far as their last turn went
+        self.stopped: set[str] = set()
+
+    def _name(self) -> str:
+        return f"r{len(self.world.ends)}"
+
+    @rule(program=st.sampled_from(["", "p", "q", "r"]), new=lengths, most=st.integers(0, 12), rewrites=st.booleans())
+    def submit(self, program: str, new: int, most: int, rewrites: bool) -> None:
+        name = self._name()
+        known = self.texts.get(program, words(1, 14))
+        text = (known[: len(known) // 2] if rewrites else known) + words(len(self.world.ends), new)
+        if len(text) + most > 64:
+            text = text[:40]
+        self.world.submit(name, text, most, program=program)
+        if program:
+            self.texts[program] = text
+
+    @rule(session=sessions)
+    def open(self, session: str) -> None:
+        if ("", session) not in self.world.histories:
+            self.world.open(session)
+
+    @rule(session=sessions, new=lengths)
+    def append(self, session: str, new: int) -> None:
+        self.world.append(self._name(), session, words(len(self.world.ends), new))
+
+    @rule(session=sessions, new=lengths, most=st.integers(1, 9), keep=st.booleans())
+    def query(self, session: str, new: int, most: int, keep: bool) -> None:
+        self.world.query(self._name(), session, words(len(self.world.ends), new), most, keep)
+
+    @rule(session=sessions, child=sessions)
+    def fork(self, session: str, child: str) -> None:
+        if ("", child) not in self.world.histories:
+            self.world.fork(session, child)
+
+    @rule(session=sessions)
+    def close(self, session: str) -> None:
+        self.world.close(session)
+        self.world.histories.pop(("", session), None)
+
+    @rule(how=st.sampled_from([Abort, Stop]), back=st.integers(1, 6))
+    def cut(self, how: type[Abort] | type[Stop], back: int) -> None:
+        names = list(self.world.ends)
+        if back <= len(names):
+            self.stopped.add(names[-back])
+            self.world.give(how(names[-back]))
+
+    @rule(after=st.integers(1, 3))
+    def fail(self, after: int) -> None:
+        """One of the next steps fails."""
+        self.failing = after
+
+    @rule(n=st.integers(1, 12))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.world.step()
+            self.failing -= 1
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world, self.failing = self.world, 0
+        world.run()
+        for name in world.prompts:
+            end = world.end(name)
+            if isinstance(end, Finished) and name not in self.stopped:
+                world.assert_right(name)
+        for session in "stu":
+            world.close(session)
+        world.check()
+        world.assert_idle()
+        assert world.engine.cache.stats.in_use == 0
+        assert sum(world.engine.stats.ended.values()) == len(world.ends)
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestEngineLaw = EngineMachine.TestCase

@@ -1,0 +1,216 @@
+"""A program's next turn: in the row where the last one ended, unless somebody needed it; and what rewriting costs."""
+
+import zlib
+
+import jinja2
+import pytest
+from engine_world import World, words
+from fake_runner import VOCABULARY
+
+from holdfast.replicas.events import Abort, Stop
+
+# As Qwen3's: what was thought before the last question is dropped.
+DROPS_THOUGHTS = jinja2.Template(
+    "{% for m in messages %}<{{ m.role }}> "
+    "{% if m.thought and loop.index0 > question %}<think> {{ m.thought }} </think> {% endif %}"
+    "{{ m.content }} <end> {% endfor %}<assistant>"
+)
+
+
+def rendered(messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation, one for each word."""
+    question = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    text = DROPS_THOUGHTS.render(messages=messages, question=question)
+    return [zlib.crc32(word.encode()) % (VOCABULARY - 1) + 1 for word in text.split()]
+
+
+def make(**settings) -> World:
+    return World(**({"cells": 2048, "context_length": 256, "max_sequences": 8, "session_rows": 4} | settings))
+
+
+def turns(world: World, program: str, n: int, prompt: list[int]) -> list[int]:
+    """`n` turns of a program; returns its conversation."""
+    for turn in range(n):
+        name = f"{program}.{turn}.{len(world.out)}"
+        world.submit(name, prompt, max_tokens=5, program=program)
+        world.run()
+        world.assert_right(name)
+        prompt = prompt + world.out[name] + words(len(prompt), 7)
+    return prompt
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_next_turn_is_in_the_same_row_and_computes_its_delta_alone(page_size):
+    world = make(page_size=page_size)
+    prompt = turns(world, "p", 1, words(1, 22))
+    for turn in range(5):
+        world.runner.plans.clear()
+        computed = world.engine.stats.prompt_computed
+        known = len(prompt) - 7 - 1  # all but what is new, and the last token drawn
+        name = f"turn{turn}"
+        world.submit(name, prompt, max_tokens=5, program="p")
+        world.run()
+        world.assert_right(name)
+        assert world.engine.stats.prompt_computed - computed == len(prompt) - known
+        assert not any(plan.copies for plan in world.runner.plans)
+        assert {chunk.row for plan in world.runner.plans for chunk in plan.chunks} == {4}
+        assert all(write.first >= known // page_size for plan in world.runner.plans for write in plan.writes)
+        prompt = prompt + world.out[name] + words(turn, 7)
+    assert world.engine.stats.turns_continued == 5
+    assert world.engine.stats.tokens_rewritten == 0
+    assert world.engine.occupancy().rows_parked == 1
+    world.assert_idle()
+
+
+def test_off_the_row_is_given_back_and_the_cells_are_found_in_the_tree():
+    world = make(sessions=False)
+    turns(world, "p", 3, words(1, 22))
+    assert world.engine.stats.turns_continued == 0
+    assert world.engine.occupancy().rows_parked == 0
+    assert world.engine.stats.prompt_cached > 0
+
+
+def test_the_least_recently_used_program_gives_way():
+    world = make()
+    prompts = {name: turns(world, name, 1, words(ord(name), 20)) for name in "abcd"}
+    turns(world, "a", 1, prompts["a"])
+    turns(world, "e", 1, words(5, 20))  # takes the row of b
+    assert world.engine.occupancy().rows_parked == 4
+    for name, continued in (("c", 1), ("b", 0)):
+        before = world.engine.stats.turns_continued
+        turns(world, name, 1, prompts[name])
+        assert world.engine.stats.turns_continued - before == continued
+    world.assert_idle()
+
+
+def test_parked_programs_stand_in_nobodys_way():
+    world = make(cells=256)
+    for program in range(4):
+        turns(world, f"p{program}", 1, words(program, 40))
+    assert world.engine.occupancy().rows_parked == 4
+    assert world.engine.cache.stats.in_use == 0
+    world.submit("all", words(9, 200), max_tokens=40)  # needs nearly every cell
+    for i in range(8):
+        world.submit(f"row{i}", words(20 + i, 8), program=f"new{i}")  # and every row
+    world.run()
+    for name in ["all", *(f"row{i}" for i in range(8))]:
+        world.assert_right(name)
+    world.assert_idle()
+
+
+def test_cells_lost_to_others_are_computed_again_in_the_same_row():
+    world = make(cells=256)
+    prompt = turns(world, "p", 1, words(1, 40))
+    world.submit("flood", words(2, 190), max_tokens=20)
+    world.run()
+    turns(world, "p", 2, prompt)
+    world.assert_idle()
+
+
+def test_more_programs_than_rows_to_keep_run_in_transient_rows():
+    world = make(max_sequences=8, session_rows=2)
+    for i in range(8):
+        world.submit(f"r{i}", words(i, 12), program=f"p{i}")
+    world.step()
+    assert world.engine.occupancy().running == 8
+    world.run()
+    for i in range(8):
+        world.assert_right(f"r{i}")
+    assert world.engine.occupancy().rows_parked == 2
+
+
+def test_turns_of_one_program_at_the_same_time_keep_one_row():
+    world = make()
+    for branch in range(3):
+        world.submit(f"b{branch}", words(1, 30) + words(50 + branch, 6), program="p")
+    world.run()
+    for branch in range(3):
+        world.assert_right(f"b{branch}")
+    assert world.engine.occupancy().rows_parked == 1
+    world.assert_idle()
+
+
+def test_programs_of_different_tenants_share_no_row():
+    world = make()
+    world.submit("mine", words(1, 30), scope="one", program="p")
+    world.run()
+    world.submit("theirs", words(1, 30) + words(2, 9), scope="two", program="p")
+    world.run()
+    world.assert_right("theirs")
+    assert world.end("theirs").usage.cached == 0
+    assert world.engine.occupancy().rows_parked == 2
+
+
+@pytest.mark.parametrize("how", [Abort, Stop])
+def test_a_turn_that_is_cut_short_parks_what_it_computed(how):
+    world = make()
+    world.submit("a", words(1, 21), max_tokens=50, program="p")
+    world.step()
+    world.step()
+    world.give(how("a"))
+    drawn = world.out["a"]
+    world.submit("b", words(1, 21) + drawn + words(2, 5), program="p")
+    world.run()
+    world.assert_right("b")
+    assert world.engine.stats.turns_continued == 1
+
+
+def test_a_failed_turn_parks_nothing():
+    world = make()
+    world.submit("a", words(1, 21), program="p")
+    world.runner.fail = lambda plan: True
+    world.run()
+    assert world.engine.occupancy().rows_parked == 0
+    world.assert_idle()
+
+
+def test_thoughts_that_the_template_drops_are_counted_and_the_true_prefix_is_cached():
+    world = make(context_length=512)
+    system = {"role": "system", "content": " ".join(f"rule{i}" for i in range(30))}
+    messages = [system, {"role": "user", "content": "a question of some length"}]
+    lost, before = 0, None
+    for turn in range(3):
+        name, prompt = f"turn{turn}", rendered(messages)
+        world.submit(name, prompt, max_tokens=4, program="p")
+        world.run()
+        world.assert_right(name)
+        if before is not None:
+            common = next(i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b)
+            lost += len(before) - common
+            assert world.end(name).usage.cached >= common - world.config.page_size
+            assert common > 30
+        # The answer that is recorded has a thought in it; its tokens were computed with the call that follows.
+        thought = " ".join(f"idea{turn}{i}" for i in range(12))
+        messages.append({"role": "assistant", "thought": thought, "content": "an answer"})
+        messages.append({"role": "tool", "content": f"result {turn}"})
+        name, prompt = f"tool{turn}", rendered(messages)
+        world.submit(name, prompt, max_tokens=4, program="p")
+        world.run()
+        common = common_prefix_of(world, f"turn{turn}", prompt)
+        lost += len(world.prompts[f"turn{turn}"][0]) + len(world.out[f"turn{turn}"]) - 1 - common
+        before = prompt + world.out[name][:-1]
+        messages.append({"role": "assistant", "content": "done"})
+        messages.append({"role": "user", "content": f"question {turn}"})
+    assert world.engine.stats.tokens_rewritten == lost
+    assert lost >= 2 * 12
+
+
+def common_prefix_of(world: World, name: str, prompt: list[int]) -> int:
+    had = world.prompts[name][0] + world.out[name][:-1]
+    return next((i for i, (a, b) in enumerate(zip(had, prompt, strict=False)) if a != b), min(len(had), len(prompt)))
+
+
+def test_asking_again_or_branching_is_no_rewriting():
+    world = make()
+    prompt = turns(world, "p", 2, words(1, 30))
+    world.submit("again", prompt[:-7], program="p")
+    world.run()
+    world.submit("first", words(2, 30), program="q")
+    world.run()
+    world.submit("other", words(3, 30), program="q")  # nothing of it is cached: it may be anything
+    world.run()
+    other = world.engine.stats.tokens_rewritten
+    world.submit("back", words(2, 30) + words(4, 9), program="q")  # goes on from the first
+    world.run()
+    assert world.engine.stats.tokens_rewritten == other
+    world.assert_right("back")

@@ -1,0 +1,114 @@
+"""Sessions over the shipped model: fed in pieces, asked, forked and closed; answers are those of the whole prompt."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+    error_of,
+)
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.service import Service
+
+CONFIG = EngineConfig(cells=4096, threads=1, max_sequences=8, session_rows=2, context_length=512)
+
+
+def request(name: str, prompt: RawPrompt, scope: str = "") -> GenerateRequest:
+    return GenerateRequest(name, prompt, Sampling(max_tokens=12, ignore_eos=True), scope=scope)
+
+
+async def asked(service: Service, session: str, name: str, question: str, keep: bool = True, scope: str = ""):
+    fold = Fold()
+    async with aclosing(
+        service.sessions.query(session, request(name, RawPrompt(question), scope), keep=keep)
+    ) as pieces:
+        async for some in pieces:
+            fold.add(some)
+    return fold
+
+
+def test_a_session_is_fed_asked_forked_and_closed():
+    async def main():
+        service = Service.load(CONFIG)
+        try:
+            sessions, stats = service.sessions, service.engine.stats
+            chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
+            usage = await sessions.open("s", chat)
+            known = await service.tokenize(chat)
+            assert usage.prompt == len(known)
+            lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
+            await asyncio.gather(*(sessions.append("s", line) for line in lines))
+            for line in lines:
+                known += service._text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
+            await sessions.fork("s", "copy")
+
+            before = stats.prompt_computed
+            first = (await asked(service, "s", "q", "\nLast?", keep=False)).answer()
+            question = service._text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
+            assert stats.prompt_computed - before <= len(question) + CONFIG.page_size
+            assert first.usage.prompt == len(known) + len(question)
+
+            whole = await service.generate(request("whole", RawPrompt(known + question)))
+            of_the_fork = (await asked(service, "copy", "qf", "\nLast?")).answer()
+            again = (await asked(service, "s", "q2", "\nLast?")).answer()
+            assert first.text == whole.text == of_the_fork.text == again.text
+
+            await sessions.close("s")
+            await sessions.close("copy")
+            now = service.engine.occupancy()
+            assert (now.sessions, now.rows_taken, now.cells_held, service.n_live) == (0, 0, 0, 0)
+            assert service.engine.cache.stats.in_use == 0
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_session_cannot_do_is_raised_and_names_the_field():
+    async def main():
+        service = Service.load(CONFIG)
+        try:
+            sessions = service.sessions
+            await sessions.open("s", scope="tenant")
+            for call, kind, field in (
+                (sessions.append("s", "x"), InvalidRequestError, "session_id"),  # another tenant's
+                (sessions.open("s", scope="tenant"), InvalidRequestError, "session_id"),
+                (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "prompt"),
+                (sessions.close("never"), InvalidRequestError, "session_id"),
+            ):
+                with pytest.raises(kind) as raised:
+                    await call
+                assert raised.value.field == field
+            await sessions.open("t")
+            with pytest.raises(OverloadedError):
+                await sessions.open("u")
+            with pytest.raises(InvalidRequestError):
+                sessions.query("t", GenerateRequest("chat", ChatPrompt([]), Sampling()))
+            with pytest.raises(InvalidRequestError):
+                sessions.query("t", GenerateRequest("open end", RawPrompt("x"), Sampling(max_tokens=-1)))
+            lost = await asked(service, "gone", "q", "hello")
+            assert lost.error().error.field == "session_id"
+
+            appends = [asyncio.create_task(sessions.append("t", [5, 6, 7])) for _ in range(3)]
+            await asyncio.sleep(0)
+            await sessions.close("t")
+            for outcome in await asyncio.gather(*appends, return_exceptions=True):
+                assert not isinstance(outcome, Exception) or isinstance(outcome, InvalidRequestError | UnavailableError)
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError])
+def test_an_error_survives_as_data(kind):
+    back = error_of(kind("message", "field").info)
+    assert (type(back), back.message, back.field) == (kind, "message", "field")

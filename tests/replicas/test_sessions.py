@@ -1,0 +1,269 @@
+"""Sessions of the engine: data comes in without a question, a question costs its own tokens, and all is returned."""
+
+import numpy as np
+import pytest
+from engine_world import World, words
+
+from holdfast.replicas.errors import ErrorKind, UnavailableError
+from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected
+
+
+def make(**settings) -> World:
+    return World(**({"cells": 1024, "context_length": 256, "max_sequences": 8, "session_rows": 4} | settings))
+
+
+def test_max_tokens_0_computes_the_prompt_and_draws_nothing():
+    world = make()
+    world.submit("a", words(1, 30), max_tokens=0)
+    world.run()
+    end = world.end("a")
+    assert (end.reason, end.usage.prompt, end.usage.completion) == ("length", 30, 0)
+    assert world.out["a"] == []
+    world.assert_idle()
+    assert world.engine.cache.peek("", np.asarray([*words(1, 30), 1], np.int32)) == 30
+    assert all(chunk.draw is None for plan in world.runner.plans for chunk in plan.chunks)
+
+
+def test_a_prompt_of_the_whole_context_can_be_computed_though_nothing_could_follow():
+    world = make(context_length=32)
+    world.submit("full", words(1, 32), max_tokens=0)
+    world.submit("one more", words(1, 33), max_tokens=0)
+    world.run()
+    assert isinstance(world.end("full"), Finished)
+    assert world.end("one more").error.kind is ErrorKind.TOO_LONG
+
+
+def test_a_query_sees_every_append_before_it_and_computes_its_own_tokens():
+    world = make()
+    world.open("s")
+    for i in range(5):
+        world.append(f"a{i}", "s", words(i, 17))  # all in flight at once
+    world.run()
+    before = world.engine.stats.prompt_computed
+    assert before <= 5 * (17 + world.config.page_size)
+    world.query("q", "s", words(9, 6), max_tokens=10)
+    world.run()
+    world.assert_right("q")
+    assert world.prompts["q"][0][:85] == [token for i in range(5) for token in words(i, 17)]
+    assert world.engine.stats.prompt_computed - before <= 6 + world.config.page_size
+
+
+def test_a_query_sent_while_appends_are_queued_sees_them():
+    world = make(step_tokens=4)
+    world.open("s")
+    world.append("a", "s", words(1, 30))
+    world.append("b", "s", words(2, 30))
+    world.query("q", "s", words(3, 2))
+    world.run()
+    assert world.prompts["q"][0] == words(1, 30) + words(2, 30) + words(3, 2)
+    world.assert_right("q")
+
+
+def test_a_session_goes_on_in_its_row_without_a_copy():
+    world = make()
+    world.open("s")
+    world.append("first", "s", words(1, 30))  # ends inside a page
+    world.run()
+    world.runner.plans.clear()
+    world.append("second", "s", words(2, 30))
+    world.run()
+    rows = {chunk.row for plan in world.runner.plans for chunk in plan.chunks}
+    assert len(rows) == 1
+    assert not any(plan.copies for plan in world.runner.plans)
+    assert all(write.first >= 30 // 4 for plan in world.runner.plans for write in plan.writes)
+    assert world.engine.stats.turns_continued == 1
+
+
+def test_an_engine_that_stops_fails_what_runs_and_what_is_queued():
+    world = make(step_tokens=4)
+    world.open("s")
+    world.append("running", "s", words(1, 40))
+    world.query("queued", "s", words(2, 4))
+    fork = world.fork("s", "child")
+    world.step()
+    world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
+    assert all(isinstance(world.end(name), Failed) for name in ("running", "queued", fork))
+    world.assert_idle()
+    assert world.engine.cache.stats.in_use == 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_kept_of_a_query_is_history_and_nothing_else(keep):
+    world = make()
+    world.open("s")
+    world.append("a", "s", words(1, 20))
+    world.query("q1", "s", words(2, 7), max_tokens=9, keep=keep)
+    world.query("q2", "s", words(3, 7), max_tokens=9)
+    world.run()
+    world.assert_right("q1")
+    world.assert_right("q2")
+    middle = words(2, 7) + world.out["q1"] if keep else []
+    assert world.prompts["q2"][0] == words(1, 20) + middle + words(3, 7)
+
+
+def test_a_fork_shares_all_and_then_goes_its_own_way():
+    world = make()
+    world.open("parent")
+    world.append("a", "parent", words(1, 42))
+    fork = world.fork("parent", "child")  # while the append is in flight
+    world.run()
+    assert isinstance(world.end(fork), Finished)
+    cells, computed = world.engine.cache.stats.tree, world.engine.stats.prompt_computed
+    world.query("p", "parent", words(2, 5))
+    world.query("c", "child", words(3, 5))
+    world.run()
+    world.assert_right("p")
+    world.assert_right("c")
+    assert world.prompts["c"][0] == words(1, 42) + words(3, 5)
+    assert world.engine.stats.prompt_computed - computed == 10
+    assert sum(len(plan.copies) for plan in world.runner.plans) <= 2
+    assert world.engine.cache.stats.tree <= cells + 2 * 5 * world.config.page_size
+    world.close("parent")
+    world.query("again", "child", words(4, 5))
+    world.run()
+    world.assert_right("again")
+
+
+def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
+    world = make(cells=256, context_length=128)
+    world.open("s")
+    world.append("a", "s", words(1, 60))
+    world.run()
+    for i in range(8):
+        world.submit(f"flood{i}", words(100 + i, 90))
+    world.run()
+    assert world.engine.cache.stats.evicted > 0
+    before = world.engine.stats.prompt_computed
+    world.query("q", "s", words(2, 4))
+    world.run()
+    world.assert_right("q")
+    assert world.engine.stats.prompt_computed - before <= 4 + world.config.page_size
+    assert world.engine.cache.stats.in_use > 0
+    world.close("s")
+    world.run()
+    world.assert_idle()
+    assert world.engine.cache.stats.in_use == 0
+
+
+def test_close_aborts_what_is_in_flight():
+    world = make(step_tokens=4)
+    world.open("s")
+    for name in ("running", "queued"):
+        world.append(name, "s", words(1, 40))
+    fork = world.fork("s", "child")
+    world.step()
+    world.close("s")
+    assert all(isinstance(world.end(name), Aborted) for name in ("running", "queued", fork))
+    world.assert_idle()
+    assert not world.engine.busy
+
+
+@pytest.mark.parametrize("which", ["running", "queued"])
+def test_what_is_aborted_leaves_the_history_as_it_was(which):
+    world = make(step_tokens=4)
+    world.open("s")
+    world.append("known", "s", words(1, 21))
+    world.run()
+    world.append("running", "s", words(2, 40))
+    world.append("queued", "s", words(3, 40))
+    world.step()
+    world.give(Abort(which))
+    world.query("q", "s", words(4, 3))
+    world.run()
+    world.assert_right("q")
+    other = words(3, 40) if which == "running" else words(2, 40)
+    assert world.prompts["q"][0] == words(1, 21) + other + words(4, 3)
+
+
+def test_a_failed_step_leaves_the_history_as_it_was():
+    world = make()
+    world.open("s")
+    world.append("known", "s", words(1, 21))
+    world.run()
+    world.runner.fail = lambda plan: any(len(chunk.tokens) > 30 for chunk in plan.chunks)
+    world.append("bad", "s", words(2, 40))
+    world.query("q", "s", words(4, 3))
+    world.run()
+    assert isinstance(world.end("bad"), Failed)
+    assert world.prompts["q"][0] == words(1, 21) + words(4, 3)
+    world.assert_right("q")
+
+
+def test_what_a_session_cannot_do_names_the_field():
+    world = make(session_rows=2, session_idle_s=50.0)
+    world.append("unknown", "s", words(1, 4))
+    world.open("s")
+    again = world.open("s")
+    world.open("other")
+    third = world.open("third")
+    world.append("too long", "s", words(1, 300))
+    world.query("elsewhere", "s", words(1, 4), scope="tenant")
+    world.run()
+    for name, kind, field in (
+        ("unknown", ErrorKind.INVALID, "session_id"),
+        (again, ErrorKind.INVALID, "session_id"),
+        (third, ErrorKind.OVERLOADED, "session_id"),
+        ("too long", ErrorKind.TOO_LONG, "prompt"),
+        ("elsewhere", ErrorKind.INVALID, "session_id"),
+    ):
+        assert isinstance(world.end(name), Rejected)
+        assert (world.end(name).error.kind, world.end(name).error.field) == (kind, field)
+
+
+def test_a_session_that_nobody_uses_is_closed_and_says_so():
+    world = make(session_idle_s=50.0)
+    world.open("s")
+    world.append("a", "s", words(1, 20))
+    world.run()
+    world.now += 60.0
+    world.append("late", "s", words(2, 20))
+    assert world.end("late").error.field == "session_id"
+    assert "50 s" in world.end("late").error.message
+    world.assert_idle()
+    assert world.engine.cache.stats.in_use == 0
+
+
+def test_sessions_share_a_budget_of_cells():
+    world = make(cells=512, context_length=256, admission_ceiling=0.5)
+    for session in ("s", "t"):
+        world.open(session)
+        world.append(f"most {session}", session, words(ord(session), 120))
+    world.run()
+    world.append("more", "s", words(3, 60))
+    world.fork("t", "child")  # shares its cells, so it costs none
+    world.append("a little", "child", words(4, 4))
+    world.submit("stranger", words(5, 100))
+    world.run()
+    assert (world.end("more").error.kind, world.end("more").error.field) == (ErrorKind.OVERLOADED, "session_id")
+    assert isinstance(world.end("a little"), Finished)
+    world.assert_right("stranger")
+
+
+def test_decoding_goes_on_beside_a_long_append():
+    world = make(step_tokens=64, latency_chunk=8)
+    world.submit("a", words(1, 8), max_tokens=60)
+    world.step()
+    world.open("s")
+    world.append("long", "s", words(2, 200))
+    while not world.ends["long"]:
+        drawn = len(world.out["a"])
+        world.step()
+        assert world.ends["a"] or len(world.out["a"]) > drawn
+        chunks = world.runner.plans[-1].chunks
+        assert len(chunks) == 1 or all(len(chunk.tokens) <= 8 for chunk in chunks)
+    world.run()
+    world.assert_right("a")
+
+
+@pytest.mark.parametrize("switches", [{"sessions": False}, {"prefix_cache": False}])
+def test_switches_change_no_answer(switches):
+    world = make(**switches)
+    world.open("s")
+    world.append("a", "s", words(1, 30))
+    world.query("q", "s", words(2, 5), keep=True)
+    world.query("r", "s", words(3, 5), keep=False)
+    world.run()
+    world.assert_right("q")
+    world.assert_right("r")
+    world.close("s")
+    world.assert_idle()

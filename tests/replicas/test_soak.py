@@ -1,0 +1,194 @@
+"""Long use: random arrivals, aborts, sessions, preemption and failing steps in a cache that is far too small.
+
+A few thousand steps here; with HOLDFAST_SOAK_MINUTES set, as many as fit. At the end every cell and row is back, memory
+is where it was after warming up, and every request has had its one terminal event.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+from engine_world import World, words
+from fake_runner import complete
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Abort, Finished, Sampling, Stop, Submit
+from holdfast.replicas.requests import Completed, Errored, GenerateRequest, RawPrompt
+from holdfast.replicas.service import Service
+from holdfast.replicas.speculation.config import DraftConfig
+
+MINUTES = float(os.environ.get("HOLDFAST_SOAK_MINUTES", "0"))
+STEPS = 1200
+MOST_LIVE = 40
+GROWTH = 8 * 2**20  # bytes that memory may be above what it was
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Soak(World):
+    """Clients that come and go; what has ended is checked and forgotten."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(
+            cells=320,
+            page_size=4,
+            max_sequences=10,
+            session_rows=4,
+            step_tokens=24,
+            latency_chunk=8,
+            context_length=128,
+            admission_ceiling=0.9,
+            completion_reserve=2,
+            session_idle_s=60.0,
+            queue_timeout_s=120.0,
+            speculation=DraftConfig(memory_bytes=1 << 18, scope_bytes=1 << 16),
+        )
+        self.random = random.Random(seed)
+        self.texts: dict[str, list[int]] = {}
+        self.given = self.ended = 0
+        self.cut_short: set[str] = set()
+        self.outcomes: dict[str, int] = {}
+        self.runner.fail = lambda plan: self.random.random() < 0.01
+        self._run, self.runner.run = self.runner.run, self._run_or_fail
+
+    def _run_or_fail(self, plan):
+        self.runner.plans.clear()
+        if self.random.random() < 0.005:
+            raise RuntimeError("out of memory, before anything was done")
+        return self._run(plan)
+
+    def act(self) -> None:
+        """One client does something."""
+        rng, name = self.random, f"r{self.given}"
+        kind = rng.choices(
+            ["turn", "single", "append", "query", "open", "fork", "close", "cut"], [6, 3, 3, 3, 1, 1, 1, 2]
+        )
+        session, scope = rng.choice("stuvw"), rng.choice(["", "tenant"])
+        more = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 40))]
+        match kind[0]:
+            case "turn" | "single" if len(self.ends) < MOST_LIVE:
+                program = rng.choice("abcdefgh") if kind[0] == "turn" else ""
+                known = self.texts.get(program, words(1, 24))
+                text = known + more if len(known) < 60 else words(rng.randrange(3), 24) + more
+                if program:
+                    self.texts[program] = text
+                self.submit(name, text, rng.choice([0, 3, 8, 30]), scope, program=program)
+            case "append" | "query" if len(self.ends) < MOST_LIVE:
+                most = rng.randrange(1, 12) if kind[0] == "query" else 0
+                self.query(name, session, more, most, rng.random() < 0.6, scope)
+            case "open" if (scope, session) not in self.histories:
+                self.open(session, scope)
+            case "fork":
+                child = rng.choice("stuvw")
+                if (scope, child) not in self.histories:
+                    self.fork(session, child, scope)
+            case "close":
+                self.close(session, scope)
+            case "cut" if self.ends:
+                victim = rng.choice(list(self.ends))
+                if isinstance(self.commands[victim], Submit):
+                    self.cut_short.add(victim)
+                    self.give(rng.choice([Abort, Stop])(victim))
+
+    def give(self, command) -> str:
+        self.given += not isinstance(command, Abort | Stop)
+        return super().give(command)
+
+    def _compare(self, name: str) -> None:
+        if name not in self.cut_short:
+            self.assert_right(name)
+        else:
+            assert self.out[name] == complete(*self.prompts[name])[: len(self.out[name])]
+
+    def check(self) -> None:
+        """Recounting everything costs more than a step."""
+        if self.random.random() < 0.05:
+            super().check()
+
+    def sweep(self) -> None:
+        """Forget what has ended, and sessions that are no more."""
+        for name in [name for name, ends in self.ends.items() if ends]:
+            end = self.end(name)
+            if isinstance(end, Finished) and name in self.prompts and self.random.random() < 0.3:
+                self._compare(name)
+            self.outcomes[type(end).__name__] = self.outcomes.get(type(end).__name__, 0) + 1
+            self.ended += 1
+            for book in (self.ends, self.out, self.prompts, self.commands):
+                book.pop(name, None)
+            self.cut_short.discard(name)
+        open_now = {(owner.scope, owner.name) for owner in self.engine._sessions._sessions}
+        self.histories = {key: history for key, history in self.histories.items() if key in open_now}
+
+
+def test_a_soak_ends_with_everything_free_memory_flat_and_one_end_for_each_request():
+    soak, begun, warm = Soak(5), time.monotonic(), 0
+    steps = 0
+    while steps < STEPS or time.monotonic() - begun < 60 * MINUTES:
+        for _ in range(soak.random.choice([0, 0, 1, 2])):
+            soak.act()
+        soak.step()
+        soak.sweep()
+        steps += 1
+        if steps == STEPS // 2 or (steps % 20_000 == 0 and time.monotonic() - begun < 20 * MINUTES):
+            warm = resident()
+    soak.runner.fail = lambda plan: False
+    soak.random = random.Random(1)
+    soak.run()
+    soak.sweep()
+    for scope, session in list(soak.histories):
+        soak.close(session, scope)
+    soak.sweep()
+    grown = resident() - warm
+    stats = soak.engine.stats
+    assert not soak.ends
+    assert soak.given == soak.ended == sum(stats.ended.values())
+    World.check(soak)
+    soak.assert_idle()
+    assert soak.engine.cache.stats.in_use == 0
+    assert grown < GROWTH
+    assert min(stats.preemptions, stats.failed_steps, stats.turns_continued, soak.engine.cache.stats.evicted) > 0
+    assert set(soak.outcomes) >= {"Finished", "Aborted", "Failed", "Rejected"}
+    print(f"{steps} steps, {soak.given} requests {soak.outcomes}, {grown / 2**20:+.1f} MiB", stats)
+
+
+def test_the_service_under_clients_that_leave_gives_everything_back():
+    config = EngineConfig(cells=640, threads=1, max_sequences=6, session_rows=3, context_length=256)
+    rng = random.Random(3)
+
+    async def client(service: Service, number: int) -> str:
+        prompt = RawPrompt([rng.randrange(5, 500) for _ in range(rng.randrange(4, 60))])
+        request = GenerateRequest(
+            f"r{number}", prompt, Sampling(max_tokens=rng.randrange(1, 30)), program_id=rng.choice(["", "p", "q"])
+        )
+        leaves_after = rng.choice([1, 2, 1000, 1000])
+        async with aclosing(service.stream(request)) as stream:
+            async for pieces in stream:
+                leaves_after -= 1
+                if isinstance(pieces[-1], Completed | Errored):
+                    return type(pieces[-1]).__name__
+                if not leaves_after:
+                    return "left"
+        return "nothing"
+
+    async def main() -> None:
+        service = Service.load(config)
+        try:
+            outcomes = await asyncio.gather(*(client(service, i) for i in range(40)))
+            assert set(outcomes) <= {"Completed", "Errored", "left"}
+            assert outcomes.count("Completed") > 0
+            await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
+            now = service.engine.occupancy()
+            assert (now.running, now.waiting, now.rows_taken, now.cells_held, service.n_live) == (0, 0, 0, 0, 0)
+            service.engine.cache.check()
+        finally:
+            await service.close()
+
+    asyncio.run(main())

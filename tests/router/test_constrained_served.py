@@ -1,0 +1,137 @@
+"""Constrained replies from the shipped model, over HTTP, as OpenAI's client asks for them and reads them."""
+
+import json
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from fake_backend import FakeBackend, World
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.requests import GenerateRequest
+from holdfast.replicas.service import Service
+from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.router.backend import Batch
+
+CONFIG = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))
+MESSAGES: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"enum": [1, 7]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS, "strict": True}}
+    for name in ("get_weather", "get_forecast")
+]
+NAMED: Any = {"type": "function", "function": {"name": "get_forecast"}}
+
+
+class Answer(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    sure: bool
+    word: str = pydantic.Field(max_length=8)
+
+
+class ServiceBackend(FakeBackend):
+    """One replica in this process, on the event loop that serves."""
+
+    service: Service | None = None
+
+    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+        if self.service is None:
+            self.service = Service.load(CONFIG)
+        async for pieces in self.service.stream(request):
+            yield Batch("r1", pieces)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    backend = ServiceBackend()
+    with World(backend).served() as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        yield client
+    if backend.service is not None:
+        backend.service._bridge._thread.stop()
+        backend.service._bridge._thread.join()
+
+
+def arguments_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+
+
+def is_right(arguments: dict[str, Any]) -> bool:
+    return set(arguments) == {"city", "days"} and arguments["days"] in (1, 7) and len(arguments["city"]) <= 20
+
+
+def test_a_required_call_is_made(client: openai.OpenAI) -> None:
+    (choice,) = client.chat.completions.create(
+        model="pocket", messages=MESSAGES, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+    ).choices
+    ((name, arguments),) = arguments_of(choice.message)
+    assert name in ("get_weather", "get_forecast")
+    assert is_right(arguments)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_function_is_called_once(client: openai.OpenAI, stream: bool) -> None:
+    fields: Any = {"model": "pocket", "messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "seed": int(stream)}
+    if stream:
+        with client.chat.completions.stream(**fields) as events:
+            (choice,) = events.get_final_completion().choices
+    else:
+        (choice,) = client.chat.completions.create(**fields).choices
+    ((name, arguments),) = arguments_of(choice.message)
+    assert name == "get_forecast"
+    assert is_right(arguments)
+    assert choice.finish_reason == "stop"  # as OpenAI's own answer to a named function
+
+
+def test_a_model_of_the_answer_is_parsed(client: openai.OpenAI) -> None:
+    """The client sends the class as a strict schema and makes the reply an object of it."""
+    for temperature in (0.0, 1.0):
+        reply = client.chat.completions.parse(
+            model="pocket", messages=MESSAGES, response_format=Answer, temperature=temperature
+        )
+        assert isinstance(reply.choices[0].message.parsed, Answer)
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    (choice,) = client.chat.completions.create(
+        model="pocket",
+        messages=MESSAGES,
+        response_format={"type": "json_object"},
+        temperature=0,
+        max_tokens=60,
+    ).choices
+    text = choice.message.content
+    assert text is not None
+    assert text.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
+            "tools.0.function.parameters",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_followed_names_its_field(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="pocket", messages=MESSAGES, stream=stream, **fields)
+    assert refused.value.param == param

@@ -21,4 +21,4 @@ def stages(timing: Timing) -> dict[str, float]:
 
 def header(timing: Timing) -> str:
     """The value of `Server-Timing` (W3C Server Timing, section 3), or "" where there is nothing to tell."""
-    return ", ".join(f"{name};dur={milliseconds:g}" for name, milliseconds in stages(timing).items())
+    return ", ".join(f"{name};dur={milliseconds}" for name, milliseconds in stages(timing).items())

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, ModelCard
+from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
 from holdfast.router.config import RouterConfig
@@ -186,6 +187,7 @@ class Turns:
         if isinstance(answer, Errored):
             raise ReplyError(answer.error)
         timing = answer.timing
+        answer_headers(request).server_timing = server_timing.header(timing)
         first_token_s = None if timing.first_token is None else timing.first_token - timing.arrived
         accepted.meter.answered(answer.usage.completion, first_token_s)
         self._settle(accepted, routed.replica_id, answer)

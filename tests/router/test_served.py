@@ -35,7 +35,7 @@ def test_openai_chat(world, client):
     assert answer.choices[0].message.content == "Hello!"
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
     assert raw.headers["x-holdfast-cache"] == "miss"
-    assert raw.headers["server-timing"] == "queue;dur=125, prefill;dur=125, decode;dur=250"
+    assert raw.headers["server-timing"] == "queue;dur=125.0, prefill;dur=125.0, decode;dur=250.0"
     assert world.backend.requests[0].program_id == "default/p"
 
 

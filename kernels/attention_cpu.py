@@ -1,14 +1,15 @@
-"""Paged attention on a CPU in torch: long runs of pages are read in place, scattered pages are gathered.
+"""Paged attention on a CPU in torch: a run of pages is read in place, scattered pages are gathered.
 
 Three ways, chosen per chunk once a forward (the plan is kept on the batch and shared by the layers):
 
-    decode   one token. The group's query heads fold into the query rows, `[1, kv_heads, group, head_dim]`, so one KV
-             head is read once; a window only shortens the run. All decodes of the batch merge together.
-    chunk    several tokens. The past needs no mask; the chunk's own keys and values are at hand, causal. Merged.
-    dense    several tokens under a window that cuts, or any with a softcap: gathered, with an explicit mask.
+    decode   one token: flash attention over each run, merged; a window only shortens the runs. All decodes together.
+    span     several tokens, block by block, over one run or a copy. In bfloat16 and with many tokens a block is two
+             products around a softmax, else flash attention with a mask.
+    dense    several tokens under a window that cuts, or any with a softcap: with an explicit mask, in float32.
 
-The work is done by torch's CPU flash attention, which returns the log-sum-exp beside the output and takes strided
-views. What is not here: the maths (attention.py) and devices.
+In all of them the query heads of a group fold into the query rows, so that one KV head is read once. torch's flash
+attention takes strided views and returns the log-sum-exp beside the output; its tiles are good in float32, while in
+bfloat16 whole products are up to twice as fast. What is not here: the maths (attention.py) and devices.
 """
 
 from dataclasses import dataclass, field
@@ -21,10 +22,12 @@ from holdfast.kernels.paging import PagedBatch
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu  # (q, k, v, dropout, causal, *, attn_mask, scale) -> out, lse
 
-# A run shorter than this many cells is gathered: one more call costs about 8 us, as much as copying such a run.
+# A run of a decode shorter than this many cells is gathered: a call more costs about 8 us, as much as copying the run.
 SHORT_RUN = 64
-# Up to this many query tokens a group is folded into the query rows; beyond it the copy outweighs reading KV once.
-FOLDED = 16
+FEW = 16  # up to so many tokens flash attention is as fast as products, whose calls cost more
+BLOCK_ROWS = 128  # query rows, the heads of a group counted, that are multiplied at a time
+SCORES_BYTES = 1 << 20  # so much of scores is written at a time, to stay in a core's cache
+SAMPLED = 16  # every so many keys one is looked at for where a query's scores lie
 
 Pieces = list[tuple[int, int]]  # runs as (first cell, cells)
 Views = tuple[Tensor, ...]  # of 2 * layers tensors [1, kv_heads, cells, head_dim]: key and value of each layer
@@ -44,31 +47,34 @@ class Decodes:
 
 
 @dataclass(slots=True)
-class LongChunk:
-    """A chunk of several tokens: `whole` with a mask where one run holds everything, else past parts and itself."""
+class Span:
+    """A chunk of several tokens and where the positions [low, end) of its sequence lie: in one run, or scattered."""
 
-    first: int
+    first: int  # index of its first token in the batch
     length: int
-    placed: list[Views]
-    gather: Tensor | None
-    whole_mask: Tensor | None
-
-
-@dataclass(slots=True)
-class DenseChunk:
-    """A chunk attended with a mask `hidden` [length, positions], over gathered `cells` [positions]."""
-
-    first: int
-    length: int
-    cells: Tensor
-    hidden: Tensor
+    low: int
+    end: int
+    products: bool  # rather than flash attention
+    views: Views | None  # of the run
+    pages: Tensor | None  # to gather otherwise, from the one with position `low` on
 
 
 @dataclass(slots=True)
 class CpuPlan:
-    decodes: Decodes
-    chunks: list[LongChunk]
-    dense: list[DenseChunk]
+    """The chunks by the way they are attended.
+
+    `masks[n]` [group * n, positions]: added to the scores of a block of n tokens and the positions up to its own, which
+    are the mask's last. `corner` [n, 1, n]: which keys of a block's own tokens its queries do not see.
+    `room` [2, n]: where scores and weights of a block are written, again and again; memory asked of the system for
+    each would cost as much as the products. `dense`: with what is `hidden` [length, end - low].
+    """
+
+    decodes: Decodes = field(default_factory=Decodes)
+    spans: list[Span] = field(default_factory=list)
+    masks: dict[int, Tensor] = field(default_factory=dict)
+    corner: Tensor | None = None
+    room: Tensor | None = None
+    dense: list[tuple[Span, Tensor]] = field(default_factory=list)
 
 
 def attend_cpu(
@@ -88,15 +94,15 @@ def attend_cpu(
     plan: CpuPlan | None = batch.plans.get(key)
     if plan is None:
         plan = batch.plans[key] = make_plan(kv, batch, group, window, all_dense=bool(softcap))
-    if not plan.chunks and not plan.dense:
+    if len(plan.decodes.tokens) == len(batch.lengths):
         return _attend_decodes(plan.decodes, q, kv, layer, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.decodes.tokens:
         out[plan.decodes.index] = _attend_decodes(plan.decodes, q, kv, layer, scale)
-    for chunk in plan.chunks:
-        _attend_chunk(chunk, q, k, v, kv, layer, scale, out)
-    for dense in plan.dense:
-        _attend_dense(dense, q, kv, layer, scale, softcap, out)
+    for span in plan.spans:
+        _attend_span(span, plan, q, kv, layer, scale, out)
+    for span, hidden in plan.dense:
+        _attend_dense(span, hidden, q, kv, layer, scale, softcap, out)
     return out
 
 
@@ -105,20 +111,59 @@ def attend_cpu(
 
 def make_plan(kv: Tensor, batch: PagedBatch, group: int, window: int, all_dense: bool) -> CpuPlan:
     """Sort the chunks into the three ways and build what every layer shares."""
-    plan = CpuPlan(Decodes(), [], [])
+    plan = CpuPlan()
     first = 0
     for chunk, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
         end = start + length
         if all_dense or (length > 1 and 0 < window < end):
-            plan.dense.append(_plan_dense(batch, chunk, first, window))
+            low = max(0, start - window + 1) if window else 0
+            plan.dense.append((_plan_span(kv, batch, chunk, first, low), _hidden(start, end, low, window)))
         elif length == 1:
             low = max(0, end - window) if window else 0
             _plan_decode(plan.decodes, kv, batch.runs[chunk].between(low, end, batch.page_size), first)
         else:
-            plan.chunks.append(_plan_chunk(kv, batch, chunk, first, group))
+            plan.spans.append(_plan_span(kv, batch, chunk, first))
         first += length
     _finish_decodes(plan.decodes)
+    _prepare_blocks(plan, kv, group)
     return plan
+
+
+def _prepare_blocks(plan: CpuPlan, kv: Tensor, group: int) -> None:
+    """What the blocks of the spans need."""
+    size = _block_tokens(group)
+    multiplied = [span.end for span in plan.spans if span.products]
+    if multiplied:
+        plan.corner = torch.ones(size, size, dtype=torch.bool).tril_(-1)[:, None]
+        one_head = max(multiplied) * size * group
+        plan.room = kv.new_empty(2, max(SCORES_BYTES // kv.itemsize, one_head))
+    masked = [span for span in plan.spans if not span.products]
+    widest = max((span.end for span in masked), default=0)
+    for tokens in {n for span in masked for n in (min(size, span.length), span.length % size) if n}:
+        hidden = _hidden(widest - tokens, widest, 0, 0)
+        plan.masks[tokens] = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat(group, 1)
+
+
+def _block_tokens(group: int) -> int:
+    """How many tokens of a long chunk are multiplied at a time."""
+    return max(1, BLOCK_ROWS // group)
+
+
+def _hidden(start: int, end: int, low: int, window: int) -> Tensor:
+    """Which of the positions [low, end) the tokens at [start, end) do not see: [end - start, end - low]."""
+    seen, asking = torch.arange(low, end), torch.arange(start, end)[:, None]
+    return (seen > asking) | (seen <= asking - window) if window else seen > asking
+
+
+def _plan_span(kv: Tensor, batch: PagedBatch, chunk: int, first: int, low: int = 0) -> Span:
+    length, size = batch.lengths[chunk], batch.page_size
+    end = batch.starts[chunk] + length
+    pieces = batch.runs[chunk].between(low, end, size)
+    products = kv.dtype == torch.bfloat16 and length > FEW
+    if len(pieces) == 1:
+        return Span(first, length, low, end, products, _run_views(kv, *pieces[0]), None)
+    pages = batch.page_table[batch.rows[chunk], low // size : -(-end // size)]
+    return Span(first, length, low, end, products, None, pages)
 
 
 def _run_views(kv: Tensor, cell: int, cells: int) -> Views:
@@ -163,28 +208,6 @@ def _finish_decodes(decodes: Decodes) -> None:
         decodes.gather_sizes = [sum(size for _, size in short) for _, short in decodes.gathered]
 
 
-def _plan_chunk(kv: Tensor, batch: PagedBatch, chunk: int, first: int, group: int) -> LongChunk:
-    start, length = batch.starts[chunk], batch.lengths[chunk]
-    end = start + length
-    if length <= FOLDED and start:
-        pieces = batch.runs[chunk].between(0, end, batch.page_size)
-        if len(pieces) == 1:
-            hidden = torch.arange(end) > torch.arange(start, end)[:, None]  # [length, positions]
-            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf).repeat(group, 1)
-            return LongChunk(first, length, [_run_views(kv, *pieces[0])], None, mask)
-    placed, short = _split_runs(kv, batch.runs[chunk].between(0, start, batch.page_size)) if start else ([], [])
-    return LongChunk(first, length, placed, _cells_of(short) if short else None, None)
-
-
-def _plan_dense(batch: PagedBatch, chunk: int, first: int, window: int) -> DenseChunk:
-    start, length = batch.starts[chunk], batch.lengths[chunk]
-    end = start + length
-    low = max(0, start - window + 1) if window else 0
-    seen, asking = torch.arange(low, end), torch.arange(start, end)[:, None]
-    hidden = (seen > asking) | (seen <= asking - window) if window else seen > asking
-    return DenseChunk(first, length, batch.cells_of(chunk, low, end), hidden)
-
-
 # ---- attending, in every layer ----
 
 
@@ -224,48 +247,84 @@ def _merge_parts(out: Tensor, lse: Tensor, owner: Tensor, count: int) -> Tensor:
     return weighted / total[..., None]
 
 
-def _attend_chunk(
-    chunk: LongChunk, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor
-) -> None:
-    """One chunk of several tokens, into its rows of `out`."""
-    span = slice(chunk.first, chunk.first + chunk.length)
-    kv_heads, dim = kv.shape[4], kv.shape[5]
-    shape = (chunk.length, kv_heads, q.shape[1] // kv_heads, dim)
-    asked, target = q[span].view(shape), out[span].view(shape)
-    if chunk.whole_mask is not None:
-        folded = asked.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)  # [1, kv_heads, group * length, dim]
-        keys, values = chunk.placed[0][2 * layer : 2 * layer + 2]
-        result = flash(folded, keys, values, 0.0, False, attn_mask=chunk.whole_mask, scale=scale)[0]
-        target.copy_(result.view(kv_heads, -1, chunk.length, dim).permute(2, 0, 1, 3))
-        return
-    grouped = asked.permute(2, 1, 0, 3)  # [group, kv_heads, length, dim]: the group as batch, its KV expanded
-    expanded = (grouped.shape[0], -1, -1, -1)
-    pairs = [(views[2 * layer], views[2 * layer + 1]) for views in chunk.placed]
-    if chunk.gather is not None:
-        gathered = _gather(kv, layer, chunk.gather).unsqueeze(1)
-        pairs.append((gathered[0], gathered[1]))
-    own_k, own_v = k[span].transpose(0, 1)[None].expand(expanded), v[span].transpose(0, 1)[None].expand(expanded)
-    parts = [flash(grouped, own_k, own_v, 0.0, True, scale=scale)]
-    parts += [flash(grouped, k.expand(expanded), v.expand(expanded), 0.0, False, scale=scale) for k, v in pairs]
-    if len(parts) == 1:
-        merged = parts[0][0]
-    else:
-        weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
-        merged = sum((part * weight for (part, _), weight in zip(parts, weights, strict=True)), start=torch.zeros(()))
-    target.copy_(merged.permute(2, 1, 0, 3))
+def _keys_values(span: Span, kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """One layer's keys and values of a span's sequence, each [kv_heads, end - low, head_dim]."""
+    if span.views is not None:
+        return span.views[2 * layer][0], span.views[2 * layer + 1][0]
+    assert span.pages is not None
+    gathered = kv[layer].permute(0, 3, 1, 2, 4).index_select(2, span.pages)  # [2, kv_heads, pages, page_size, dim]
+    skip = span.low % kv.shape[3]
+    keys, values = gathered.flatten(2, 3)[:, :, skip : skip + span.end - span.low].unbind(0)
+    return keys, values
+
+
+def _grouped(x: Tensor, span: Span, kv_heads: int) -> Tensor:
+    """A span's rows of [T, heads, dim] as [length, kv_heads, group, dim], in place."""
+    return x[span.first : span.first + span.length].view(span.length, kv_heads, -1, x.shape[2])
+
+
+def _attend_span(span: Span, plan: CpuPlan, q: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    """One chunk of several tokens, into its rows of `out`: each block of queries sees the keys up to its own last."""
+    keys, values = _keys_values(span, kv, layer)
+    heads, _, dim = keys.shape
+    asked, target = _grouped(q, span, heads), _grouped(out, span, heads)
+    size, start = _block_tokens(asked.shape[2]), span.end - span.length
+    for low in range(0, span.length, size):
+        high = min(span.length, low + size)
+        tokens, seen = high - low, start + high
+        folded = asked[low:high].permute(1, 2, 0, 3).reshape(heads, -1, dim)  # [kv_heads, rows, dim]
+        if span.products:
+            assert plan.corner is not None
+            assert plan.room is not None
+            hidden = plan.corner[:tokens, :, :tokens]
+            result = _multiply(folded, keys[:, :seen], values[:, :seen], hidden, scale, plan.room)
+        else:
+            mask = plan.masks[tokens][:, -seen:]
+            pair = keys[None, :, :seen], values[None, :, :seen]
+            result = flash(folded[None], *pair, 0.0, False, attn_mask=mask, scale=scale)[0]
+        target[low:high] = result.view(heads, -1, tokens, dim).permute(2, 0, 1, 3)
+
+
+def _multiply(folded: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
+    """A block by two products, some heads at a time: queries [kv_heads, rows, dim] to outputs of the same shape."""
+    heads, rows, _ = folded.shape
+    result = torch.empty_like(folded)
+    together = min(heads, room.shape[1] // (keys.shape[1] * rows))
+    for head in range(0, heads, together):
+        some = slice(head, head + together)
+        torch.bmm(_weights(folded[some], keys[some], hidden, scale, room), values[some], out=result[some])
+    return result
+
+
+def _weights(folded: Tensor, keys: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
+    """The softmax of a block's scores, in `room`: queries [heads, rows, dim], keys [heads, seen, dim] ->
+    [heads, rows, seen].
+
+    Keys times queries is twice as fast as queries times keys. The product is rounded to q's dtype; to keep the
+    greatest scores exact it is taken less about the greatest, which a sample of the keys tells, and softmax does not
+    mind. Scores far below it may round: they hardly weigh.
+    """
+    (heads, seen, _), rows, tokens = keys.shape, folded.shape[1], len(hidden)
+    asked, size = folded.transpose(1, 2), heads * seen * rows
+    shift = torch.bmm(keys[:, ::SAMPLED], asked).amax(1, keepdim=True).mul_(-scale)
+    scores, other = (part[:size].view(heads, seen, rows) for part in room)
+    torch.baddbmm(shift, keys, asked, alpha=scale, out=scores)
+    scores.view(heads, seen, -1, tokens)[:, seen - tokens :].masked_fill_(hidden, -torch.inf)
+    lanes = 64 // folded.itemsize
+    if rows % lanes * 8 > rows:  # softmax over keys takes as many rows at once as a register holds, and the rest singly
+        turned = other.view(heads, rows, seen).copy_(scores.transpose(1, 2))
+        return torch.softmax(turned, 2, out=scores.view(heads, rows, seen))
+    return torch.softmax(scores, 1, out=other).transpose(1, 2)
 
 
 def _attend_dense(
-    chunk: DenseChunk, q: Tensor, kv: Tensor, layer: int, scale: float, softcap: float, out: Tensor
+    span: Span, hidden: Tensor, q: Tensor, kv: Tensor, layer: int, scale: float, softcap: float, out: Tensor
 ) -> None:
     """One chunk under a window or a softcap, into its rows of `out`. Scores and softmax in float32."""
-    span = slice(chunk.first, chunk.first + chunk.length)
-    gathered = _gather(kv, layer, chunk.cells).float()
-    keys, values = gathered.unsqueeze(2).unbind(0)  # [kv_heads, 1, positions, dim]
-    shape = (chunk.length, kv.shape[4], q.shape[1] // kv.shape[4], kv.shape[5])
-    asked = q[span].view(shape).permute(1, 2, 0, 3).float()  # [kv_heads, group, length, dim]
+    keys, values = (part[:, None].float() for part in _keys_values(span, kv, layer))  # [kv_heads, 1, n, dim]
+    asked = _grouped(q, span, len(keys)).permute(1, 2, 0, 3).float()  # [kv_heads, group, length, dim]
     scores = torch.matmul(asked, keys.transpose(-1, -2)).mul_(scale)
     if softcap:
         scores.div_(softcap).tanh_().mul_(softcap)
-    weights = scores.masked_fill_(chunk.hidden, -torch.inf).softmax(-1)
-    out[span].view(shape).copy_(torch.matmul(weights, values).permute(2, 0, 1, 3))
+    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    _grouped(out, span, len(keys)).copy_(torch.matmul(weights, values).permute(2, 0, 1, 3))

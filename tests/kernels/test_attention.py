@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.kernels import attention_cpu
 from holdfast.kernels.attention import paged_attention, paged_attention_reference
-from holdfast.kernels.attention_cpu import FOLDED, SHORT_RUN
+from holdfast.kernels.attention_cpu import FEW, SHORT_RUN
 from holdfast.kernels.kv import store_kv
 from holdfast.kernels.paging import PagedBatch, page_runs
 
@@ -82,12 +83,25 @@ def test_cpu_path_is_the_reference(window, softcap, **shape):
     torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("length", [1, 9, FOLDED + 5])
+@pytest.mark.parametrize("length", [1, 9, FEW + 5])
 @pytest.mark.parametrize("scattered", [0, 0.05, 1])
 def test_long_runs_and_scattered_pages_merge_exactly(length, scattered):
     spans = [(6 * SHORT_RUN + i, length) for i in range(3)]
     world = World(spans, 16, 2, 2, 16, torch.float32, 3, scattered)
     torch.testing.assert_close(world.attend(), world.reference(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scattered", [0, 0.05])
+@pytest.mark.parametrize("scores_bytes", [1, attention_cpu.SCORES_BYTES])
+def test_great_scores_stay_apart_in_bfloat16(monkeypatch, scattered, scores_bytes):
+    """Keys with a large part in common, as a bias gives them: scores of 100 that differ by little."""
+    monkeypatch.setattr(attention_cpu, "SCORES_BYTES", scores_bytes)
+    world = World([(700, 150), (0, 33)], 16, 2, 3, 32, torch.bfloat16, 5, scattered)
+    common = torch.randn(32) * 5
+    world.kv[:, 0] += common.to(torch.bfloat16)
+    world.q += (common / 4).to(torch.bfloat16)
+    exact = world.reference(dtype=torch.float64).double()
+    assert (world.attend() - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("start", [0, 21])

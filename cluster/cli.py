@@ -5,6 +5,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     return parser
 
+
+_FORMATS = "mooncake_trace, multi_turn, openai, vllm or mini-swe-agent"
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -88,6 +91,8 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     _add_drafts(kinds)
     _add_ablation(kinds)
     _add_compare(kinds)
+    _add_traces(kinds)
+    _add_reports(kinds)
     _add_serve_peer(kinds)
 
 
@@ -109,8 +114,8 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     compare.add_argument(
         "--workload",
         action="append",
-        help="agents, bugfix, webapp, burst, concurrency, arrivals or repeats; may come several times (default: "
-        "all but the last two)",
+        help="agents, bugfix, webapp, burst, concurrency (by default these), arrivals, swe, bfcl, sutradhara, tenants, "
+        "repeats; may come several times",
     )
     compare.add_argument("--repetitions", type=int, default=3, help="of every workload (default: 3)")
     compare.add_argument("--seed", type=int, default=0, help="another seed, other conversations (default: 0)")
@@ -126,9 +131,68 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     compare.add_argument("--burst", type=int, default=8, help="requests at once in burst (default: 8)")
     compare.add_argument("--bursts", type=int, default=5, help="bursts one after another (default: 5)")
     compare.add_argument("--chain", type=int, default=3, help="calls a user message asks for (default: 3)")
-    compare.add_argument("--jobs", type=int, default=20, help="programs of arrivals (default: 20)")
+    compare.add_argument("--jobs", type=int, default=20, help="programs that arrive by a schedule (default: 20)")
     compare.add_argument("--rate", type=float, default=0.2, help="of those, a second (default: 0.2)")
+    compare.add_argument("--turns-times", type=int, default=1, help="turns of swe and bfcl, multiplied (default: 1)")
+    compare.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=1000,
+        help="of sutradhara's prompts, swe's and bfcl's tools (default: 1000)",
+    )
+    compare.add_argument("--quiet", type=int, default=3, help="tenants beside the noisy one (default: 3)")
+    compare.add_argument("--noise", type=int, default=8, help="times a quiet one's load that it sends (default: 8)")
+    compare.add_argument(
+        "--tenant-key-file", action="append", default=[], metavar="NAME=FILE", help="API key of noisy, quiet-0, ..."
+    )
+    compare.add_argument("--record", type=Path, metavar="FILE", help="write the run as a mooncake_trace")
     compare.set_defaults(run=_bench_compare)
+
+
+def _add_traces(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Send the programs of a trace to servers, each when and after what pause it was sent then."
+    replay = kinds.add_parser("replay", help=text, description=text)
+    replay.add_argument("trace", type=Path, help="file to replay")
+    replay.add_argument("--server", action="append", default=[], metavar="NAME=URL", help="once for each server")
+    replay.add_argument("--format", default="mooncake_trace", help=f"{_FORMATS} (default: mooncake_trace)")
+    replay.add_argument("--recorded-answers", action="store_true", help="histories hold the trace's answers")
+    replay.add_argument("--forced-lengths", action="store_true", help="answers get as long as they were")
+    replay.add_argument(
+        "--forcing", default="holdfast", help="how a length is asked for: holdfast, vllm or limit (default: holdfast)"
+    )
+    replay.add_argument("--speed", type=float, default=1.0, help="how much faster than it was (default: 1)")
+    replay.add_argument("--scale", type=float, default=1.0, help="of prompts that are only a length (default: 1)")
+    replay.add_argument("--repetitions", type=int, default=1, help="of the trace (default: 1)")
+    replay.add_argument("--seed", type=int, default=0, help="of texts for prompts that are only a length")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="write every request and every figure")
+    replay.add_argument("--model", default="", help="model name to ask for (default: the first each server names)")
+    replay.add_argument("--max-tokens", type=int, default=128, help="where the trace has no limit (default: 128)")
+    replay.add_argument("--timeout", type=float, default=300.0, help="seconds a request may take (default: 300)")
+    replay.add_argument("--warm-up", type=int, default=1, help="programs sent to each server before (default: 1)")
+    replay.add_argument("--api-key-file", type=Path, help="file with the API key, sent to every server")
+    replay.set_defaults(run=_bench_replay)
+    text = "Read a trace in one format and write it in another."
+    convert = kinds.add_parser("trace-convert", help=text, description=text)
+    convert.add_argument("source", type=Path, help="file to read")
+    convert.add_argument("target", type=Path, help="file to write")
+    convert.add_argument("--from", dest="read_as", required=True, help=_FORMATS)
+    convert.add_argument("--to", dest="write_as", required=True, help="mooncake_trace or multi_turn")
+    convert.add_argument("--tools", type=Path, help="JSON list of tools, for logs that do not declare their own")
+    convert.add_argument("--live", action="store_true", help="answers are to be the replaying model's")
+    convert.set_defaults(run=_bench_trace_convert)
+
+
+def _add_reports(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "One HTML page with tables and plots from the JSON of a comparison."
+    report = kinds.add_parser("report", help=text, description=text)
+    report.set_defaults(run=_bench_report)
+    text = "A timeline of every program for ui.perfetto.dev from the JSON of a comparison."
+    trace = kinds.add_parser("trace", help=text, description=text)
+    trace.set_defaults(run=_bench_trace)
+    for command in (report, trace):
+        command.add_argument("source", type=Path, metavar="RUN.json", help="what `bench compare --json` wrote")
+    report.add_argument("target", type=Path, metavar="OUT.html", help="the page to write")
+    trace.add_argument("target", type=Path, metavar="OUT.json", help="the timeline to write")
 
 
 def _add_serve_peer(kinds: "Commands[argparse.ArgumentParser]") -> None:
@@ -226,15 +290,7 @@ def _bench_compare(options: argparse.Namespace) -> int:
         workloads=tuple(options.workload or compare.NOVEL),
         repetitions=options.repetitions,
         seed=options.seed,
-        sizes=Sizes(
-            options.webapp_turns,
-            options.programs,
-            options.burst,
-            options.bursts,
-            options.chain,
-            options.jobs,
-            options.rate,
-        ),
+        sizes=Sizes(**{field.name: getattr(options, field.name) for field in fields(Sizes)}),
         forced=options.forced,
         model=options.model,
         max_tokens=options.max_tokens,
@@ -242,8 +298,62 @@ def _bench_compare(options: argparse.Namespace) -> int:
         warm_up=options.warm_up,
         api_key=compare.read_key(options.api_key_file) if options.api_key_file else "",
         json_file=options.json,
+        record=options.record,
+        tenant_keys=tuple(compare.parse_tenant_key(text) for text in options.tenant_key_file),
     )
     return compare.main(wanted)
+
+
+def _bench_replay(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import compare, replaying
+
+    asked = replaying.Asked(
+        options.trace,
+        options.format,
+        options.recorded_answers,
+        options.forced_lengths,
+        options.forcing,
+        options.speed,
+        options.scale,
+        options.max_tokens,
+    )
+    wanted = compare.Options(
+        servers=tuple(compare.parse_server(server) for server in options.server),
+        workloads=(),
+        repetitions=options.repetitions,
+        seed=options.seed,
+        model=options.model,
+        max_tokens=options.max_tokens,
+        timeout_s=options.timeout,
+        warm_up=options.warm_up,
+        api_key=compare.read_key(options.api_key_file) if options.api_key_file else "",
+        json_file=options.json,
+        trace=asked.told,
+    )
+    return compare.main(wanted, replaying.replays(asked, options.seed, options.repetitions))
+
+
+def _bench_trace_convert(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.traces import formats
+
+    named = formats.named
+    reading = formats.convert(
+        options.source, named(options.read_as), options.target, named(options.write_as), options.tools, options.live
+    )
+    _say(reading.summary)
+    return 0
+
+
+def _bench_report(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.report import commands
+
+    return commands.report(options.source, options.target)
+
+
+def _bench_trace(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.report import commands
+
+    return commands.timeline(options.source, options.target)
 
 
 def _bench_serve_peer(options: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 
 from holdfast.loadgen.conversation import Said
+from holdfast.loadgen.server_timing import from_header
 from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
 from holdfast.replicas.errors import UnavailableError
 
@@ -57,17 +59,17 @@ class ChatClient:
     """Keep-alive connections to one server, any number of requests at once. An async context manager."""
 
     def __init__(self, url: str, timeout_s: float, api_key: str = "") -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        headers = {"content-type": "application/json", **({"authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._headers = {"accept": "text/event-stream", "content-type": "application/json"}
+        self._headers |= {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # Made once: reading the certificates takes a tenth of a second.
+        self._tls = httpx.create_ssl_context(verify=url.startswith("https:"), trust_env=False)
         # The time limit is for a whole request, so that a server which sends a byte now and then cannot hold it open.
         self._http = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
-            timeout=None,
-            limits=limits,
-            trust_env=False,
-            verify=url.startswith("https:"),  # reading the certificates takes a tenth of a second
+            base_url=url, headers=self._headers, timeout=None, trust_env=False, verify=self._tls
         )
+        # A connection for each request on its way: a pool looks through all of its connections at every request, which
+        # takes ever longer, and all of the generator's time where a server falls behind.
+        self._idle: list[httpx.AsyncHTTPTransport] = []
         self._url, self._timeout_s = url, timeout_s
 
     async def __aenter__(self) -> ChatClient:
@@ -77,6 +79,8 @@ class ChatClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+        for connection in self._idle:
+            await connection.aclose()
 
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises UnavailableError."""
@@ -88,7 +92,10 @@ class ChatClient:
 
     async def ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Exchange:
         """Send a chat completion and read its stream to the end. Raises nothing that the server could cause."""
-        content = encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+        return await self.send(streamed(body), headers)
+
+    async def send(self, content: bytes, headers: Mapping[str, str]) -> Exchange:
+        """As `ask`, with the bytes of a body that `streamed` made: ready when its moment comes."""
         watch = _Watch(time.perf_counter())
         failure, detail = None, ""
         try:
@@ -110,8 +117,10 @@ class ChatClient:
         )
 
     async def _read(self, content: bytes, headers: Mapping[str, str], watch: _Watch) -> tuple[Failure | None, str]:
-        async with self._http.stream("POST", PATH, content=content, headers=dict(headers)) as response:
+        request = httpx.Request("POST", self._url + PATH, headers={**self._headers, **headers}, content=content)
+        async with self._sent(request) as response:
             watch.cache = response.headers.get("x-holdfast-cache", "")
+            watch.answer.timing = from_header(response.headers.get("server-timing", ""))
             if response.status_code != 200:
                 body = await response.aread()
                 return Failure.HTTP, f"{response.status_code} {body[:300].decode(errors='replace')}"
@@ -121,6 +130,24 @@ class ChatClient:
         if not watch.answer.done:
             return Failure.CUT, "the stream ended before [DONE]"
         return None, ""
+
+    @asynccontextmanager
+    async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+        limits = httpx.Limits(max_connections=1)
+        connection = self._idle.pop() if self._idle else httpx.AsyncHTTPTransport(verify=self._tls, limits=limits)
+        try:
+            response = await connection.handle_async_request(request)
+            try:
+                yield response
+            finally:
+                await response.aclose()
+        finally:
+            self._idle.append(connection)
+
+
+def streamed(body: Mapping[str, Any]) -> bytes:
+    """The bytes of a request whose answer is to be streamed, with its counts at the end."""
+    return encode({**body, "stream": True, "stream_options": {"include_usage": True}})
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -31,10 +31,15 @@ from rich.text import Text
 
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.runner import Runner, Server
+from holdfast.loadgen.lag import LoopLag
+from holdfast.loadgen.runner import Runner, Server, reported
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import print_report
-from holdfast.loadgen.workloads.drawing import WORKLOADS, Draw, describe, drawings, warm_up
+from holdfast.loadgen.traces import formats
+from holdfast.loadgen.traces.formats import Format
+from holdfast.loadgen.traces.recording import recorded
+from holdfast.loadgen.workloads.catalog import WORKLOADS, describe, drawings
+from holdfast.loadgen.workloads.drawing import Draw, warm_up
 from holdfast.loadgen.workloads.script import Round, Sizes
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
@@ -61,6 +66,9 @@ class Options:
     warm_up: int = 1  # programs of six turns
     api_key: str = field(default="", repr=False)
     json_file: Path | None = None
+    record: Path | None = None  # the trace of the run goes there
+    tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of `tenants`: name and API key
+    trace: str = ""  # what is replayed in place of workloads, and how
 
     def __post_init__(self) -> None:
         if not self.servers:
@@ -71,6 +79,8 @@ class Options:
             if name not in WORKLOADS:
                 near = get_close_matches(name, WORKLOADS, 1) or WORKLOADS
                 raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(near)}", "workload")
+        if self.record is not None and len(self.servers) > 1:
+            raise ConfigError("a trace is of one server: --record goes with one --server", "record")
         if self.repetitions < 1:
             raise ConfigError("there must be at least one repetition", "repetitions")
 
@@ -88,6 +98,30 @@ class Planned:
         """What one server is sent."""
         return sum(len(lane) for wave in (*self.drawn.fill, *self.drawn.waves) for lane in wave)
 
+    @property
+    def told(self) -> dict[str, str]:
+        """What was drawn, in a line, under every name that the rows have for it; nothing where none is measured."""
+        names = dict.fromkeys(reported(self.workload, script.tenant) for script in self.drawn.scripts)
+        return dict.fromkeys(names, describe(self.drawn)) if self.drawn.waves else {}
+
+    async def send(self, runner: Runner) -> None:
+        """Send it to every server of ``runner``."""
+        await runner.run(self.workload, self.repetition, self.drawn)
+
+
+class Part(Protocol):
+    """One repetition of something that is sent to every server."""
+
+    @property
+    def workload(self) -> str: ...
+    @property
+    def repetition(self) -> int: ...
+    @property
+    def requests(self) -> int: ...
+    @property
+    def told(self) -> dict[str, str]: ...
+    async def send(self, runner: Runner) -> None: ...
+
 
 @dataclass(slots=True)
 class _About:
@@ -97,11 +131,14 @@ class _About:
     busy_s: float = 0.0  # processor time of this process while it sent
     wall_s: float = 0.0
     requests: int = 0  # the warm-up's, too
+    lag: LoopLag = field(default_factory=LoopLag)
 
     @property
     def overhead(self) -> dict[str, float]:
-        """The generator's own processor time: as a share of one core, and a request."""
+        """The generator's own processor time, as a share of one core and a request; how late its event loop was."""
         return {
+            "loop_lag_p99_ms": self.lag.p99 * 1e3,
+            "loop_lag_most_ms": self.lag.most * 1e3,
             "cpu_share": self.busy_s / max(self.wall_s, 1e-9),
             "cpu_ms_a_request": self.busy_s * 1e3 / max(self.requests, 1),
         }
@@ -115,6 +152,14 @@ def parse_server(text: str) -> tuple[str, str]:
     return name, url.rstrip("/").removesuffix("/v1")
 
 
+def parse_tenant_key(text: str) -> tuple[str, str]:
+    """Name and key from ``NAME=FILE``. Raises ConfigError."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"{text!r} is not NAME=FILE, as in noisy=keys/noisy", "tenant-key-file")
+    return name, read_key(Path(path))
+
+
 def read_key(path: Path) -> str:
     """The API key in a file. Raises ConfigError."""
     try:
@@ -123,18 +168,25 @@ def read_key(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}", "api-key-file") from error
 
 
-def main(options: Options) -> int:
-    """Compare, print, write; the exit status. Ctrl-C ends the measuring, not the report."""
-    if options.json_file:
-        _check_writable(options.json_file)
-    planned = plan(options)
-    runner, about, status = Runner((), options.max_tokens, options.forced), _About(), 0
+def main(options: Options, more: Sequence[Part] = ()) -> int:
+    """Compare, print, write; the exit status. Ctrl-C ends the measuring, not the report.
+
+    ``more`` is sent after the workloads. A trace is written of the workloads only.
+    """
+    for path, field_name in ((options.json_file, "json"), (options.record, "record")):
+        if path is not None:
+            _check_writable(path, field_name)
+    planned: list[Part] = [*plan(options), *more]
+    runner, about, status = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About(), 0
+    runner.record = options.record is not None
     try:
         asyncio.run(_measure(options, planned, runner, about))
     except KeyboardInterrupt:
         status = INTERRUPTED
     summaries = summarize(runner.rows, options.seed)
-    drawn = {plan.workload: describe(plan.drawn) for plan in planned if plan.drawn.waves}
+    drawn = {name: told for part in planned for name, told in part.told.items()}
+    if options.record is not None:
+        formats.write(recorded(runner.observed), options.record, Format.MOONCAKE)
     if options.json_file:
         content = _content(options, about, drawn, runner, summaries, complete=status == 0)
         options.json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -155,13 +207,15 @@ def plan(options: Options) -> list[Planned]:
 def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, float], complete: bool) -> list[str]:
     """What a reader must know about the figures."""
     mode = "forced: the script's answers" if options.forced else "closed loop: each server's own answers"
+    mode = options.trace or mode
     told = [
         f"seed {options.seed}, {options.repetitions} repetitions, max_tokens {options.max_tokens}, temperature 0; "
         f"histories are {mode}",
         "1st token: median ms to the first piece of text or of a call; scripted: answers with the calls asked for; "
         "same answer: to the same prompt as the first server's; below each figure its 95 % bootstrap interval",
         f"the generator itself took {overhead['cpu_ms_a_request']:.1f} ms of processor time a request, "
-        f"{overhead['cpu_share']:.1%} of one core",
+        f"{overhead['cpu_share']:.1%} of one core; its event loop was late by "
+        f"{overhead['loop_lag_p99_ms']:.1f} ms (p99), {overhead['loop_lag_most_ms']:.1f} ms at most",
     ]
     for summary in summaries:
         place = f"{summary.workload} on {summary.server}"
@@ -180,7 +234,7 @@ def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, fl
     return told
 
 
-async def _measure(options: Options, planned: Sequence[Planned], runner: Runner, about: _About) -> None:
+async def _measure(options: Options, planned: Sequence[Part], runner: Runner, about: _About) -> None:
     async with AsyncExitStack() as stack:
         servers = []
         for name, url in options.servers:
@@ -188,17 +242,18 @@ async def _measure(options: Options, planned: Sequence[Planned], runner: Runner,
             servers.append(Server(name, client, options.model or await _model(client, name)))
             about.servers.append({"name": name, "url": url, "model": servers[-1].model, **await _version(client)})
         runner.servers = servers
+        await stack.enter_async_context(about.lag.watching())
         with _progress() as progress, _counting(about):
-            task = progress.add_task("", total=len(servers) * sum(plan.requests for plan in planned))
+            task = progress.add_task("", total=len(servers) * sum(part.requests for part in planned))
 
             def sent() -> None:
                 about.requests += 1
                 progress.advance(task)
 
             runner.sent = sent
-            for plan in planned:
-                progress.update(task, description=f"{plan.workload} {plan.repetition + 1}/{options.repetitions}")
-                await runner.run(plan.workload, plan.repetition, plan.drawn)
+            for part in planned:
+                progress.update(task, description=f"{part.workload} {part.repetition + 1}/{options.repetitions}")
+                await part.send(runner)
 
 
 @contextmanager
@@ -239,12 +294,12 @@ async def _version(client: ChatClient) -> dict[str, str]:
         return {}
 
 
-def _check_writable(path: Path) -> None:
+def _check_writable(path: Path, field_name: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}", "json") from error
+        raise ConfigError(f"cannot write {path}: {error}", field_name) from error
 
 
 def _content(
@@ -255,7 +310,12 @@ def _content(
     summaries: Sequence[Summary],
     complete: bool,
 ) -> dict[str, Any]:
-    asked = asdict(options) | {"api_key": bool(options.api_key), "json_file": str(options.json_file)}
+    asked = asdict(options) | {
+        "api_key": bool(options.api_key),
+        "json_file": str(options.json_file),
+        "record": None if options.record is None else str(options.record),
+        "tenant_keys": [name for name, _ in options.tenant_keys],
+    }
     return {
         "format": FORMAT,
         "complete": complete,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.script import Json, Script, Step
+from holdfast.loadgen.workloads.script import Call, Json, Script, Step
+from holdfast.loadgen.workloads.words import filler
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +77,15 @@ class Conversation:
     @property
     def digest(self) -> str:
         """Of the next request without the ids of calls: equal where two servers are asked the same."""
-        plain = [_without_ids(message) for message in self.messages]
-        told = json.dumps([plain, self.script.tools], sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(told.encode()).hexdigest()[:16]
+        return digest(self.messages, self.script.tools)
 
     @property
     def scripted(self) -> Said:
         """What a good model would say now."""
-        step = self._step
-        if self.calls_done >= len(step.calls):
-            return Said(step.text)
-        call = step.calls[self.calls_done]
-        name = f"call_{self.turns_done}"
-        return Said("", (WrittenCall(name, call.tool, json.dumps(call.arguments, ensure_ascii=False)),))
+        calls = self._step.due(self.calls_done)
+        if not calls:
+            return Said(self._step.text)
+        return Said("", tuple(self._written(call, number) for number, call in enumerate(calls)))
 
     def take(self, said: Said | None) -> bool:
         """Append an answer, the model's or, where that failed or the history is forced, the script's; and what follows.
@@ -97,35 +95,51 @@ class Conversation:
         scripted = self.scripted
         expected = said is not None and said.plain["calls"] == scripted.plain["calls"]
         kept = scripted if self.forced or said is None or not said.usable else said
-        self.messages.append(_assistant(kept))
-        for call in kept.calls:
-            content = tools.result(call.name, call.parsed or {})
-            self.messages.append({"role": "tool", "tool_call_id": call.call_id, "content": content})
+        self.messages.append(assistant(kept))
+        words = self.script.pause(self.turns_done).words
+        for number, call in enumerate(kept.calls):
+            # What the words leave over when they are shared out goes to the last result.
+            share = words * (number + 1) // len(kept.calls) - words * number // len(kept.calls)
+            self.messages.append({"role": "tool", "tool_call_id": call.call_id, "content": self._result(call, share)})
         self.calls_done += len(kept.calls)
         self.turns_done += 1
         if not kept.calls or self.calls_done > len(self._step.calls):
             self.steps_done, self.calls_done = self.steps_done + 1, 0
-            self._user()
+            self._user(0 if kept.calls else words)
         return expected
 
     @property
     def _step(self) -> Step:
         return self.script.steps[self.steps_done % len(self.script.steps)]
 
-    def _user(self) -> None:
-        self.messages.append({"role": "user", "content": self._step.user})
+    def _written(self, call: Call, number: int) -> WrittenCall:
+        name = f"call_{self.turns_done}" + (f"_{number}" if number else "")
+        return WrittenCall(name, call.tool, json.dumps(call.arguments, ensure_ascii=False))
+
+    def _result(self, call: WrittenCall, words: int) -> str:
+        told = tools.result(call.name, call.parsed or {})
+        more = filler(f"{self.script.session}/{call.name}/{call.arguments}", words) if words else ""
+        return f"{told}\n{more}" if more else told
+
+    def _user(self, words: int = 0) -> None:
+        said = self._step.user
+        if words:
+            said = filler(f"{self.script.session}/user/{self.turns_done}", words) + "\n\n" + said
+        self.messages.append({"role": "user", "content": said})
 
 
 def fits(said: Said, declared: tuple[Json, ...]) -> bool:
     """Whether every call names a declared tool and has a JSON object with the required arguments."""
-    required = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in declared}
+    functions = [tool["function"] for tool in declared]
+    required = {of["name"]: (of.get("parameters") or {}).get("required") or () for of in functions}
     return all(
         call.name in required and call.parsed is not None and set(required[call.name]) <= set(call.parsed)
         for call in said.calls
     )
 
 
-def _assistant(said: Said) -> Json:
+def assistant(said: Said) -> Json:
+    """The message that an answer is in a history."""
     message: Json = {"role": "assistant", "content": said.text or None}
     if said.calls:
         message["tool_calls"] = [
@@ -135,10 +149,16 @@ def _assistant(said: Said) -> Json:
     return message
 
 
+def digest(messages: Sequence[Json], tools: Sequence[Json]) -> str:
+    """Of a request without the ids of calls: equal where two servers are asked the same."""
+    plain = [_without_ids(message) for message in messages]
+    told = json.dumps([plain, tools], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
 def _without_ids(message: Json) -> Any:
     if message["role"] != "assistant":
         return [message["role"], message["content"]]
-    calls = [
-        [call["function"]["name"], json.loads(call["function"]["arguments"])] for call in message.get("tool_calls", ())
-    ]
-    return [message["role"], message["content"], calls]
+    written = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [WrittenCall("", function["name"], function["arguments"]) for function in written]
+    return [message["role"], message.get("content"), [[c.name, c.parsed or c.arguments] for c in calls]]

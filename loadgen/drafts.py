@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from holdfast.loadgen.traces import logs
+from holdfast.loadgen.traces.history import prompts
+from holdfast.loadgen.traces.model import Program
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.pocket.conversations import Conversation
 from holdfast.replicas.pocket.render import END, spans
@@ -195,32 +198,20 @@ def _replay_turn(
 
 def read_trace(path: Path, tools: Sequence[dict[str, Any]]) -> list[Conversation]:
     """Conversations of a JSONL file with OpenAI `messages`; a line's own `tools` go before `tools`."""
-    conversations = []
-    for number, line in enumerate(_read(path, "trace").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            messages = tuple(_message(message) for message in entry["messages"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path}, line {number}: not a conversation in OpenAI's format: {error}", "trace"
-            ) from error
-        conversations.append(Conversation(messages, tuple(entry.get("tools") or tools)))
-    if not conversations:
-        raise ConfigError(f"{path} has no conversation", "trace")
-    return conversations
+    try:
+        return [_conversation(program) for program in logs.read_openai(path, tuple(tools)).programs]
+    except ConfigError as error:
+        raise ConfigError(error.message, "trace") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not conversations in OpenAI's format: {error}", "trace") from error
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
     """A JSON list of tool schemas in OpenAI's format."""
     try:
-        tools = json.loads(_read(path, "tools"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", "tools") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{path} is not a list of tools", "tools")
-    return tools
+        return list(logs.read_tools(path))
+    except ConfigError as error:
+        raise ConfigError(error.message, "tools") from error
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -286,6 +277,13 @@ def skeletons_of(tools: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> Skele
     ids = range(tokenizer.get_vocab_size())
     texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
     return compile_tools(tools, encode, value_endings(zip(ids, texts, strict=True)), CALL_FORMAT)
+
+
+def _conversation(program: Program) -> Conversation:
+    last = program.turns[-1]
+    *_, prompt = prompts(program)
+    messages = (*prompt, *((last.output.answer,) if last.output.answer else ()), *program.closing)
+    return Conversation(tuple(_message(message) for message in messages), last.tools)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,9 @@ class Row:
     detail: str = ""
     cache: str = ""  # what the server says of its response cache
     due: float | None = None  # when a schedule wanted it sent; None: when the answer before had come
+    queue: float | None = None  # seconds, as the server tells: from its engine's arrival to first scheduled
+    prefill: float | None = None  # from there to the first token
+    decode: float | None = None  # from there to the last
 
     @property
     def key(self) -> Key:

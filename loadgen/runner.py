@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.loadgen.chat import ChatClient, Exchange
+from holdfast.loadgen.chat import ChatClient, Exchange, streamed
 from holdfast.loadgen.conversation import Conversation, fits
+from holdfast.loadgen.observing import observed
 from holdfast.loadgen.rows import Row
-from holdfast.loadgen.workloads.script import Lane, Round, Script, Turn, Wave
+from holdfast.loadgen.traces.recording import Observed
+from holdfast.loadgen.workloads.script import Json, Lane, Round, Script, Wave
+
+LEAD_S = 0.02
+"""How long before its moment a request is made ready, so that making it is not taken for the server's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,11 @@ class Runner:
     servers: Sequence[Server]
     max_tokens: int = 128
     forced: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)  # of tenants; the others are sent with the client's own
     began: float = field(default_factory=time.perf_counter)
     rows: list[Row] = field(default_factory=list)
+    record: bool = False
+    observed: list[Observed] = field(default_factory=list)  # with ``record``
     sent: Callable[[], None] = lambda: None  # called after every request
 
     async def run(self, workload: str, repetition: int, drawn: Round) -> None:
@@ -50,7 +58,7 @@ class Runner:
         for number, wave in enumerate(waves):
             for place in range(len(self.servers)):
                 server = self.servers[(number + repetition + place) % len(self.servers)]
-                about = _About(workload, repetition, number, measured, server)
+                about = About(workload, repetition, number, measured, server)
                 began = time.perf_counter()
                 due: list[float | None] = [began + seconds for seconds in drawn.due]
                 due = due or [None] * len(wave)
@@ -58,35 +66,44 @@ class Runner:
                 await asyncio.gather(*(self._lane(about, lane, drawn, talks[server.name], at) for lane, at in lanes))
 
     async def _lane(
-        self, about: _About, lane: Lane, drawn: Round, talks: Sequence[Conversation], due: float | None
+        self, about: About, lane: Lane, drawn: Round, talks: Sequence[Conversation], due: float | None
     ) -> None:
-        if due is not None:
-            await asyncio.sleep(due - time.perf_counter())
         for turn in lane:
             script, talk = drawn.scripts[turn.script], talks[turn.script]
-            digest = talk.digest
-            exchange = await about.server.client.ask(self._body(about.server, talk), {"x-session-id": script.session})
+            await sleep_until(due, LEAD_S)
+            sent = Sent(script.name, turn.index, script.tools, talk.digest, due, script.tenant)
+            body = self._body(about.server, talk)
+            content = streamed(body)
+            await sleep_until(due)
+            exchange = await about.server.client.send(content, self._headers(script))
             as_scripted = talk.take(exchange.said)
             if about.measured:
-                row = self._row(about, turn, script, digest, exchange, as_scripted)
-                self.rows.append(row if due is None else replace(row, due=self._since(due)))
-            due = None
+                self.keep(about, sent, exchange, as_scripted)
+                if self.record:
+                    name = f"{about.workload}/{about.repetition}/{script.name}"
+                    self.observed.append(observed(name, turn.index, body, exchange, self.began, script.tenant))
+            seconds = script.pause(turn.index).seconds
+            due = exchange.ended + seconds if seconds else None
             self.sent()
 
     def _body(self, server: Server, talk: Conversation) -> dict[str, Any]:
-        return {"model": server.model, **talk.request, "max_tokens": self.max_tokens, "temperature": 0}
+        request = {**talk.request, "messages": list(talk.messages)}  # the conversation goes on
+        return {"model": server.model, **request, "max_tokens": self.max_tokens, "temperature": 0}
 
-    def _row(
-        self, about: _About, turn: Turn, script: Script, digest: str, exchange: Exchange, as_scripted: bool
-    ) -> Row:
+    def _headers(self, script: Script) -> dict[str, str]:
+        key = self.keys.get(script.tenant)
+        return {"x-session-id": script.session} | ({"authorization": f"Bearer {key}"} if key else {})
+
+    def keep(self, about: About, sent: Sent, exchange: Exchange, as_scripted: bool) -> None:
+        """Add the row of a request."""
         answer, said = exchange.answer, exchange.answer.said
-        return Row(
+        row = Row(
             server=about.server.name,
-            workload=about.workload,
+            workload=reported(about.workload, sent.tenant),
             repetition=about.repetition,
             wave=about.wave,
-            program=script.name,
-            turn=turn.index,
+            program=sent.program,
+            turn=sent.turn,
             started=self._since(exchange.started),
             first_byte=None if exchange.first_byte is None else self._since(exchange.first_byte),
             first_token=None if exchange.first_token is None else self._since(exchange.first_token),
@@ -96,21 +113,38 @@ class Runner:
             output_tokens=answer.output_tokens,
             reason=answer.reason,
             calls=len(said.calls),
-            fits=fits(said, script.tools),
+            fits=fits(said, sent.tools),
             as_scripted=as_scripted,
-            prompt=digest,
+            prompt=sent.digest,
             answer=said.plain,
             failure=exchange.failure or "",
             detail=exchange.detail,
             cache=exchange.cache,
+            queue=answer.timing.queue,
+            prefill=answer.timing.prefill,
+            decode=answer.timing.decode,
+            due=None if sent.due is None else self._since(sent.due),
         )
+        self.rows.append(row)
 
     def _since(self, moment: float) -> float:
         return round(moment - self.began, 6)
 
 
+async def sleep_until(due: float | None, lead: float = 0.0) -> None:
+    """Return ``lead`` seconds before ``due``, a moment of `time.perf_counter`; at once if that is past, or None."""
+    if due is not None and (left := due - lead - time.perf_counter()) > 0:
+        await asyncio.sleep(left)
+
+
+def reported(workload: str, tenant: str) -> str:
+    """The name under which a program's figures are reported."""
+    kind = tenant.partition("-")[0]
+    return f"{workload} {kind}" if kind else workload
+
+
 @dataclass(frozen=True, slots=True)
-class _About:
+class About:
     """What the rows of one wave on one server have in common."""
 
     workload: str
@@ -118,3 +152,15 @@ class _About:
     wave: int
     measured: bool
     server: Server
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One request as far as a row tells of it. ``due`` is a moment of `time.perf_counter`."""
+
+    program: str
+    turn: int
+    tools: tuple[Json, ...]
+    digest: str
+    due: float | None = None  # None: when the answer before had come
+    tenant: str = ""

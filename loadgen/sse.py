@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.loadgen.conversation import Said, WrittenCall
+from holdfast.loadgen.server_timing import ServerTiming, from_object
 
 DONE = "[DONE]"
 _FIELDS = frozenset(("data", "event", "id", "retry", ""))
@@ -62,6 +63,7 @@ class Gathered:
     cached_tokens: int | None = None  # None: the server does not say
     output_tokens: int = 0
     done: bool = False
+    timing: ServerTiming = field(default_factory=ServerTiming)
 
     def take(self, data: str) -> bool:
         """Add one event's data; whether it held a piece of the answer. Raises MalformedError, ReportedError."""
@@ -73,6 +75,8 @@ class Gathered:
             if chunk.get("error"):
                 raise ReportedError(json.dumps(chunk["error"])[:300])
             self._usage(chunk.get("usage"))
+            if chunk.get("timing"):
+                self.timing = from_object(chunk["timing"])
             pieces = [self._choice(choice) for choice in chunk.get("choices") or ()]
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise MalformedError(f"not a chunk: {data[:80]!r}") from error

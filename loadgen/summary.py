@@ -1,19 +1,22 @@
 """From rows to the figures of a comparison. Pure: the same rows and seed give the same figures.
 
 A figure is of requests that succeeded; the failed ones are counted beside it. Ratios are over the first server and of
-requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure.
+requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure, what is
+said of programs is of programs without one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from holdfast.loadgen.measure import Estimate, estimate, mean, median, percentile, ratio
+from holdfast.loadgen.programs import group
 from holdfast.loadgen.rows import Row
 
-Value = Callable[[Row], float | None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,13 @@ class Summary:
     late: Estimate | None  # p99 of how much later than due the generator sent, seconds; None without a schedule
     ratios: dict[str, Estimate | None]  # over the first server
     agreement: Agreement | None  # with the first server; None for itself
+    programs: int = 0
+    turns: Estimate | None = None  # mean of a program
+    job: dict[str, Estimate | None] = field(default_factory=dict)  # completion time of a program: mean, p50, p90, p99
+    last_first_token: dict[str, Estimate | None] = field(default_factory=dict)  # of its last answer, since it began
+    tool: Estimate | None = None  # mean seconds of tools in a program
+    bubble: Estimate | None = None  # mean seconds in which its requests waited to be scheduled; None: not told
+    programs_per_s: Estimate | None = None  # mean over repetitions
 
 
 _STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
@@ -86,6 +96,8 @@ def walls(rows: Sequence[Row], requests: int) -> dict[int, float]:
 def _summary(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int) -> Summary:
     good = [row for row in rows if row.ok]
     wall, speed = walls(rows, requests), _speeds(rows, requests)
+    programs = group(rows)
+    done = Counter(program.repetition for program in programs)
     calling = [row for row in good if row.calls]
     prompts = [row.prompt_tokens for row in good]
     return Summary(
@@ -93,9 +105,9 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int
         server=rows[0].server,
         requests=len(rows),
         failures=dict(Counter(row.failure for row in rows if not row.ok)),
-        latency=_estimates(good, lambda row: row.latency, seed),
-        ttft=_estimates(good, lambda row: row.ttft, seed),
-        per_token=estimate(_values(good, lambda row: row.per_token), median, seed),
+        latency=_spread([row.latency for row in good], seed),
+        ttft=_spread(_told(good, lambda row: row.ttft), seed),
+        per_token=estimate(_told(good, lambda row: row.per_token), median, seed),
         wall=estimate(list(wall.values()), mean, seed),
         tokens_per_s=estimate(list(speed.values()), mean, seed),
         output_tokens=sum(row.output_tokens for row in good),
@@ -109,15 +121,21 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int
         late=estimate([row.started - row.due for row in rows if row.due is not None], percentile(99), seed),
         ratios=_ratios(rows, first, requests, seed),
         agreement=None if rows is first else _agreement(good, first),
+        programs=len(programs),
+        turns=estimate([float(program.turns) for program in programs], mean, seed),
+        job=_spread([program.seconds for program in programs], seed),
+        last_first_token=_spread(_told(programs, lambda program: program.last_first_token), seed),
+        tool=estimate([program.tool for program in programs], mean, seed),
+        bubble=estimate(_told(programs, lambda program: program.bubble), mean, seed),
+        programs_per_s=estimate([done[repetition] / s for repetition, s in wall.items() if s > 0], mean, seed),
     )
 
 
-def _values(rows: Sequence[Row], value: Value) -> list[float]:
-    return [found for row in rows if (found := value(row)) is not None]
+def _told(these: Sequence[T], value: Callable[[T], float | None]) -> list[float]:
+    return [found for each in these if (found := value(each)) is not None]
 
 
-def _estimates(rows: Sequence[Row], value: Value, seed: int) -> dict[str, Estimate | None]:
-    values = _values(rows, value)
+def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
     return {name: estimate(values, statistic, seed) for name, statistic in _STATISTICS.items()}
 
 
@@ -145,19 +163,27 @@ def _ratios(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int)
     """How many times as much this server takes as the first one (of tokens per second: delivers)."""
     theirs = {row.key: row for row in first if row.ok}
     pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]
-
-    def of(value: Value, statistic: str) -> Estimate | None:
-        told = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
-        return ratio([mine for mine, _ in told], [base for _, base in told], _STATISTICS[statistic], seed)
-
-    ratios = {f"latency {name}": of(lambda row: row.latency, name) for name in _STATISTICS}
-    ratios["ttft p50"] = of(lambda row: row.ttft, "p50")
-    ratios["per token p50"] = of(lambda row: row.per_token, "p50")
+    ratios = {f"latency {name}": _ratio(pairs, lambda row: row.latency, name, seed) for name in _STATISTICS}
+    ratios["ttft p50"] = _ratio(pairs, lambda row: row.ttft, "p50", seed)
+    ratios["per token p50"] = _ratio(pairs, lambda row: row.per_token, "p50", seed)
+    jobs = {program.key: program for program in group(first)}
+    both = [(program, jobs[program.key]) for program in group(rows) if program.key in jobs]
+    for name in _STATISTICS:
+        ratios[f"job {name}"] = _ratio(both, lambda program: program.seconds, name, seed)
+    ratios["last first token p50"] = _ratio(both, lambda program: program.last_first_token, "p50", seed)
     for name, figure in (("wall", walls), ("tokens per s", _speeds)):
         mine, base = figure(rows, requests), figure(first, requests)
         shared = [repetition for repetition in mine if repetition in base]
         ratios[name] = ratio([mine[r] for r in shared], [base[r] for r in shared], mean, seed)
     return ratios
+
+
+def _ratio(
+    pairs: Sequence[tuple[T, T]], value: Callable[[T], float | None], statistic: str, seed: int
+) -> Estimate | None:
+    """Of the pairs in which both tell a value, the second of each below."""
+    told = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
+    return ratio([mine for mine, _ in told], [base for _, base in told], _STATISTICS[statistic], seed)
 
 
 def _agreement(good: Sequence[Row], first: Sequence[Row]) -> Agreement:

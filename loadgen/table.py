@@ -13,6 +13,7 @@ from holdfast.loadgen.summary import Summary
 
 WIDTH = 170  # where the output is no terminal
 HEADS = (
+    "requests",
     "ms p50",
     "ms p90",
     "ms p99",
@@ -22,19 +23,36 @@ HEADS = (
     "tokens/s",
     "cached",
     "calls",
+    "valid",
     "scripted",
     "same answer",
 )
 
 
+PROGRAM_HEADS = (
+    "programs",
+    "turns",
+    "job s mean",
+    "job s p50",
+    "job s p90",
+    "job s p99",
+    "last answer's 1st token",
+    "tools s",
+    "bubble s",
+    "programs/s",
+)
+
+
 def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
-    """A table for each workload, then the notes."""
+    """Two tables for each workload, of requests and of programs where these have several turns; then the notes."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     for workload in dict.fromkeys(summary.workload for summary in summaries):
         mine = [summary for summary in summaries if summary.workload == workload]
         console.print(table(mine, drawn.get(workload, "")))
+        if has_programs(mine):
+            console.print(program_table(mine))
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
@@ -46,12 +64,26 @@ def table(summaries: Sequence[Summary], drawn: str) -> Table:
     if first.workload == "repeats":
         shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
     shown.add_column("server", no_wrap=True)
-    for head in ("requests", *HEADS):
+    for head in HEADS:
         shown.add_column(head, justify="right", overflow="fold")
     for summary in summaries:
-        shown.add_row(summary.server, _requests(summary), *_figures(summary), end_section=summary is first)
+        shown.add_row(summary.server, *figures(summary), end_section=summary is first)
         if summary is not first:
-            shown.add_row(f"/ {first.server}", "", *_ratios(summary), style="bold", end_section=True)
+            shown.add_row(f"/ {first.server}", *ratios(summary), style="bold", end_section=True)
+    return shown
+
+
+def program_table(summaries: Sequence[Summary]) -> Table:
+    """The programs of one workload, laid out as in `table`."""
+    first = summaries[0]
+    shown = Table(title=f"{first.workload}: whole programs", title_justify="left", box=SIMPLE)
+    shown.add_column("server", no_wrap=True)
+    for head in PROGRAM_HEADS:
+        shown.add_column(head, justify="right", overflow="fold")
+    for summary in summaries:
+        shown.add_row(summary.server, *program_figures(summary), end_section=summary is first)
+        if summary is not first:
+            shown.add_row(f"/ {first.server}", *program_ratios(summary), style="bold", end_section=True)
     return shown
 
 
@@ -60,9 +92,11 @@ def _requests(summary: Summary) -> str:
     return f"{summary.requests}" + (f"\n{failed} failed" if failed else "")
 
 
-def _figures(summary: Summary) -> list[str]:
+def figures(summary: Summary) -> list[str]:
+    """A server's cells under `HEADS`: the figure, and below it its interval or a remark."""
     agreement = summary.agreement
     return [
+        _requests(summary),
         *(_cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
         _cell(summary.ttft["p50"], 1e3),
         _cell(summary.per_token, 1e3),
@@ -70,14 +104,39 @@ def _figures(summary: Summary) -> list[str]:
         _cell(summary.tokens_per_s),
         _share(summary.cached_share),
         _share(summary.call_share),
+        _share(summary.fitting_share),
         _share(summary.scripted_share),
         "" if agreement is None else f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)",
     ]
 
 
-def _ratios(summary: Summary) -> list[str]:
+def ratios(summary: Summary) -> list[str]:
+    """A server's cells under `HEADS` over the first server's."""
     names = ("latency p50", "latency p90", "latency p99", "ttft p50", "per token p50", "wall", "tokens per s")
-    return [*(_cell(summary.ratios[name], unit="x") for name in names), *[""] * (len(HEADS) - len(names))]
+    return _padded(["", *(_cell(summary.ratios[name], unit="x") for name in names)], len(HEADS))
+
+
+def program_figures(summary: Summary) -> list[str]:
+    """A server's cells under `PROGRAM_HEADS`."""
+    turns = "-" if summary.turns is None else brief(summary.turns.value)
+    times = [summary.job[name] for name in ("mean", "p50", "p90", "p99")]
+    rest = (summary.last_first_token["p50"], summary.tool, summary.bubble, summary.programs_per_s)
+    return [f"{summary.programs}", turns, *(_cell(estimate) for estimate in (*times, *rest))]
+
+
+def program_ratios(summary: Summary) -> list[str]:
+    """A server's cells under `PROGRAM_HEADS` over the first server's."""
+    names = ("job mean", "job p50", "job p90", "job p99", "last first token p50")
+    return _padded(["", "", *(_cell(summary.ratios[name], unit="x") for name in names)], len(PROGRAM_HEADS))
+
+
+def has_programs(summaries: Sequence[Summary]) -> bool:
+    """Whether there is more to tell of programs than of requests: some have several turns."""
+    return any(summary.turns is not None and summary.turns.value > 1 for summary in summaries)
+
+
+def _padded(cells: list[str], length: int) -> list[str]:
+    return cells + [""] * (length - len(cells))
 
 
 def _cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:

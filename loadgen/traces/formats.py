@@ -21,6 +21,14 @@ class Format(StrEnum):
     MINI_SWE = "mini-swe-agent"  # read only
 
 
+def named(name: str) -> Format:
+    """The format of that name. Raises ConfigError."""
+    try:
+        return Format(name)
+    except ValueError as error:
+        raise ConfigError(f"a format is one of {', '.join(Format)}, not {name!r}", "format") from error
+
+
 def read(path: Path, form: Format, tools: tuple[Json, ...] = ()) -> Reading:
     """Everything in a file; ``tools`` are for OpenAI logs that do not declare their own. Raises ConfigError."""
     if tools and form is not Format.OPENAI:

@@ -1,4 +1,4 @@
-"""The workloads, drawn: each a function of seed, repetition and sizes. Here is what is said; `script` has the types.
+"""Workloads, drawn: each a function of seed, repetition and sizes. Here is what is said; `script` has the types.
 
 After the stateful-inference paper's evaluation (sections 4.1 and 5.3): three agents of five tools and five turns, a bug
 fix of six turns, a web application of thirty-five, a burst of eight, and exact repeats.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -58,7 +58,7 @@ def round_robin(draw: Draw, sizes: Sizes) -> Round:
 
 def bugfix(draw: Draw, sizes: Sizes) -> Round:
     """One agent fixes a bug in six turns with file names of its own: reads, searches, writes, runs, checks."""
-    script = _script(draw, "bugfix", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+    script = agent_script(draw, "bugfix", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
     return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(BUGFIX_TURNS))))
 
 
@@ -69,7 +69,7 @@ def webapp(draw: Draw, sizes: Sizes) -> Round:
     order: list[Tool] = []
     while len(order) < turns * sizes.chain:
         order += rng.sample(tools.CODING, len(tools.CODING))
-    script = _script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
+    script = agent_script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
     return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(turns))))
 
 
@@ -78,7 +78,7 @@ def burst(draw: Draw, sizes: Sizes) -> Round:
     fifteen = tools.TRAVEL + tools.REVIEW + tools.DATA
     count, rng = sizes.burst * sizes.bursts, draw.rng("order")
     scripts = tuple(
-        _script(draw, f"burst{i}", "an orchestrator of agents", fifteen, 1, 1, rng.sample(fifteen, 1))
+        agent_script(draw, f"burst{i}", "an orchestrator of agents", fifteen, 1, 1, rng.sample(fifteen, 1))
         for i in range(count)
     )
     waves = tuple(tuple((Turn(first + i, 0),) for i in range(sizes.burst)) for first in range(0, count, sizes.burst))
@@ -88,7 +88,7 @@ def burst(draw: Draw, sizes: Sizes) -> Round:
 def concurrency(draw: Draw, sizes: Sizes) -> Round:
     """Bug-fixing programs at once, each sending its next turn when the last is answered: 8 of 6 turns."""
     scripts = tuple(
-        _script(draw, f"program{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+        agent_script(draw, f"program{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
         for i in range(sizes.programs)
     )
     return Round(scripts, at_once(sizes.programs, BUGFIX_TURNS))
@@ -97,7 +97,8 @@ def concurrency(draw: Draw, sizes: Sizes) -> Round:
 def arrivals(draw: Draw, sizes: Sizes) -> Round:
     """Bug-fixing programs that arrive by a Poisson process, whether or not the server keeps up."""
     scripts = tuple(
-        _script(draw, f"job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain) for i in range(sizes.jobs)
+        agent_script(draw, f"job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+        for i in range(sizes.jobs)
     )
     rng = draw.rng("arrivals")
     due = tuple(accumulate(rng.expovariate(sizes.rate) for _ in scripts))
@@ -110,39 +111,10 @@ def repeats(draw: Draw, sizes: Sizes) -> Round:
     return Round(first.scripts, first.waves, fill=first.waves, forced=True)
 
 
-Drawing = Callable[[Draw, Sizes], Round]
-WORKLOADS: dict[str, tuple[Drawing, ...]] = {
-    "agents": (sequential, interleaved, round_robin),
-    "bugfix": (bugfix,),
-    "webapp": (webapp,),
-    "burst": (burst,),
-    "concurrency": (concurrency,),
-    "arrivals": (arrivals,),
-    "repeats": (repeats,),
-}
-"""What each name on the command line stands for."""
-
-
-def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:
-    """The name and function of every workload that ``names`` stand for."""
-    for name in names:
-        for drawing in WORKLOADS[name]:
-            yield drawing.__name__.replace("_", "-"), drawing
-
-
 def warm_up(seed: int, number: int) -> Round:
     """A bug fix of which nothing is measured."""
     drawn = bugfix(Draw(seed, "warm-up", number), Sizes())
     return Round(drawn.scripts, (), fill=drawn.waves)
-
-
-def describe(drawn: Round) -> str:
-    """What was drawn, in a line."""
-    turns = sum(len(lane) for wave in drawn.waves for lane in wave)
-    widest = max(len(wave) for wave in drawn.waves)
-    declared = {tool["function"]["name"] for script in drawn.scripts for tool in script.tools}
-    when = f"arriving over {drawn.due[-1]:.0f} s" if drawn.due else f"up to {widest} at once"
-    return f"{len(drawn.scripts)} programs, {turns} requests, {when}, {len(declared)} tools"
 
 
 def _agents(draw: Draw, sizes: Sizes, order: Iterable[Turn]) -> Round:
@@ -150,11 +122,11 @@ def _agents(draw: Draw, sizes: Sizes, order: Iterable[Turn]) -> Round:
     for name, role in AGENTS:
         offered = AGENT_TOOLS[name]
         drawn = draw.rng(f"{name}/order").sample(offered, len(offered))
-        scripts.append(_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, drawn))
+        scripts.append(agent_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, drawn))
     return Round(tuple(scripts), one_by_one(tuple(order)))
 
 
-def _script(
+def agent_script(
     draw: Draw, name: str, role: str, offered: Sequence[Tool], turns: int, chain: int, order: Sequence[Tool] = ()
 ) -> Script:
     """A script that goes through the tools in ``order`` (their own unless given), ``chain`` of them at a time.

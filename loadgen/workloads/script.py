@@ -25,11 +25,32 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One message of the user: what is said, the calls it asks for one after another, the text that ends it."""
+    """One message of the user: what is said, the calls it asks for, the text that ends it."""
 
     user: str
     calls: tuple[Call, ...]
     text: str
+    together: tuple[int, ...] = ()  # how many of the calls each answer holds; empty: one
+
+    def due(self, done: int) -> tuple[Call, ...]:
+        """The calls of the next answer after ``done`` calls; none: a text is next."""
+        end = 0
+        for count in self.together or (1,) * len(self.calls):
+            end += count
+            if end > done:
+                return self.calls[done:end]
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What lies between a turn and the next, whatever the answer: the time of its tools, and how much they tell.
+
+    ``words`` come on top of what the results say themselves; after a text they open the user's next message.
+    """
+
+    seconds: float = 0.0
+    words: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +62,12 @@ class Script:
     system: str
     tools: tuple[Json, ...]
     steps: tuple[Step, ...]
+    pauses: tuple[Pause, ...] = ()  # after each turn but the last; empty: none
+    tenant: str = ""  # whose key it is sent with; up to a dash, under what name it is reported
+
+    def pause(self, turn: int) -> Pause:
+        """What follows request ``turn``."""
+        return self.pauses[turn] if turn < len(self.pauses) else Pause()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +98,19 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the workloads are. Raises ConfigError for sizes below 1."""
+    """How large the workloads are. Raises ConfigError for sizes below 1, and rates that are not above 0."""
 
     webapp_turns: int = 35
     programs: int = 8  # at once, in `concurrency`
     burst: int = 8  # requests at once, in `burst`
     bursts: int = 5  # one after another
     chain: int = 3  # calls that one message of the user asks for at most
-    jobs: int = 20  # programs of `arrivals`
+    jobs: int = 20  # programs that arrive by a schedule; in `tenants`, of each quiet tenant
     rate: float = 0.2  # of those, a second
+    turns_times: int = 1  # how often the turns of `swe` and `bfcl` are multiplied
+    prompt_tokens: int = 1000  # words that tools add to a program of `swe` and `bfcl`; a prompt of `sutradhara`
+    quiet: int = 3  # tenants beside the noisy one
+    noise: int = 8  # how many times the programs of a quiet one that one sends, at as many times the rate
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name != "rate"):

@@ -206,7 +206,18 @@ CODING = (
     ),
 )
 
-EVERY = {tool.name: tool for tool in TRAVEL + REVIEW + DATA + CODING}
+COMMAND = CODING[3]
+"""The one tool of an agent that works in a shell."""
+
+WEB_SEARCH = Tool(
+    "web_search",
+    "Search the web.",
+    "query:topic",
+    ("search the web for {query}", "look up {query}"),
+    "title:sentence url:path snippet:line",
+)
+
+EVERY = {tool.name: tool for tool in (*TRAVEL, *REVIEW, *DATA, *CODING, WEB_SEARCH)}
 
 
 def result(tool: str, arguments: Json) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from holdfast.loadgen.traces.lengths import WORDS
+
 Value = str | int | float
 
 
@@ -27,6 +29,11 @@ _CUISINES = _listed("italian french japanese indian mexican thai chinese")
 def tag(rng: random.Random) -> str:
     """Six hexadecimal digits."""
     return f"{rng.getrandbits(24):06x}"
+
+
+def filler(about: str, count: int) -> str:
+    """So many common words, about as many tokens for a large vocabulary: the same for the same ``about``."""
+    return " ".join(random.Random(about).choices(WORDS, k=count))
 
 
 def _path(rng: random.Random) -> str:
@@ -63,6 +70,7 @@ KINDS: dict[str, Callable[[random.Random], Value]] = {
     "folder": lambda r: f"{r.choice(_FOLDERS)}/{r.choice(_NOUNS)}",
     "noun": lambda r: r.choice(_NOUNS),
     "symbol": lambda r: f"{r.choice(_NOUNS)}_{r.choice(_THINGS)}",
+    "topic": lambda r: f"{r.choice(_CITIES)} {r.choice(_NOUNS)} {r.choice(_THINGS)}",
     "column": lambda r: r.choice(_COLUMNS),
     "cuisine": lambda r: r.choice(_CUISINES),
     "sentence": lambda r: f"The {r.choice(_NOUNS)} {r.choice(_THINGS)} is ready",

@@ -155,7 +155,8 @@ class TextSide:
         )
         # OpenAI's answer to a named tool has the finish reason of a text.
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
-        return Reply(stages, remember_turn, declared, "stop" if forced else "tool_calls")
+        runs_on = request.sampling.ignore_eos
+        return Reply(stages, remember_turn, declared, "stop" if forced else "tool_calls", runs_on)
 
     @property
     def stats(self) -> TextStats:

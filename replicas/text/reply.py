@@ -52,7 +52,8 @@ class Reply:
     """`remember_turn` takes the ids and the text of everything generated, once the reply is over.
 
     `declared` is a matcher of text with calls of declared tools. Given one, a call of another tool is not sent but
-    asked for again: `rewrite` says from where. `call_reason`: why a reply of calls has ended.
+    asked for again: `rewrite` says from where. `call_reason`: why a reply of calls has ended. `runs_on`: calls do not
+    end it; what follows them is still generated, counted and not sent.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Reply:
         remember_turn: Callable[[TokenIds, str], None],
         declared: Matcher | None = None,
         call_reason: ReplyReason = "tool_calls",
+        runs_on: bool = False,
     ) -> None:
         self._stages = stages
         self._remember_turn = remember_turn
         self._declared = declared
         self._call_reason = call_reason
+        self._runs_on = runs_on
         self._tokens: list[int] = []
         self._logprobs: list[LogprobText] = []
         self._drawn = _Drawn()
@@ -76,12 +79,12 @@ class Reply:
     @property
     def done(self) -> bool:
         """The text has come to its end (a stop string, or tool calls): generation may stop."""
-        return self._stages.stops.stopped or self._stages.calls.should_stop
+        return self._stages.stops.stopped or self.calls_done
 
     @property
     def calls_done(self) -> bool:
         """The tool calls have come to their end: the model might have written on."""
-        return self._stages.calls.should_stop
+        return self._stages.calls.should_stop and (not self._runs_on or self.rewrite is not None)
 
     @property
     def completion_tokens(self) -> int:

@@ -96,6 +96,12 @@ def test_turns_end_where_the_assistant_stops(files: tuple[Path, Path]) -> None:
     assert [turn.calls for turn in tokens.turns] == [True, False]
 
 
+def test_a_line_separator_inside_of_a_text_ends_no_line(files: tuple[Path, Path]) -> None:
+    entry = {"messages": [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", "content": "c"}]}
+    files[0].write_text(json.dumps(entry, ensure_ascii=False), encoding="utf-8")
+    assert [one.messages[0]["content"] for one in drafts.read_trace(files[0], TOOLS)] == ["a\u2028b"]
+
+
 @pytest.mark.parametrize("field", ["trace", "tools", "tokenizer"])
 def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path, field: str) -> None:
     given: dict[str, Any] = {"trace": files[0], "tools": files[1], field: tmp_path / "nowhere"}

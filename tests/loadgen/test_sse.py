@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stub_server import DONE, call, chunk, usage
 
 from holdfast.loadgen.conversation import Said, WrittenCall
+from holdfast.loadgen.server_timing import ServerTiming
 from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
 
 STREAM = (
@@ -53,6 +54,12 @@ def test_only_text_and_calls_are_pieces_of_the_answer() -> None:
 def test_a_server_that_does_not_tell_what_it_had_cached_is_not_taken_to_have_cached_nothing() -> None:
     assert gather([usage(30, None, 9)]).cached_tokens is None
     assert gather([usage(30, 0, 9)]).cached_tokens == 0
+
+
+def test_the_stages_that_a_server_tells_are_read_from_its_last_chunk() -> None:
+    told = chunk(None, timing={"queue_ms": 1.5, "prefill_ms": 20, "decode_ms": 300})
+    assert gather([told]).timing == ServerTiming(0.0015, 0.02, 0.3)
+    assert gather([usage(30, 0, 9)]).timing == ServerTiming()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from bench_rows import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,15 +12,6 @@ from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import summarize, walls
 from holdfast.replicas.errors import ConfigError
-
-
-def row(server: str = "a", started: float = 0.0, latency: float = 1.0, **more) -> Row:
-    given = {
-        "workload": "w", "repetition": 0, "wave": 0, "program": "p", "turn": 0, "first_byte": started,
-        "first_token": started + latency / 2, "prompt_tokens": 100, "cached_tokens": 50, "output_tokens": 10,
-        "reason": "stop", "calls": 0, "fits": True, "as_scripted": True, "prompt": "x", "answer": {},
-    }  # fmt: skip
-    return Row(server=server, started=started, ended=started + latency, **{**given, **more})
 
 
 def turns(server: str, latencies: list[float], **more) -> list[Row]:
@@ -36,7 +28,8 @@ def test_ratios_are_of_pairs_and_no_order_of_rows_changes_a_figure(
 ) -> None:
     rows = turns("a", latencies) + turns("b", [k * latency for latency in latencies])
     first, second = summarize(rows, 0)
-    for ratio in (second.ratios[name] for name in ("latency p50", "latency p99", "ttft p50", "per token p50", "wall")):
+    names = ("latency p50", "latency p99", "ttft p50", "per token p50", "wall", "job mean", "last first token p50")
+    for ratio in (second.ratios[name] for name in names):
         assert ratio.value == pytest.approx(k)
     assert second.ratios["tokens per s"].value == pytest.approx(1 / k)
     assert first.latency["p50"].low <= first.latency["p50"].value <= first.latency["p50"].high

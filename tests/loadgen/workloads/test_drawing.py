@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from holdfast.loadgen.workloads.drawing import WORKLOADS, Draw, describe, drawings, warm_up
+from holdfast.loadgen.workloads.catalog import WORKLOADS, describe, drawings
+from holdfast.loadgen.workloads.drawing import Draw, warm_up
 from holdfast.loadgen.workloads.script import Round, Sizes, Turn
 from holdfast.replicas.errors import ConfigError
 

@@ -1,6 +1,7 @@
 """The face of the text side: from request to pieces."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,20 @@ def test_a_tool_call_from_tokens(side: TextSide) -> None:
     again = side.reply(ask, side.encode(ask.prompt)).feed(ids_of(side, CALL))
     assert isinstance(again[0], ToolCallDelta)
     assert again[0].call_id == calls[0].call_id
+
+
+def test_a_reply_that_is_to_go_on_does_not_end_with_its_calls(side: TextSide) -> None:
+    ask = request()
+    on = replace(ask, sampling=Sampling(ignore_eos=True))
+    ids = ids_of(side, CALL + "<|im_end|>And now for something else entirely, with many words.")
+    ended, going = (side.reply(each, side.encode(ask.prompt)) for each in (ask, on))
+    for reply in (ended, going):
+        for token in ids:
+            sent = [d for d in reply.feed([token]) if isinstance(d, ToolCallDelta)]
+    assert sent == []
+    assert (ended.done, going.done) == (True, False)
+    assert ended.completion_tokens < going.completion_tokens == len(ids)
+    assert going.finish("length") == ([], "length")
 
 
 def test_a_reply_cut_by_length_says_so(side: TextSide) -> None:

@@ -1,0 +1,1 @@
+"""A comparison as one HTML page: what is drawn (`series`), how (`plots`), and the page around it (`page`)."""

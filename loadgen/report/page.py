@@ -1,0 +1,154 @@
+"""One self-contained HTML page from the file that `holdfast bench compare --json` writes. No figure is made here.
+
+Everything shown is computed again from the file's rows, with the file's seed, so it can be traced to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from holdfast.loadgen import rows as row_files
+from holdfast.loadgen.report import series
+from holdfast.loadgen.report.palette import DARK_PAGE, LIGHT_PAGE
+from holdfast.loadgen.rows import Row
+from holdfast.loadgen.summary import Summary, summarize
+from holdfast.loadgen.table import (
+    HEADS,
+    PROGRAM_HEADS,
+    figures,
+    has_programs,
+    program_figures,
+    program_ratios,
+    ratios,
+)
+from holdfast.replicas.errors import ConfigError
+
+MOST_PROGRAMS = 16  # in a chart
+_SHOWN_OPTIONS = ("seed", "repetitions", "max_tokens", "timeout_s", "warm_up", "forced", "sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table: its heads after the first column, and rows of a name and cells; a cell's first line is the figure."""
+
+    heads: tuple[str, ...]
+    rows: list[tuple[str, list[list[str]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One workload: what it drew, its tables and its pictures."""
+
+    name: str
+    drawn: str
+    grids: list[Grid]
+    turns: str | None
+    distributions: str
+    gantt: str
+    gantt_note: str
+
+
+def write_report(content: Mapping[str, Any], path: Path) -> None:
+    """Write the page for ``content``, the JSON of a comparison. Raises ConfigError."""
+    page = render(content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", "html") from error
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """The page as text. Raises ConfigError where matplotlib is missing or ``content`` is no comparison."""
+    check_plotting()
+    from holdfast.loadgen.report import plots
+
+    rows, seed, options = read_rows(content), _seed(content), content.get("options") or {}
+    summaries = summarize(rows, seed)
+    drawn = content.get("workloads") or {}
+    environment = Environment(
+        loader=PackageLoader("holdfast.loadgen.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html.jinja").render(
+        complete=bool(content.get("complete")),
+        written=content.get("written", ""),
+        command=" ".join(content.get("command") or ()),
+        options=[(name, options[name]) for name in _SHOWN_OPTIONS if name in options],
+        machine=content.get("machine") or {},
+        servers=content.get("servers") or [],
+        generator=content.get("generator") or {},
+        first=rows[0].server,
+        requests=len(rows),
+        failures=[told for told in summaries if told.failures],
+        overview=plots.overview(summaries),
+        sections=[_section(name, drawn.get(name, ""), rows, summaries) for name in _names(summaries)],
+        light=LIGHT_PAGE,
+        dark=DARK_PAGE,
+    )
+
+
+def read_rows(content: Mapping[str, Any]) -> list[Row]:
+    """The rows of a comparison's JSON. Raises ConfigError where there are none."""
+    told = content.get("rows") if isinstance(content, Mapping) else None
+    if not isinstance(told, list) or not told:
+        raise ConfigError("the file holds no rows of a comparison", "run")
+    return row_files.from_json(told)
+
+
+def check_plotting() -> None:
+    """Raises ConfigError where what draws the report is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a report needs matplotlib: pip install 'holdfast[report]'", "html")
+
+
+def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Summary]) -> Section:
+    from holdfast.loadgen.report import plots
+
+    mine = [row for row in rows if row.workload == name]
+    told = [summary for summary in summaries if summary.workload == name]
+    grids = [Grid(HEADS, _lines(told, figures, ratios))]
+    if has_programs(told):
+        grids.append(Grid(PROGRAM_HEADS, _lines(told, program_figures, program_ratios)))
+    repetition = min(row.repetition for row in mine)
+    shown = [row for row in mine if row.repetition == repetition]
+    charts = {
+        summary.server: series.lanes([row for row in shown if row.server == summary.server], MOST_PROGRAMS)
+        for summary in told
+    }
+    programs = len({row.program for row in shown})
+    note = f"Repetition {repetition + 1}" + (
+        f", the first {MOST_PROGRAMS} of {programs} programs" if programs > MOST_PROGRAMS else ""
+    )
+    return Section(
+        name=name,
+        drawn=drawn,
+        grids=grids,
+        turns=plots.against_turn(mine),
+        distributions=plots.distributions(mine),
+        gantt=plots.gantt({server: lanes for server, lanes in charts.items() if lanes}),
+        gantt_note=note,
+    )
+
+
+def _lines(told: Sequence[Summary], absolute: Any, relative: Any) -> list[tuple[str, list[list[str]]]]:
+    lines = []
+    for summary in told:
+        lines.append((summary.server, [cell.split("\n") for cell in absolute(summary)]))
+        if summary is not told[0]:
+            lines.append((f"/ {told[0].server}", [cell.split("\n") for cell in relative(summary)]))
+    return lines
+
+
+def _names(summaries: Sequence[Summary]) -> list[str]:
+    return list(dict.fromkeys(told.workload for told in summaries))
+
+
+def _seed(content: Mapping[str, Any]) -> int:
+    options = content.get("options")
+    return int(options.get("seed", 0)) if isinstance(options, Mapping) else 0

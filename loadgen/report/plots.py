@@ -1,0 +1,196 @@
+"""The report's pictures as inline SVG, drawn by matplotlib. What they show is of `series` and `summary`.
+
+Text stays text and takes the page's colour, the ground is left transparent: one picture for a light and a dark page.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+
+from holdfast.loadgen.report.palette import PHASES, SERVERS
+from holdfast.loadgen.report.series import Lane, Value, by_turn, cumulative
+from holdfast.loadgen.rows import Row
+from holdfast.loadgen.summary import Summary
+from holdfast.loadgen.timeline import Phase
+
+INK = "#010203"  # stands for the page's own colour until the picture is text
+WIDTH = 9.6  # inches; a picture is scaled to the page
+_STYLE: dict[Any, Any] = {
+    "text.parse_math": False,  # names are no formulas
+    "svg.fonttype": "none",
+    "svg.hashsalt": "holdfast",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.16,
+    "grid.linewidth": 0.6,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+_LINES = ("-", "--", "-.", ":")
+_MARKS = ("o", "s", "^", "D", "v", "P")
+MEASURES: tuple[tuple[str, Value], ...] = (
+    ("latency", lambda row: row.latency),
+    ("time to first token", lambda row: row.ttft),
+)
+RATIOS = ("latency p50", "latency p99", "ttft p50", "job mean", "wall")
+
+
+def overview(summaries: Sequence[Summary]) -> str | None:
+    """Ratios over the first server, of every workload, with their intervals; None where one server is alone."""
+    others = list(dict.fromkeys(told.server for told in summaries if told.agreement is not None))
+    workloads = list(dict.fromkeys(told.workload for told in summaries))
+    if not others:
+        return None
+    with rc_context(_STYLE):
+        figure = Figure((WIDTH, 1.0 + 0.24 * len(workloads) * len(others)), layout="constrained")
+        panels = figure.subplots(1, len(RATIOS), sharex=True, sharey=True)
+        for axes, name in zip(panels, RATIOS, strict=True):
+            for place, server in enumerate(others):
+                _ratio_points(axes, name, server, workloads, summaries, (place + 1) / (len(others) + 1) - 0.5)
+            axes.axvline(1, color=INK, linewidth=0.8)
+            axes.set_title(name)
+            axes.grid(True)
+        _ratio_axis(panels[0])
+        panels[0].set_yticks(range(len(workloads)), workloads)
+        panels[0].set_ylim(len(workloads) - 0.5, -0.5)
+        _legend(figure, panels[0])
+        return _svg(figure)
+
+
+def against_turn(rows: Sequence[Row]) -> str | None:
+    """Latency and time to the first token by turn, median and 10th to 90th percentile; None where turns are single."""
+    if all(row.turn == 0 for row in rows):
+        return None
+    with rc_context(_STYLE):
+        figure = Figure((WIDTH, 3.0), layout="constrained")
+        panels = figure.subplots(1, len(MEASURES))
+        for axes, (name, value) in zip(panels, MEASURES, strict=True):
+            for place, server in enumerate(_servers(rows)):
+                found = by_turn((row for row in rows if row.server == server), value)
+                axes.fill_between(found.turns, found.low, found.high, color=_colour(place), alpha=0.18, linewidth=0)
+                mark, line = _MARKS[place % len(_MARKS)], _LINES[place % len(_LINES)]
+                axes.plot(found.turns, found.middle, line + mark, color=_colour(place), label=server, markersize=3.5)
+            axes.set(title=f"{name} (s)", xlabel="turn", ylim=(0, None))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.grid(True)
+        _legend(figure, panels[0])
+        return _svg(figure)
+
+
+def distributions(rows: Sequence[Row]) -> str:
+    """The share of requests that took no longer than so many seconds, for latency and time to the first token."""
+    with rc_context(_STYLE):
+        figure = Figure((WIDTH, 2.9), layout="constrained")
+        panels = figure.subplots(1, len(MEASURES), sharey=True)
+        for axes, (name, value) in zip(panels, MEASURES, strict=True):
+            seen: list[float] = []
+            for place, server in enumerate(_servers(rows)):
+                seconds, share = cumulative((row for row in rows if row.server == server), value)
+                seen += seconds
+                line = _LINES[place % len(_LINES)]
+                axes.step(seconds, share, line, where="post", color=_colour(place), label=server)
+            if seen and max(seen) > 30 * min(seen) > 0:
+                axes.set_xscale("log")
+                _log_ticks(axes, LogLocator(10, subs=(1, 2, 5)), "")
+            else:
+                axes.set_xlim(0, None)
+            axes.set(title=f"{name} (s)", ylim=(0, 1.02))
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+            axes.grid(True)
+        panels[0].set_ylabel("share of requests")
+        _legend(figure, panels[0])
+        return _svg(figure)
+
+
+def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
+    """What each program was doing, a panel for each server, over the seconds of the server's own repetition."""
+    lengths = [max(len(lanes), 1) for lanes in servers.values()]
+    with rc_context(_STYLE):
+        figure = Figure((WIDTH, 0.9 + sum(0.26 * length + 0.45 for length in lengths)), layout="constrained")
+        panels = figure.subplots(len(servers), 1, sharex=True, squeeze=False, height_ratios=lengths)[:, 0]
+        seen: set[Phase] = set()
+        for axes, (server, lanes) in zip(panels, servers.items(), strict=True):
+            for place, lane in enumerate(lanes):
+                seen |= {bar.phase for bar in lane.bars}
+                for phase in PHASES:
+                    spans = [(bar.begin, bar.length) for bar in lane.bars if bar.phase is phase]
+                    axes.broken_barh(spans, (place - 0.36, 0.72), facecolor=PHASES[phase], linewidth=0)
+            axes.set_title(server)
+            axes.set_yticks(range(len(lanes)), [lane.program for lane in lanes])
+            axes.set_ylim(len(lanes) - 0.4, -0.6)
+            axes.tick_params(axis="y", length=0)
+            axes.grid(True, axis="x")
+        panels[-1].set_xlabel("seconds")
+        panels[-1].set_xlim(0, None)
+        keys = [Patch(facecolor=colour, label=phase) for phase, colour in PHASES.items() if phase in seen]
+        figure.legend(handles=keys, loc="outside upper left", ncols=len(PHASES), handlelength=1.2, columnspacing=1.4)
+        return _svg(figure)
+
+
+def _ratio_points(
+    axes: Axes, name: str, server: str, workloads: Sequence[str], summaries: Sequence[Summary], offset: float
+) -> None:
+    place = _servers(summaries).index(server)
+    points = []
+    for told in summaries:
+        estimate = told.ratios.get(name)
+        if told.server == server and estimate is not None:
+            low = estimate.value if estimate.low is None else estimate.low
+            high = estimate.value if estimate.high is None else estimate.high
+            points.append((workloads.index(told.workload) + offset, estimate.value, low, high))
+    if points:
+        heights, values, lows, highs = zip(*points, strict=True)
+        axes.hlines(heights, lows, highs, color=_colour(place), linewidth=1.6)
+        axes.plot(values, heights, _MARKS[place % len(_MARKS)], color=_colour(place), label=server, markersize=5)
+
+
+def _ratio_axis(axes: Axes) -> None:
+    axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.45), max(high, 2.2))
+    _log_ticks(axes, LogLocator(2, numticks=7), "×")
+
+
+def _log_ticks(axes: Axes, locator: LogLocator, unit: str) -> None:
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
+
+
+def _servers(told: Sequence[Row] | Sequence[Summary]) -> list[str]:
+    return list(dict.fromkeys(each.server for each in told))
+
+
+def _colour(place: int) -> str:
+    return SERVERS[place % len(SERVERS)]
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=6)
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")

@@ -1,0 +1,141 @@
+"""When each program queued, prefilled, decoded and ran its tools: rows to spans, and to a trace for Perfetto. Pure.
+
+The stages are as long as the server tells, and end with the answer; what is left before them is spent outside the
+engine (HTTP, tokenising, a router's queue). Of a server that tells nothing only the wait for the first token and the
+rest are known, as the client saw them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from holdfast.loadgen.programs import by_program, tool_gap
+from holdfast.loadgen.rows import Row
+
+
+class Phase(StrEnum):
+    """What a program is doing."""
+
+    OUTSIDE = "outside the engine"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    WAIT = "until first token"  # queue and prefill of a server that does not tell them apart
+    DECODE = "decode"
+    TOOL = "tool"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase of one turn, in seconds since the run began. A tool belongs to the turn that called it."""
+
+    phase: Phase
+    begin: float
+    end: float
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One program on one server."""
+
+    server: str
+    workload: str
+    repetition: int
+    program: str
+    rows: tuple[Row, ...]
+    spans: tuple[Span, ...]
+
+
+def tracks(rows: Iterable[Row]) -> list[Track]:
+    """A track for each program on each server, in the order in which the rows name them."""
+    found = []
+    for (server, (workload, repetition, program)), turns in by_program(rows).items():
+        spans: list[Span] = []
+        for number, row in enumerate(turns):
+            spans += _turn(row)
+            gap = tool_gap(row, turns[number + 1]) if number + 1 < len(turns) else 0.0
+            if gap > 0:
+                spans.append(Span(Phase.TOOL, row.ended, row.ended + gap, row))
+        found.append(Track(server, workload, repetition, program, tuple(turns), tuple(spans)))
+    return found
+
+
+def wave_shifts(rows: Iterable[Row]) -> dict[int, float]:
+    """Seconds to take from the times of each wave so that the waves of one server's repetition follow each other.
+
+    What lies between them is the generator's: the other servers' turns.
+    """
+    waves: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        waves[row.wave].append(row)
+    shifts, now = {}, 0.0
+    for wave, members in sorted(waves.items()):
+        began, ended = min(row.began for row in members), max(row.ended for row in members)
+        shifts[wave] = began - now
+        now += ended - began
+    return shifts
+
+
+def trace(rows: Sequence[Row]) -> dict[str, Any]:
+    """Chrome trace events, which Perfetto reads: a process for each server, in it a track for each program.
+
+    A turn is a slice, its phases lie within it, tools between turns. Times are microseconds since the run began.
+    """
+    events: list[dict[str, Any]] = []
+    servers = list(dict.fromkeys(row.server for row in rows))
+    for process, server in enumerate(servers, 1):
+        events.append(_name("process_name", process, 0, server))
+    for thread, track in enumerate(tracks(rows), 1):
+        process = servers.index(track.server) + 1
+        events.append(_name("thread_name", process, thread, f"{track.workload} {track.repetition} {track.program}"))
+        events += [_slice(f"turn {row.turn}", row.began, row.ended, process, thread, row) for row in track.rows]
+        events += [_slice(span.phase, span.begin, span.end, process, thread, span.row) for span in track.spans]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _turn(row: Row) -> list[Span]:
+    if not row.ok:
+        return [Span(Phase.FAILED, row.began, row.ended, row)]
+    if row.queue is None or row.prefill is None or row.decode is None:
+        first = row.ended if row.first_token is None else row.first_token
+        ends = [(Phase.WAIT, first), (Phase.DECODE, row.ended)]
+    else:
+        decode = row.ended - row.decode
+        prefill = decode - row.prefill
+        ends = [
+            (Phase.OUTSIDE, prefill - row.queue),
+            (Phase.QUEUE, prefill),
+            (Phase.PREFILL, decode),
+            (Phase.DECODE, row.ended),
+        ]
+    spans, begin = [], row.began
+    for phase, end in ends:
+        # Two clocks measured this: no stage may begin before the request.
+        end = max(begin, end)
+        if end > begin:
+            spans.append(Span(phase, begin, end, row))
+        begin = end
+    return spans
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(name: str, begin: float, end: float, process: int, thread: int, row: Row) -> dict[str, Any]:
+    start, stop = round(begin * 1e6), round(end * 1e6)
+    told = {
+        "workload": row.workload,
+        "repetition": row.repetition,
+        "turn": row.turn,
+        "prompt_tokens": row.prompt_tokens,
+        "cached_tokens": row.cached_tokens,
+        "output_tokens": row.output_tokens,
+        "failure": row.failure,
+    }
+    return {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread, "args": told}

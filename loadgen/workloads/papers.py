@@ -1,0 +1,134 @@
+"""Workloads after Continuum's and Sutradhara's traces, and tenants beside a noisy one. Programs arrive by a schedule.
+
+What the papers give as figures is drawn to these figures; what the programs say is the other workloads'. Words of
+tools, counted as tokens, are common ones: about one token each for a large vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from holdfast.loadgen.workloads import tools
+from holdfast.loadgen.workloads.drawing import BUGFIX_TURNS, Draw, agent_script
+from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Step, Turn
+from holdfast.loadgen.workloads.tools import Tool
+from holdfast.loadgen.workloads.tooltime import HeavyTailed, log_normal
+from holdfast.loadgen.workloads.words import filler
+
+_FIFTEEN = tools.TRAVEL + tools.REVIEW + tools.DATA
+_TOOL_MEDIAN_S = 1.0  # of a sutradhara tool; its traces tell only the percentiles' quotients
+_KNOWN = (0.5, 0.8)  # of the next prompt, before the tools return
+_FAN_OUT, _ITERATIONS = (2, 21), (2, 7)  # median and 99th percentile; none is above that
+_LONGEST = 3  # times the usual prompt
+
+
+def swe(draw: Draw, sizes: Sizes) -> Round:
+    """Coding agents: about 20 turns with a command each (15 to 25, mostly), tools of 0.29 s, variance 1.14."""
+    return _continuum(draw, sizes, "a coding agent", (tools.COMMAND,), (1 + 38, 0.5), (0.29, 1.14))
+
+
+def bfcl(draw: Draw, sizes: Sizes) -> Round:
+    """Web searching agents: 4.2 turns with a search each, tools of 1.09 s, variance 1.7."""
+    return _continuum(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), (1 + 8, 0.4), (1.09, 1.7))
+
+
+def sutradhara(draw: Draw, sizes: Sizes) -> Round:
+    """Agents that call many tools at once: 2 iterations and 2 calls in each (median), 7 and 21 at the tail."""
+    rng = draw.rng("tools")
+    times = {tool.name: HeavyTailed.drawn(rng, _TOOL_MEDIAN_S) for tool in _FIFTEEN}
+    scripts = tuple(_fanning(draw, f"job{i}", sizes.prompt_tokens, times) for i in range(sizes.jobs))
+    return _arriving(scripts, _arrivals(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+
+
+def tenants(draw: Draw, sizes: Sizes) -> Round:
+    """Bug-fixing programs of one noisy tenant and several quiet ones, each with arrivals of its own."""
+    scripts: list[Script] = []
+    due: list[float] = []
+    for tenant, times in (("noisy", sizes.noise), *((f"quiet-{i}", 1) for i in range(sizes.quiet))):
+        jobs = [
+            agent_script(draw, f"{tenant}-job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+            for i in range(sizes.jobs * times)
+        ]
+        scripts += [replace(script, tenant=tenant) for script in jobs]
+        due += _arrivals(draw.rng(f"{tenant}/arrivals"), len(jobs), sizes.rate * times)
+    return _arriving(tuple(scripts), tuple(due), BUGFIX_TURNS)
+
+
+def _continuum(
+    draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], turns: tuple[int, float], tool: tuple[float, float]
+) -> Round:
+    """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same."""
+    scripts = []
+    for i in range(sizes.jobs):
+        name = f"job{i}"
+        rng, (most, share) = draw.rng(f"{name}/turns"), turns
+        count = (1 + sum(rng.random() < share for _ in range(most - 1))) * sizes.turns_times
+        between = count - 1
+        ends = [sizes.prompt_tokens * n // max(between, 1) for n in range(between + 1)]
+        each = [end - start for start, end in pairwise(ends)]
+        pauses = tuple(
+            Pause(log_normal(draw.rng(f"{name}/tool/{turn}"), *tool), words) for turn, words in enumerate(each)
+        )
+        script = agent_script(draw, name, role, offered, count, sizes.chain)
+        scripts.append(replace(script, pauses=pauses))
+    return _arriving(tuple(scripts), _arrivals(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+
+
+def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) -> Script:
+    """A query whose answer takes some iterations: calls at once in all but the last, which is text.
+
+    The first prompt has three quarters of ``prompt`` words, half of them in a system prompt that all programs share.
+    Results make up 20 to 50 % of the prompt after them, and no prompt of more than one iteration gets longer than
+    three times ``prompt``.
+    """
+    rng = draw.rng(name)
+    turns = _long_tailed(rng, *_ITERATIONS)
+    fans = tuple(_long_tailed(rng, *_FAN_OUT) for _ in range(turns - 1))
+    chosen = [[rng.choice(_FIFTEEN) for _ in range(fan)] for fan in fans]
+    first, length, pauses = prompt * 3 // 4, prompt * 3 / 4, []
+    for turn, called in enumerate(chosen):
+        least = max(_KNOWN[0], (first / (_LONGEST * prompt)) ** (1 / len(fans)))
+        longer = length / rng.uniform(least, _KNOWN[1])
+        seconds = [times[tool.name].draw(draw.rng(f"{name}/tool/{turn}/{n}")) for n, tool in enumerate(called)]
+        pauses.append(Pause(max(seconds), round(longer - length)))
+        length = longer
+    system = f"You are an assistant. {filler(f'{draw.session}/system', first // 2)}"
+    script = agent_script(draw, name, "an assistant", _FIFTEEN, turns, 1)
+    return replace(
+        script,
+        system=script.system.replace("You are an assistant.", system),
+        steps=(_query(rng, script.session, chosen, fans, first - first // 2), *script.steps),
+        pauses=tuple(pauses),
+    )
+
+
+def _query(
+    rng: random.Random, session: str, chosen: Sequence[Sequence[Tool]], fans: tuple[int, ...], words: int
+) -> Step:
+    """The first message: what the user brings along, and all that is wanted."""
+    called = [tool for together in chosen for tool in together]
+    asked = tools.step(called, rng) if called else Step("Is that all right?", (), "Yes, it is.")
+    brought = filler(f"{session}/query", words) if words else ""
+    return replace(asked, user=f"{brought}\n\n{asked.user}", together=fans)
+
+
+def _long_tailed(rng: random.Random, median: int, most: int) -> int:
+    """A count with this median whose 99th percentile is ``most``; nothing is above."""
+    spread = math.log(most / median) / 2.326
+    return min(most, max(1, round(rng.lognormvariate(math.log(median), spread))))
+
+
+def _arrivals(rng: random.Random, count: int, rate: float) -> tuple[float, ...]:
+    """Moments of a Poisson process, in seconds."""
+    return tuple(accumulate(rng.expovariate(rate) for _ in range(count)))
+
+
+def _arriving(scripts: tuple[Script, ...], due: tuple[float, ...], turns: int | None = None) -> Round:
+    """Every script from its moment on; of as many turns as it has pauses, and one for the last answer, unless said."""
+    counts = [turns or len(script.pauses) + 1 for script in scripts]
+    lanes = tuple(tuple(Turn(place, index) for index in range(count)) for place, count in enumerate(counts))
+    return Round(scripts, (lanes,), due=due)

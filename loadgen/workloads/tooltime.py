@@ -1,0 +1,40 @@
+"""How long tools take, drawn: seconds, from a generator that is passed in."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+_Z75, _Z90, _Z99 = 0.674490, 1.281552, 2.326348  # of the standard normal distribution
+
+
+def log_normal(rng: random.Random, mean: float, variance: float) -> float:
+    """A draw from the log-normal distribution with this mean and variance."""
+    spread = math.log1p(variance / mean**2)
+    return rng.lognormvariate(math.log(mean) - spread / 2, math.sqrt(spread))
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyTailed:
+    """A distribution with this median, and these quotients of its 75th and 90th percentile to it.
+
+    The logarithm is normal up to the 75th percentile; from there on it goes straight through the 90th, so that the
+    tail may be heavier than a log-normal one. It ends at the 99th: nothing is known of what lies above.
+    """
+
+    median: float
+    p75: float
+    p90: float
+
+    @classmethod
+    def drawn(cls, rng: random.Random, median: float) -> HeavyTailed:
+        """One tool's, within the ranges that Sutradhara's production traces show."""
+        return cls(median, rng.uniform(1.23, 1.52), rng.uniform(1.6, 3.28))
+
+    def draw(self, rng: random.Random) -> float:
+        """Seconds of one call."""
+        z, upper = min(rng.gauss(0, 1), _Z99), math.log(self.p75)
+        if z <= _Z75:
+            return self.median * math.exp(z * upper / _Z75)
+        return self.median * math.exp(upper + (z - _Z75) * (math.log(self.p90) - upper) / (_Z90 - _Z75))

@@ -1,0 +1,127 @@
+"""Runs that are recorded, traces that are replayed and converted, tools that take time: from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
+from stub_server import call as tool_call
+
+from holdfast.cluster.cli import main as holdfast
+from holdfast.loadgen import compare, replaying
+from holdfast.loadgen.compare import Options
+from holdfast.loadgen.rows import from_json
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+
+def caller(asked: Asked) -> Answer:
+    """Calls the first tool when the user speaks, and tells the result."""
+    if asked.method == "GET":
+        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
+    last = asked.body["messages"][-1]
+    if last["role"] == "user" and asked.body.get("tools"):
+        tool = asked.body["tools"][0]["function"]
+        said = tool_call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "a.py"), f"c{len(asked.content)}")
+    else:
+        said = chunk({"content": f"It is {last['content']}."})
+    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)
+
+
+def bodies(asked: list[Asked]) -> list[dict]:
+    return [one.body for one in asked if one.method == "POST"]
+
+
+def test_a_recorded_run_is_replayed_as_it_was(tmp_path: Path) -> None:
+    trace, out = tmp_path / "run.jsonl", tmp_path / "out.json"
+    with stub_server(caller) as stub:
+        words = f"bench compare --server a={stub.url} --workload bugfix --repetitions 1 --warm-up 0 --record {trace}"
+        assert holdfast(words.split()) == 0
+        told = bodies(stub.asked)
+        for more, fields in (
+            ("", {"max_tokens": 128}),
+            ("--recorded-answers --forced-lengths", {"max_tokens": 12, "ignore_eos": True}),
+        ):
+            stub.asked.clear()
+            words = f"bench replay {trace} --server a={stub.url} --warm-up 0 --speed 50 --json {out} {more}"
+            assert holdfast(words.split()) == 0
+            again = bodies(stub.asked)
+            assert [body["messages"] for body in again] == [body["messages"] for body in told]
+            assert [body["tools"] for body in again] == [body["tools"] for body in told]
+            assert all(body.items() >= fields.items() for body in again)
+    content = json.loads(out.read_text())
+    rows = from_json(content["rows"])
+    assert [(row.workload, row.turn) for row in rows] == [("replay", turn) for turn in range(6)]
+    assert all(row.ok and row.fits and row.as_scripted and row.due is not None for row in rows)
+    assert content["workloads"]["replay"].startswith("1 programs, 6 requests")
+
+
+def test_a_failed_answer_does_not_stop_a_replay(tmp_path: Path) -> None:
+    trace, out = tmp_path / "run.jsonl", tmp_path / "out.json"
+    with stub_server(caller) as stub:
+        options = Options((("a", stub.url),), ("bugfix",), 1, warm_up=0, record=trace)
+        assert compare.main(options) == 0
+    failing = [Answer.of(b"{}", 500), Answer.of(b"data: {oops\n\n")]
+    with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else caller(asked)) as stub:
+        options = Options((("b", stub.url),), (), 1, warm_up=0, json_file=out, trace="told")
+        assert compare.main(options, replaying.replays(replaying.Asked(trace, speed=50), 0, 1)) == 0
+    summary = json.loads(out.read_text())["summaries"][0]
+    assert summary["failures"] == {"http": 1, "malformed": 1}
+    assert summary["requests"] == 6
+
+
+def test_a_trace_is_converted_and_what_was_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    log, trace = tmp_path / "log.jsonl", tmp_path / "trace.jsonl"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    log.write_text(json.dumps({"messages": messages}) + "\n")
+    words = f"bench trace-convert {log} {trace} --from openai --to"
+    assert holdfast([*words.split(), "mooncake_trace"]) == 0
+    assert "1 programs, 1 turns, 1 answers" in capsys.readouterr().out
+    assert json.loads(trace.read_text())["messages"] == messages[:1]
+    assert holdfast([*words.split(), "csv"]) == 2
+    assert "multi_turn" in capsys.readouterr().err
+
+
+def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one --server"):
+        Options((("a", "http://h"), ("b", "http://h")), record=tmp_path / "x")
+    with pytest.raises(ConfigError, match="forcing"):
+        replaying.Asked(tmp_path / "x", forcing="no").manner  # noqa: B018
+    with pytest.raises(ConfigError, match="no program"):
+        replaying.Replay((), replaying.Asked(tmp_path / "x").manner, replaying.Wording())
+
+
+def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = Sizes(jobs=3, rate=50.0, prompt_tokens=50)
+    with stub_server(caller) as stub:
+        options = Options((("a", stub.url),), ("bfcl",), 1, sizes=sizes, warm_up=0, json_file=out, seed=92)
+        assert compare.main(options) == 0
+        first = [asked.content for asked in stub.asked if asked.method == "POST"]
+        stub.asked.clear()
+        compare.main(options)
+        assert sorted(first) == sorted(asked.content for asked in stub.asked if asked.method == "POST")
+    rows = {(row.program, row.turn): row for row in from_json(json.loads(out.read_text())["rows"])}
+    (planned,) = compare.plan(options)
+    assert len(rows) == planned.requests > 3
+    for script in planned.drawn.scripts:
+        for turn, pause in enumerate(script.pauses):
+            before, after = rows[script.name, turn], rows[script.name, turn + 1]
+            assert after.due - before.ended == pytest.approx(pause.seconds, abs=1e-5)
+            assert after.due <= after.started
+
+
+def test_tenants_are_sent_with_keys_of_their_own_and_reported_apart(tmp_path: Path) -> None:
+    key, out = tmp_path / "key", tmp_path / "out.json"
+    key.write_text("hf-noisy\n")
+    with stub_server(caller) as stub:
+        words = f"bench compare --server a={stub.url} --workload tenants --repetitions 1 --warm-up 0 --jobs 1 --rate 50"
+        words += f" --quiet 2 --noise 3 --json {out} --tenant-key-file noisy={key}"
+        assert holdfast(words.split()) == 0
+        keys = [asked.headers.get("authorization") for asked in stub.asked if asked.method == "POST"]
+    assert sorted(keys, key=str) == ["Bearer hf-noisy"] * 18 + [None] * 12
+    content = json.loads(out.read_text())
+    assert (
+        {row["workload"] for row in content["rows"]} == set(content["workloads"]) == {"tenants noisy", "tenants quiet"}
+    )
+    assert "hf-noisy" not in out.read_text()

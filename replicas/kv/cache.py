@@ -160,7 +160,7 @@ class KVCache:
         missing = self.pool.pages_for(n_tokens) - holding.n_pages
         if missing <= 0:
             return NO_PAGES
-        pages = self._take(missing)
+        pages = self._take(missing, after=int(holding.row[holding.n_pages - 1]) if holding.n_pages else None)
         if pages is None:
             return None
         end = holding.n_pages + missing
@@ -262,15 +262,18 @@ class KVCache:
         slots = slice(match.length // self.page_size, self.pool.pages_for(len(tokens)))
         return self.tree.add(parent, tokens[match.length :], holding.row[slots], label, held=holding.node)
 
-    def _take(self, n: int) -> PageIds | None:
-        """`n` fresh pages, evicting where needed; None, and nothing evicted, when they are not to be had."""
+    def _take(self, n: int, after: int | None = None) -> PageIds | None:
+        """`n` fresh pages, evicting where needed, those behind page `after` first.
+
+        None, and nothing evicted, when they are not to be had.
+        """
         if n > self.pool.free + self.tree.evictable:
             return None
         while self.pool.free < n:
             freed = self.tree.evict()
             assert freed is not None, "evictable pages were counted that are not there"
             self._evicted_pages += freed
-        return self.pool.alloc(n)
+        return self.pool.alloc(n, after)
 
     def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
         """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""

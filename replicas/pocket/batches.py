@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from holdfast.replicas.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
+from holdfast.replicas.pocket.drills import drill
 from holdfast.replicas.pocket.render import spans
 from holdfast.replicas.pocket.tokenizer import CONTEXT
 from holdfast.replicas.pocket.words import Lexicon, Split
@@ -100,6 +101,16 @@ class Mix:
     most_tools: int = MOST_TOOLS
     long_share: float = 0.0
     echo_share: float = 0.02
+    drill_share: float = 0.0
+
+    def draw(self, rng: random.Random, lex: Lexicon) -> Conversation:
+        """The next conversation."""
+        seed = rng.getrandbits(60)
+        if self.drill_share and rng.random() < self.drill_share:
+            return drill(random.Random(seed), lex, self.most_tools)
+        return training_conversation(
+            seed, lex, most_tools=self.most_tools, long_share=self.long_share, echo_share=self.echo_share
+        )
 
 
 def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = Mix()) -> Iterator[Batch]:
@@ -109,8 +120,7 @@ def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = 
     rows: list[Row] = []
     wanted = POOL * tokens
     while wanted > 0:
-        conversation = training_conversation(rng.getrandbits(60), lex, **asdict(mix))
-        row = tokenized(conversation, tokenizer, rng)
+        row = tokenized(mix.draw(rng, lex), tokenizer, rng)
         rows.append(row)
         wanted -= len(row.ids)
     rows.sort(key=lambda row: len(row.ids))

@@ -44,26 +44,32 @@ class Conversation:
 
 @dataclass(slots=True)
 class Writer:
-    """A conversation in the making: its tools, its words, and the messages so far."""
+    """A conversation in the making: its tools, its words, and the messages so far; a ``terse`` one has no answers."""
 
     rng: random.Random
     lex: Lexicon
     tools: tuple[Tool, ...]
     messages: list[Json] = field(default_factory=list)
     calls_made: int = 0
+    terse: bool = False
 
     def say(self, role: str, content: str) -> None:
         """Append a message of text."""
         self.messages.append({"role": role, "content": content})
 
-    def call(self, requests: list[Request]) -> list[Json]:
-        """Append an assistant turn with one call per request, then the results, which are returned."""
+    def ask_for(self, requests: list[Request]) -> list[Json]:
+        """Append an assistant turn with one call per request; returns the calls."""
         calls: list[Json] = []
         for request in requests:
             self.calls_made += 1
             function = {"name": request.tool.name, "arguments": request.arguments}
             calls.append({"id": f"call_{self.calls_made}", "type": "function", "function": function})
         self.messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        return calls
+
+    def call(self, requests: list[Request]) -> list[Json]:
+        """Append an assistant turn with one call per request, then the results, which are returned."""
+        calls = self.ask_for(requests)
         results = [self.result(request.tool) for request in requests]
         for made, result in zip(calls, results, strict=True):
             content = result_text(result, self.rng)
@@ -78,6 +84,8 @@ class Writer:
 
     def answer(self, requests: list[Request], results: list[Json]) -> None:
         """Append the final text that quotes what came back."""
+        if self.terse:
+            return
         self.say("assistant", " ".join(report(q, r) for q, r in zip(requests, results, strict=True)))
 
 
@@ -113,13 +121,18 @@ def single(w: Writer) -> None:
 
 def parallel(w: Writer) -> None:
     """One request that needs several independent calls, of one tool or of different ones."""
+    requests = parallel_requests(w)
+    w.answer(requests, w.call(requests))
+
+
+def parallel_requests(w: Writer) -> list[Request]:
+    """Say what needs several independent calls; returns their requests."""
     count = w.rng.choice((2, 2, 2, 2, 3))
     first = w.rng.choice(w.tools)
     if w.rng.random() < 0.5:
         requests = same_tool(first, count, w)
         if requests:
-            w.answer(requests, w.call(requests))
-            return
+            return requests
     requests = [ask(w.rng.choice(w.tools), w.rng, w.lex) for _ in range(count)]
     texts = [sentence(requests[0], w.rng).rstrip(".?!")] + [request.text for request in requests[1:]]
     w.say(
@@ -127,7 +140,7 @@ def parallel(w: Writer) -> None:
         w.rng.choice((" and ", " and also ", ", and ", "; ", ". Also ", " and ")).join(texts)
         + w.rng.choice((".", "?", "")),
     )
-    w.answer(requests, w.call(requests))
+    return requests
 
 
 def same_tool(tool: Tool, count: int, w: Writer) -> list[Request]:
@@ -209,16 +222,20 @@ def linked(first: Tool, second: Tool) -> list[tuple[Tool, Tool, str]]:
 
 def no_fit(w: Writer) -> None:
     """A request that none of the tools can serve."""
-    if w.rng.random() < 0.35:
-        w.say("user", chat_lines.off_topic(w.rng, w.lex))
-    else:
-        stranger = draw_tool(w.rng, w.lex, w.lex.split is Split.TRAIN)
-        taken = {in_words(tool.name) for tool in w.tools}
-        nouns = {word for name in taken for word in name.split(" ")[1:]}
-        while in_words(stranger.name) in taken or nouns & set(in_words(stranger.name).split(" ")[1:]):
-            stranger = random_tool(w.rng, w.lex)
-        w.say("user", sentence(ask(stranger, w.rng, w.lex), w.rng))
+    w.say("user", strange_request(w))
     w.say("assistant", chat_lines.decline(w.tools))
+
+
+def strange_request(w: Writer) -> str:
+    """What a user says that none of the tools can serve: something else altogether, or for a tool of another noun."""
+    if w.rng.random() < 0.35:
+        return chat_lines.off_topic(w.rng, w.lex)
+    stranger = draw_tool(w.rng, w.lex, w.lex.split is Split.TRAIN)
+    taken = {in_words(tool.name) for tool in w.tools}
+    nouns = {word for name in taken for word in name.split(" ")[1:]}
+    while in_words(stranger.name) in taken or nouns & set(in_words(stranger.name).split(" ")[1:]):
+        stranger = random_tool(w.rng, w.lex)
+    return sentence(ask(stranger, w.rng, w.lex), w.rng)
 
 
 def ask_back(w: Writer) -> None:
@@ -254,13 +271,13 @@ def chat(w: Writer) -> None:
 
 Episode = Callable[[Writer], None]
 EPISODES: tuple[tuple[Episode, float], ...] = (
-    (single, 0.42),
-    (parallel, 0.17),
+    (single, 0.37),
+    (parallel, 0.20),
     (chain, 0.13),
-    (sequence, 0.07),
-    (no_fit, 0.14),
-    (ask_back, 0.03),
-    (chat, 0.06),
+    (sequence, 0.06),
+    (no_fit, 0.18),
+    (ask_back, 0.02),
+    (chat, 0.04),
 )
 
 

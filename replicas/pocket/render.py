@@ -20,7 +20,10 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of the rendered conversation; ``learned`` pieces are what the assistant has to produce."""
+    """A piece of the rendered conversation; ``learned`` pieces are what the assistant has to produce.
+
+    The end of an ``unfinished`` message is not learned.
+    """
 
     text: str
     learned: bool
@@ -45,8 +48,9 @@ def _spans(messages: Sequence[Json], tools: Sequence[Json]) -> Iterator[Span]:
                 yield Span(f"<|im_start|>{role}\n{message['content']}{END}\n", False)
                 continue
             yield Span("<|im_start|>assistant\n", False)
-            yield Span(assistant_text(message) + END, True)
-            yield Span("\n", False)
+            cut = message.get("unfinished", False)
+            yield Span(assistant_text(message) + ("" if cut else END), True)
+            yield Span(f"{END}\n" if cut else "\n", False)
 
 
 def system_turn(system: str | None, tools: Sequence[Json]) -> str:

@@ -22,7 +22,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added but not special: they survive ``skip_special_tokens``, as in Qwen."""
 
-_CUT = r"""\p{L}+|\p{N}|[\s"{}\[\]:,]+|[^\p{L}\p{N}\s"{}\[\]:,]"""
+CUT = r"""\p{L}+|\p{N}|[\s"{}\[\]:,]+|[^\p{L}\p{N}\s"{}\[\]:,]"""
+"""How text is cut into words: by the class of each character alone, whatever stands around it."""
 
 
 def train_tokenizer(conversations: int, seed: int) -> Tokenizer:
@@ -30,7 +31,7 @@ def train_tokenizer(conversations: int, seed: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_CUT), "isolated"),
+            pre_tokenizers.Split(Regex(CUT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -7,8 +7,11 @@ Matrices learn by Muon, embeddings and norms by AdamW; the rate warms up, stays,
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,13 +22,23 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from holdfast.replicas.pocket.batches import Batch, Mix, Row, batches
+from holdfast.replicas.pocket.batches import Batch, Mix, Row
 from holdfast.replicas.pocket.conversations import MOST_TOOLS
+from holdfast.replicas.pocket.feed import Order, feed
 from holdfast.replicas.pocket.model import Pocket, PocketShape
 from holdfast.replicas.pocket.probe import probe, probe_rows
 from holdfast.replicas.pocket.tokenizer import load, train_tokenizer
 
 PROBE_SEED = 7_000_000_019
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""What of the shape is a choice; vocabulary and context are the tokenizer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,7 @@ class TrainConfig:
     echo_pools: int = 24
     echo_share: float = 0.4
     long_share: float = 0.0
+    drill_share: float = 0.6
     average: float = 0.998
     tokenizer_conversations: int = 6000
     checkpoint_every: int = 200
@@ -105,8 +119,8 @@ def rate_at(config: TrainConfig, step: int) -> float:
     return config.rate * rising * max(0.0, falling)
 
 
-def train_step(run: Run, batch: Batch) -> float:
-    """One update; returns the loss before it."""
+def train_step(run: Run, batch: Batch) -> Tensor:
+    """One update; returns the loss before it, a scalar on the model's device."""
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.config, run.step)
@@ -120,10 +134,10 @@ def train_step(run: Run, batch: Batch) -> float:
     run.step += 1
     run.tokens += batch.tokens
     keep = min(run.config.average, run.step / (run.step + 10))
+    weights = dict(run.model.named_parameters())
     with torch.no_grad():
-        for name, weight in run.model.named_parameters():
-            run.average[name].lerp_(weight, 1 - keep)
-    return float(loss.detach())
+        torch._foreach_lerp_([run.average[name] for name in weights], list(weights.values()), 1 - keep)
+    return loss.detach()
 
 
 def mix_at(config: TrainConfig, pool: int) -> Mix:
@@ -132,18 +146,20 @@ def mix_at(config: TrainConfig, pool: int) -> Mix:
         most_tools=2 if pool < config.easy_pools else MOST_TOOLS,
         long_share=config.long_share,
         echo_share=config.echo_share if pool < config.echo_pools else 0.02,
+        drill_share=config.drill_share if pool >= config.easy_pools else 0.0,
     )
 
 
-def data(run: Run, tokenizer: Tokenizer) -> Iterator[Batch]:
+def data(run: Run, folder: Path, workers: int = 0) -> Iterator[Batch]:
     """Batches from where the run stands; advances its place as they are taken."""
     config = run.config
-    while True:
-        found = batches(tokenizer, config.seed, run.pool, config.tokens_per_step, mix_at(config, run.pool))
-        for index, batch in enumerate(found):
-            if index >= run.used:
-                run.used = index + 1
-                yield batch
+    orders = (
+        Order(config.seed, pool, config.tokens_per_step, mix_at(config, pool)) for pool in itertools.count(run.pool)
+    )
+    for pool in feed(orders, folder, workers):
+        for batch in pool[run.used :]:
+            run.used += 1
+            yield batch
         run.pool, run.used = run.pool + 1, 0
 
 
@@ -154,31 +170,53 @@ def save(run: Run, folder: Path) -> None:
     os.replace(temporary, folder / "checkpoint.pt")
 
 
-def train(config: TrainConfig, shape: PocketShape, folder: Path, device: torch.device) -> Run:
-    """Train in ``folder`` until ``config.steps``, from its checkpoint if there is one."""
+def train(
+    config: TrainConfig,
+    shape: PocketShape | None,
+    folder: Path,
+    device: torch.device,
+    workers: int = 0,
+    stop: threading.Event | None = None,
+) -> Run:
+    """Train in ``folder`` until ``config.steps``, from its checkpoint if there is one.
+
+    ``workers`` processes make the batches, 0: this one. The checkpoint's shape must be ``shape`` unless that is None.
+    Once ``stop`` is set the run is saved after the step in progress and ends.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer.json").exists():
         train_tokenizer(config.tokenizer_conversations, config.seed << 40).save(str(folder / "tokenizer.json"))
     tokenizer = load(folder)
-    run = new_run(config, shape, device)
-    if (folder / "checkpoint.pt").exists():
-        run.restore(torch.load(folder / "checkpoint.pt", map_location=device, weights_only=True))
+    run = open_run(config, shape, folder, device)
     rows = probe_rows(tokenizer, config.probe_count, PROBE_SEED)
-    started, mean = time.monotonic(), 0.0
-    first_tokens = run.tokens
-    for batch in data(run, tokenizer) if run.step < config.steps else ():
-        loss = train_step(run, batch.to(device))
-        mean = loss if mean == 0.0 else 0.95 * mean + 0.05 * loss
-        last = run.step >= config.steps
+    started, mean = time.monotonic(), torch.zeros((), device=device)
+    first_tokens, first_step = run.tokens, run.step
+    for batch in data(run, folder, workers) if run.step < config.steps else ():
+        mean = mean.lerp(train_step(run, batch.to(device)), max(0.05, 1 / (run.step - first_step)))
+        last = run.step >= config.steps or (stop is not None and stop.is_set())
         if run.step % 20 == 0 or last:
             speed = (run.tokens - first_tokens) / (time.monotonic() - started)
-            log(folder, step=run.step, tokens=run.tokens, loss=round(mean, 4), tokens_per_second=round(speed))
+            log(folder, step=run.step, tokens=run.tokens, loss=round(float(mean), 4), tokens_per_second=round(speed))
         if run.step % config.checkpoint_every == 0 or last:
             save(run, folder)
         if run.step % config.probe_every == 0 or last:
             log(folder, step=run.step, **probe_average(run, rows, tokenizer))
         if last:
             break
+    return run
+
+
+def open_run(config: TrainConfig, shape: PocketShape | None, folder: Path, device: torch.device) -> Run:
+    """The run of the checkpoint in ``folder``, or a new one. Raises ValueError when it has another shape."""
+    path = folder / "checkpoint.pt"
+    if not path.exists():
+        return new_run(config, shape or PocketShape(), device)
+    state = torch.load(path, map_location=device, weights_only=True)
+    found = PocketShape(**state["shape"])
+    if shape not in (None, found):
+        raise ValueError(f"the checkpoint in {folder} has another shape: {found}")
+    run = new_run(config, found, device)
+    run.restore(state)
     return run
 
 
@@ -200,18 +238,29 @@ def log(folder: Path, **values: float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; every field of ``TrainConfig`` is an option."""
+    """Command line; every field of ``TrainConfig`` is an option, and every size of ``PocketShape``.
+
+    Told to end by SIGTERM, a run saves itself first.
+    """
     parser = argparse.ArgumentParser(prog="pocket train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the log")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for all")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make batches, 0: the training process")
     for name, value in asdict(TrainConfig()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    for name in SIZES:
+        default = getattr(PocketShape(), name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of a new run; {default} by default")
     options = vars(parser.parse_args(argv))
-    out, device, threads = options.pop("out"), options.pop("device"), options.pop("threads")
+    sizes = {name: size for name in SIZES if (size := options.pop(name)) is not None}
+    out, device, threads, workers = (options.pop(name) for name in ("out", "device", "threads", "workers"))
     if threads:
         torch.set_num_threads(threads)
-    train(replace(TrainConfig(), **options), PocketShape(), out, torch.device(device))
+    shape = replace(PocketShape(), **sizes) if sizes else None
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    train(replace(TrainConfig(), **options), shape, out, torch.device(device), workers, stop)
     return 0
 
 

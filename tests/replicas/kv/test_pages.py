@@ -36,13 +36,30 @@ def test_pages_for_rounds_up() -> None:
     assert [pool.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["alloc", "release", "retain"]), st.integers(0, 6)), max_size=40))
-def test_pool_agrees_with_a_dictionary_of_owners(steps: list[tuple[str, int]]) -> None:
+def test_sequences_that_grow_by_turns_stay_runs_of_neighbours() -> None:
+    pool = PagePool(64, page_size=16)
+    rows = [pool.alloc(4) for _ in range(4)]
+    for _ in range(4):
+        for i, row in enumerate(rows):
+            assert row is not None
+            more = pool.alloc(1, after=int(row[-1]))
+            assert more is not None
+            rows[i] = np.concatenate((row, more))
+    assert all(row is not None and (np.diff(row) == 1).all() for row in rows)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["alloc", "release", "retain"]), st.integers(0, 6), st.none() | st.integers(0, 11)),
+        max_size=40,
+    )
+)
+def test_pool_agrees_with_a_dictionary_of_owners(steps: list[tuple[str, int, int | None]]) -> None:
     pool = PagePool(12, page_size=4)
     owners: dict[int, int] = {}
-    for verb, n in steps:
+    for verb, n, after in steps:
         if verb == "alloc":
-            pages = pool.alloc(n)
+            pages = pool.alloc(n, after)
             assert (pages is None) == (n > 12 - len(owners))
             for page in [] if pages is None else pages.tolist():
                 assert page not in owners

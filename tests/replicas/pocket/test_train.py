@@ -1,5 +1,6 @@
 """A minute of training: the loss falls, a run goes on from its checkpoint, and what is exported is what was trained."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from holdfast.replicas.pocket.export import export
 from holdfast.replicas.pocket.model import PocketShape
 from holdfast.replicas.pocket.tokenizer import load
-from holdfast.replicas.pocket.train import Run, TrainConfig, new_run, rate_at, train
+from holdfast.replicas.pocket.train import Run, TrainConfig, new_run, open_run, rate_at, train
 
 TINY = PocketShape(
     hidden_size=48,
@@ -61,6 +62,20 @@ def test_a_run_goes_on_where_it_stopped(trained: tuple[Path, Run], tmp_path: Pat
     first = train(replace(CONFIG, steps=12, decay=0), TINY, tmp_path, CPU)
     assert (first.pool, first.used, first.step) == (resumed.pool, first.step, 12)
     assert straight.step == 0
+
+
+def test_asked_to_stop_it_saves_first(trained: tuple[Path, Run], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((trained[0] / "tokenizer.json").read_bytes())
+    stop = threading.Event()
+    stop.set()
+    assert train(CONFIG, TINY, tmp_path, CPU, stop=stop).step == 1
+    assert open_run(CONFIG, None, tmp_path, CPU).step == 1
+
+
+def test_another_shape_than_the_checkpoints_is_refused(trained: tuple[Path, Run]) -> None:
+    with pytest.raises(ValueError, match="another shape"):
+        open_run(CONFIG, replace(TINY, num_hidden_layers=3), trained[0], CPU)
+    assert open_run(CONFIG, None, trained[0], CPU).model.shape == TINY
 
 
 def test_rate_rises_stays_and_falls() -> None:

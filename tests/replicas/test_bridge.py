@@ -18,7 +18,9 @@ CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0,
 
 
 class GatedRunner(FakeRunner):
-    """Steps only while the gate is open."""
+    """Steps only while the gate is open; closes it by itself after `closes_after` steps."""
+
+    closes_after = -1
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -27,7 +29,10 @@ class GatedRunner(FakeRunner):
 
     def run(self, plan):
         assert self.gate.wait(30)
-        return super().run(plan)
+        output = super().run(plan)
+        if len(self.plans) == self.closes_after:
+            self.gate.clear()
+        return output
 
 
 def make() -> tuple[Engine, GatedRunner]:
@@ -64,9 +69,9 @@ def test_leaving_early_aborts():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
+        runner.closes_after = 2  # or all would be done before the first event is read
         async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
             async for _ in stream:
-                runner.gate.clear()
                 break
         steps = engine.stats.steps
         runner.gate.set()

@@ -312,6 +312,7 @@ def test_any_traffic_ends_once_each_and_leaves_nothing_behind(
         step_tokens=step_tokens,
         admission_ceiling=0.9,
         completion_reserve=2,
+        queue_timeout_s=100_000.0,  # a step takes a second here, and none of these may be refused
         speculation=DraftConfig(enabled=speculation),
     )
     world.runner.fail = lambda plan: len(world.runner.plans) in failing

@@ -114,3 +114,15 @@ def test_speculation_changes_no_output(temperature):
     assert engine.stats.accepted > 0
     plain, _ = generate(engine_of("own", speculation=DraftConfig(enabled=False)), prompts, temperature)
     assert drafted == plain
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_a_prompt_is_answered_alike_whatever_else_is_in_the_batch(temperature):
+    prompts = [prompt for prompt, _ in reference()[:12]]
+    alone = [generate(engine_of("own"), [prompt], temperature)[0][0] for prompt in prompts]
+    orders = np.random.default_rng(1)
+    for _ in range(3):
+        order = orders.permutation(len(prompts)).tolist()
+        together, _ = generate(engine_of("own", step_tokens=64), [prompts[i] for i in order], temperature)
+        assert together == [alone[i] for i in order]
+    assert alone != [expected for _, expected in reference()[:12]]  # the noise was there

@@ -230,12 +230,17 @@ def strange_request(w: Writer) -> str:
     """What a user says that none of the tools can serve: something else altogether, or for a tool of another noun."""
     if w.rng.random() < 0.35:
         return chat_lines.off_topic(w.rng, w.lex)
-    stranger = draw_tool(w.rng, w.lex, w.lex.split is Split.TRAIN)
-    taken = {in_words(tool.name) for tool in w.tools}
+    return sentence(ask(stranger(w), w.rng, w.lex), w.rng)
+
+
+def stranger(w: Writer) -> Tool:
+    """A tool that is not among the writer's, on another noun than any of them."""
+    tool = draw_tool(w.rng, w.lex, w.lex.split is Split.TRAIN)
+    taken = {in_words(known.name) for known in w.tools}
     nouns = {word for name in taken for word in name.split(" ")[1:]}
-    while in_words(stranger.name) in taken or nouns & set(in_words(stranger.name).split(" ")[1:]):
-        stranger = random_tool(w.rng, w.lex)
-    return sentence(ask(stranger, w.rng, w.lex), w.rng)
+    while in_words(tool.name) in taken or nouns & set(in_words(tool.name).split(" ")[1:]):
+        tool = random_tool(w.rng, w.lex)
+    return tool
 
 
 def ask_back(w: Writer) -> None:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from holdfast.replicas.pocket import chat_lines
 from holdfast.replicas.pocket.conversations import (
     Conversation,
     Writer,
@@ -17,10 +18,10 @@ from holdfast.replicas.pocket.conversations import (
     draw_tools,
     parallel_requests,
     sequence,
-    strange_request,
+    stranger,
 )
 from holdfast.replicas.pocket.requests import Request, ask, sentence
-from holdfast.replicas.pocket.schemas import Tool, schema
+from holdfast.replicas.pocket.schemas import Tool, in_words, schema
 from holdfast.replicas.pocket.words import Lexicon
 
 NO_TOOL = "I have no tool for that."
@@ -43,21 +44,29 @@ def undescribed(tool: Tool) -> Tool:
     return replace(tool, parameters=tuple(replace(p, description="") for p in tool.parameters))
 
 
-def refuse(w: Writer) -> None:
-    """A request that no tool fits; the list of tools in the answer is left out."""
-    w.say("user", strange_request(w))
+def decide(w: Writer) -> None:
+    """A request for one of the tools or, as often, for none of them; learned up to the tool's name.
+
+    Both are said in the same ways, with arguments and without, so that only the tools tell them apart.
+    """
+    if w.rng.random() < 0.5:
+        tool = w.rng.choice(w.tools)
+        w.say("user", _said(w, tool))
+        _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
+        return
+    elsewhere = w.rng.random() < 0.15
+    w.say("user", chat_lines.off_topic(w.rng, w.lex) if elsewhere else _said(w, stranger(w)))
     _begin(w, NO_TOOL)
 
 
-def name(w: Writer) -> None:
-    """A request without arguments; only the name of the tool is learned."""
-    candidates = [tool for tool in w.tools if not any("{" in pattern for pattern in tool.requests)]
-    if not candidates:
-        call(w)
-        return
-    tool = w.rng.choice(candidates)
-    w.say("user", sentence(Request(w.rng.choice(tool.requests), tool, {}), w.rng))
-    _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
+def _said(w: Writer, tool: Tool) -> str:
+    """A request for ``tool``: its name in words, a sentence without arguments, or one with all that it needs."""
+    how = w.rng.random()
+    if how < 0.15:
+        return in_words(tool.name)
+    bare = [pattern for pattern in tool.requests if "{" not in pattern]
+    request = Request(w.rng.choice(bare), tool, {}) if bare and how < 0.4 else ask(tool, w.rng, w.lex)
+    return sentence(request, w.rng)
 
 
 def call(w: Writer) -> None:
@@ -77,10 +86,9 @@ def _begin(w: Writer, text: str) -> None:
 
 
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
-    (refuse, 0.18),
-    (name, 0.18),
+    (decide, 0.3),
     (call, 0.32),
-    (calls, 0.18),
-    (chain, 0.1),
+    (calls, 0.22),
+    (chain, 0.12),
     (sequence, 0.04),
 )

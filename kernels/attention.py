@@ -44,7 +44,9 @@ def paged_attention(
         raise ValueError(f"{heads} heads over {kv.shape[4]}, {tokens} tokens against {batch.cells.shape[0]} cells")
     if q.device.type == "cpu":
         return attend_cpu(q, k, v, kv, layer, batch, scale, window or 0, softcap or 0.0)
-    return paged_attention_reference(q, kv, layer, batch, scale, window, softcap)
+    from holdfast.kernels.attention_gpu import attend_gpu  # Triton comes with torch for a GPU and not for a CPU
+
+    return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
 
 
 def paged_attention_reference(

@@ -86,9 +86,9 @@ def _begin(w: Writer, text: str) -> None:
 
 
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
-    (decide, 0.3),
-    (call, 0.32),
-    (calls, 0.22),
+    (decide, 0.2),
+    (call, 0.36),
+    (calls, 0.28),
     (chain, 0.12),
     (sequence, 0.04),
 )

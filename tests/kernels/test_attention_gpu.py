@@ -1,0 +1,80 @@
+"""The GPU's attention against the reference over random mixes of chunks, in the interpreter where there is no GPU."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from paged_world import PagedWorld, relative_error
+
+from holdfast.kernels import attention_work
+from holdfast.kernels.attention_gpu import attend_gpu, launch_items, make_plan
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    """Parts and prefixes so short that small sequences have several."""
+    monkeypatch.setattr(attention_work, "SPLIT", 32)
+    monkeypatch.setattr(attention_work, "WIDE_SPLIT", 64)
+    monkeypatch.setattr(attention_work, "SHARED", 32)
+
+
+# Shrinking would take minutes in the interpreter.
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(
+    spans=st.lists(span, min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 16]),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3, 4, 7]),
+    dim=st.sampled_from([16, 24, 64]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+    scattered=st.sampled_from([0, 0.1, 1]),
+    heads_first=st.booleans(),
+    common=st.sampled_from([0, 48, 100]),
+    window=st.sampled_from([0, 0, 1, 7, 40]),
+    softcap=st.sampled_from([0.0, 0.0, 2.0]),
+)
+def test_any_mix_of_chunks_is_the_reference(window, softcap, **shape):
+    world = PagedWorld(**shape)
+    got = attend_gpu(world.q, world.kv, 1, world.batch, 0.3, window, softcap)
+    exact = world.reference(window or None, softcap or None)
+    assert relative_error(got, exact) < TOLERANCE[shape["dtype"]]
+
+
+def test_a_prefix_in_common_is_read_once_and_changes_nothing():
+    spans = [(130, 1), (140, 3), (97, 1), (20, 1), (70, 33)]
+    world = PagedWorld(spans, 16, 1, 4, 16, torch.float32, 4, 1, common=96)
+    plans = [make_plan(world.q, world.batch, 1, 0, cascade) for cascade in (True, False)]
+    outputs = []
+    for plan in plans:
+        out = torch.full_like(world.q, torch.nan)
+        launch_items(world.q, world.kv, 1, world.batch, plan, out, 0.3, 0, 0.0)
+        outputs.append(out)
+    assert relative_error(outputs[0], world.reference()) < 1e-5
+    assert relative_error(outputs[1], world.reference()) < 1e-5
+    read = [sum(int((items[:, 4] - items[:, 3]).sum()) for items in (plan.narrow, plan.wide)) for plan in plans]
+    assert read[1] - read[0] == 96 * 2  # three chunks have it in common, and a long one keeps to itself
+
+
+def test_the_same_step_twice_has_the_same_bits():
+    world = PagedWorld([(120, 1), (70, 5), (40, 50)], 16, 2, 3, 32, torch.bfloat16, 1, 1)
+    first, second = (attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_sequence_is_cut_alike_whatever_else_is_in_the_batch():
+    alone = PagedWorld([(130, 1)], 16, 2, 4, 32, torch.float32, 0)
+    crowd = PagedWorld([(130, 1), (60, 1), (10, 30)], 16, 2, 4, 32, torch.float32, 0)
+    crowd.kv[:, :, :9] = alone.kv[:, :, :9]
+    crowd.q[0] = alone.q[0]
+    outputs = [attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0)[0] for world in (alone, crowd)]
+    assert torch.equal(*outputs)
+
+
+def test_tensors_that_cannot_be_read_in_place_are_refused():
+    world = PagedWorld([(3, 4)], 4, 2, 3, 16, torch.float32, 0)
+    with pytest.raises(ValueError, match="cannot be read in place"):
+        attend_gpu(world.q.transpose(0, 2).contiguous().transpose(0, 2), world.kv, 1, world.batch, 1.0, 0, 0.0)

@@ -1,0 +1,77 @@
+"""The GPU's kernels around attention against float64: rotary embedding with the store, norms, SiLU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_world import relative_error
+
+from holdfast.kernels.mlp import silu_and_mul, silu_and_mul_reference
+from holdfast.kernels.norm import add_norm, add_norm_reference
+from holdfast.kernels.rope_gpu import rotate_and_store, rotate_and_store_reference
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def tolerance(dtype):
+    return 1e-5 if dtype == torch.float32 else 1e-2
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tokens=st.integers(0, 9),
+    heads=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    dim=st.sampled_from([8, 24, 64]),
+    normed=st.booleans(),
+    dtype=DTYPES,
+    seed=st.integers(0, 99),
+)
+def test_queries_turn_and_keys_and_values_reach_their_cells_and_no_others(tokens, heads, dim, normed, dtype, seed):
+    torch.manual_seed(seed)
+    queries, kv_heads = heads
+    qkv = torch.randn(tokens, queries + 2 * kv_heads, dim).to(dtype)
+    cos, sin = torch.randn(2, 40, dim // 2).unbind(0)
+    positions, cells = torch.randint(0, 40, (tokens,)), torch.randperm(24)[:tokens]
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
+    kv = torch.randn(2, 2, 3, 8, kv_heads, dim).to(dtype)
+    before, exact = kv.clone(), kv.clone()
+    expected = rotate_and_store_reference(qkv, queries, cos, sin, positions, exact, 1, cells, norms, 1e-6)
+    got = rotate_and_store(qkv.clone(), queries, cos, sin, positions, kv, 1, cells, norms, 1e-6)
+    assert relative_error(got, expected) < tolerance(dtype)
+    assert relative_error(kv, exact) < tolerance(dtype)
+    others = torch.ones(24, dtype=torch.bool).index_fill(0, cells, False)
+    assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
+    assert torch.equal(kv[0], before[0])
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(0, 5), width=st.sampled_from([1, 8, 100, 1000]), add=st.booleans(), dtype=DTYPES)
+def test_norm_of_a_sum(rows, width, add, dtype):
+    torch.manual_seed(width)
+    x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
+    residual = torch.randn(rows, width).to(dtype) if add else None
+    sums = residual.clone() if add else None
+    exact = add_norm_reference(x, sums, weight, 1e-6)
+    assert relative_error(add_norm(x, residual, weight, 1e-6), exact) < tolerance(dtype)
+    if add:
+        assert relative_error(residual, sums) < tolerance(dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(0, 4), inner=st.sampled_from([1, 7, 1500]), dtype=DTYPES)
+def test_silu_and_mul(rows, inner, dtype):
+    fused = 4 * torch.randn(rows, 2 * inner).to(dtype)
+    assert relative_error(silu_and_mul(fused), silu_and_mul_reference(fused)) < tolerance(dtype)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    kv = torch.zeros(1, 2, 3, 8, 2, 16)
+    table, index = torch.zeros(4, 8), torch.zeros(5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="does not fit the store"):
+        rotate_and_store(torch.zeros(5, 7, 16), 4, table, table, index, kv, 0, index)
+    with pytest.raises(ValueError, match="5 tokens, but 4 cells"):
+        rotate_and_store(torch.zeros(5, 8, 16), 4, table, table, index, kv, 0, index[:4])
+    with pytest.raises(ValueError, match="differ"):
+        add_norm(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match="no two halves"):
+        silu_and_mul(torch.zeros(2, 5))

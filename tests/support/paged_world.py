@@ -1,0 +1,68 @@
+"""A paged store with some sequences in it, and the queries of their last tokens: what attention is tested on."""
+
+import numpy as np
+import torch
+
+from holdfast.kernels.attention import paged_attention, paged_attention_reference
+from holdfast.kernels.kv import store_kv
+from holdfast.kernels.paging import PagedBatch, page_runs
+
+LAYERS = 2
+POISON = torch.nan  # in every cell that no sequence has written; in scores or outputs it would show
+
+
+class PagedWorld:
+    """Sequences as `(start, length)`: what is cached, and the tokens of the step. Works on layer 1.
+
+    `scattered`: 0 keeps a sequence's pages together, 1 puts every page elsewhere. `common`: so many leading cells are
+    the same pages in every sequence that has them.
+    """
+
+    def __init__(self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=False, common=0):
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        used = [-(-(start + length) // page_size) for start, length in spans]
+        pages = sum(used) + 3
+        order = np.arange(pages)
+        if scattered:
+            blocks = np.array_split(order, max(1, int(pages * scattered)))
+            order = np.concatenate([blocks[i] for i in rng.permutation(len(blocks))])
+        table = np.full((len(spans), max(used)), pages - 1, dtype=np.int32)
+        written, cells = np.zeros((pages, page_size), dtype=bool), []
+        for row, (count, (start, length)) in enumerate(zip(used, spans, strict=True)):
+            table[row, :count] = order[sum(used[:row]) :][:count]
+            shared = min(common, start) // page_size
+            table[row, :shared] = order[:shared]
+            positions = np.arange(start + length)
+            written[table[row, positions // page_size], positions % page_size] = True
+            new = positions[start:]
+            cells.append(table[row, new // page_size].astype(np.int64) * page_size + new % page_size)
+        if heads_first:
+            self.kv = torch.randn(LAYERS, 2, kv_heads, pages, page_size, dim).permute(0, 1, 3, 4, 2, 5).to(dtype)
+        else:
+            self.kv = torch.randn(LAYERS, 2, pages, page_size, kv_heads, dim).to(dtype)
+        self.kv[:, :, torch.from_numpy(~written)] = POISON
+        total = sum(length for _, length in spans)
+        self.q = torch.randn(total, kv_heads * group, dim).to(dtype)
+        self.k, self.v = torch.randn(2, total, kv_heads, dim).to(dtype)
+        self.batch = PagedBatch(
+            page_size=page_size,
+            page_table=torch.from_numpy(table),
+            rows=range(len(spans)),
+            starts=[start for start, _ in spans],
+            lengths=[length for _, length in spans],
+            cells=torch.from_numpy(np.concatenate(cells)),
+            runs=[page_runs(table[row, :count]) for row, count in enumerate(used)],
+        )
+        store_kv(self.kv, 1, self.k, self.v, self.batch.cells)
+
+    def attend(self, window=None, softcap=None):
+        return paged_attention(self.q, self.k, self.v, self.kv, 1, self.batch, 0.3, window, softcap)
+
+    def reference(self, window=None, softcap=None, dtype=torch.float64):
+        return paged_attention_reference(self.q, self.kv, 1, self.batch, 0.3, window, softcap, dtype)
+
+
+def relative_error(got, exact):
+    """Of the whole tensor, by norm."""
+    return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))

@@ -1,8 +1,9 @@
-"""`holdfast bench compare`: servers side by side in one run. Puts runner, summary, table and file together."""
+"""`holdfast bench compare`: servers side by side in one run. Puts plan, runner, summary, table and files together."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -12,115 +13,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
+from typing import Any
 
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.lag import LoopLag
-from holdfast.loadgen.runner import Runner, Server, reported
+from holdfast.loadgen.lag import LoopLag, uncollected
+from holdfast.loadgen.options import Options
+from holdfast.loadgen.plan import Part, plan, told_of
+from holdfast.loadgen.progress import bar
+from holdfast.loadgen.report.ablation import read_ablation
+from holdfast.loadgen.report.page import check_plotting, write_report
+from holdfast.loadgen.runner import Runner, Server
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import print_report
 from holdfast.loadgen.traces import formats
 from holdfast.loadgen.traces.formats import Format
 from holdfast.loadgen.traces.recording import recorded
-from holdfast.loadgen.workloads.catalog import WORKLOADS, describe, drawings
-from holdfast.loadgen.workloads.drawing import Draw, warm_up
-from holdfast.loadgen.workloads.script import Round, Sizes
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
 FORMAT = 1  # of the file; raised when a reader would have to change
-WARM_UP = "warm-up"
 INTERRUPTED = 130
-NOVEL = ("agents", "bugfix", "webapp", "burst", "concurrency")
-"""Where nothing is asked twice: what a comparison runs unless told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a comparison is asked for. Raises ConfigError."""
-
-    servers: tuple[tuple[str, str], ...]  # name and address
-    workloads: tuple[str, ...] = NOVEL
-    repetitions: int = 3
-    seed: int = 0
-    sizes: Sizes = field(default_factory=Sizes)
-    forced: bool = False
-    model: str = ""  # empty: the first that each server names
-    max_tokens: int = 128
-    timeout_s: float = 300.0
-    warm_up: int = 1  # programs of six turns
-    api_key: str = field(default="", repr=False)
-    json_file: Path | None = None
-    record: Path | None = None  # the trace of the run goes there
-    tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of `tenants`: name and API key
-    trace: str = ""  # what is replayed in place of workloads, and how
-
-    def __post_init__(self) -> None:
-        if not self.servers:
-            raise ConfigError("a comparison needs at least one --server NAME=URL", "server")
-        if len(dict(self.servers)) < len(self.servers):
-            raise ConfigError("two servers have the same name", "server")
-        for name in self.workloads:
-            if name not in WORKLOADS:
-                near = get_close_matches(name, WORKLOADS, 1) or WORKLOADS
-                raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(near)}", "workload")
-        if self.record is not None and len(self.servers) > 1:
-            raise ConfigError("a trace is of one server: --record goes with one --server", "record")
-        if self.repetitions < 1:
-            raise ConfigError("there must be at least one repetition", "repetitions")
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One repetition of one workload, drawn."""
-
-    workload: str
-    repetition: int
-    drawn: Round
-
-    @property
-    def requests(self) -> int:
-        """What one server is sent."""
-        return sum(len(lane) for wave in (*self.drawn.fill, *self.drawn.waves) for lane in wave)
-
-    @property
-    def told(self) -> dict[str, str]:
-        """What was drawn, in a line, under every name that the rows have for it; nothing where none is measured."""
-        names = dict.fromkeys(reported(self.workload, script.tenant) for script in self.drawn.scripts)
-        return dict.fromkeys(names, describe(self.drawn)) if self.drawn.waves else {}
-
-    async def send(self, runner: Runner) -> None:
-        """Send it to every server of ``runner``."""
-        await runner.run(self.workload, self.repetition, self.drawn)
-
-
-class Part(Protocol):
-    """One repetition of something that is sent to every server."""
-
-    @property
-    def workload(self) -> str: ...
-    @property
-    def repetition(self) -> int: ...
-    @property
-    def requests(self) -> int: ...
-    @property
-    def told(self) -> dict[str, str]: ...
-    async def send(self, runner: Runner) -> None: ...
 
 
 @dataclass(slots=True)
@@ -144,38 +57,17 @@ class _About:
         }
 
 
-def parse_server(text: str) -> tuple[str, str]:
-    """Name and address from ``NAME=URL``; the address with or without ``/v1``. Raises ConfigError."""
-    name, found, url = text.partition("=")
-    if not found or not name or not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{text!r} is not NAME=URL, as in holdfast=http://127.0.0.1:8000", "server")
-    return name, url.rstrip("/").removesuffix("/v1")
-
-
-def parse_tenant_key(text: str) -> tuple[str, str]:
-    """Name and key from ``NAME=FILE``. Raises ConfigError."""
-    name, _, path = text.partition("=")
-    if not name or not path:
-        raise ConfigError(f"{text!r} is not NAME=FILE, as in noisy=keys/noisy", "tenant-key-file")
-    return name, read_key(Path(path))
-
-
-def read_key(path: Path) -> str:
-    """The API key in a file. Raises ConfigError."""
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", "api-key-file") from error
-
-
 def main(options: Options, more: Sequence[Part] = ()) -> int:
     """Compare, print, write; the exit status. Ctrl-C ends the measuring, not the report.
 
     ``more`` is sent after the workloads. A trace is written of the workloads only.
     """
-    for path, field_name in ((options.json_file, "json"), (options.record, "record")):
+    for name, path in (("json", options.json_file), ("html", options.html_file), ("record", options.record)):
         if path is not None:
-            _check_writable(path, field_name)
+            _check_writable(path, name)
+    if options.html_file is not None:
+        check_plotting()
+    ablation = read_ablation(options.ablation) if options.ablation else []
     planned: list[Part] = [*plan(options), *more]
     runner, about, status = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About(), 0
     runner.record = options.record is not None
@@ -184,24 +76,16 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
     except KeyboardInterrupt:
         status = INTERRUPTED
     summaries = summarize(runner.rows, options.seed)
-    drawn = {name: told for part in planned for name, told in part.told.items()}
+    drawn = told_of(planned)
     if options.record is not None:
         formats.write(recorded(runner.observed), options.record, Format.MOONCAKE)
+    content = _content(options, about, drawn, runner, summaries, complete=status == 0) | {"ablation": ablation}
     if options.json_file:
-        content = _content(options, about, drawn, runner, summaries, complete=status == 0)
         options.json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print_report(summaries, drawn, notes(options, summaries, about.overhead, complete=status == 0))
+    if options.html_file and runner.rows:
+        write_report(content, options.html_file)
     return status
-
-
-def plan(options: Options) -> list[Planned]:
-    """Every repetition, drawn, the warm-up first: the same for the same options."""
-    warm = [Planned(WARM_UP, number, warm_up(options.seed, number)) for number in range(options.warm_up)]
-    return warm + [
-        Planned(name, repetition, drawing(Draw(options.seed, name, repetition), options.sizes))
-        for name, drawing in drawings(options.workloads)
-        for repetition in range(options.repetitions)
-    ]
 
 
 def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, float], complete: bool) -> list[str]:
@@ -242,18 +126,19 @@ async def _measure(options: Options, planned: Sequence[Part], runner: Runner, ab
             servers.append(Server(name, client, options.model or await _model(client, name)))
             about.servers.append({"name": name, "url": url, "model": servers[-1].model, **await _version(client)})
         runner.servers = servers
-        await stack.enter_async_context(about.lag.watching())
-        with _progress() as progress, _counting(about):
-            task = progress.add_task("", total=len(servers) * sum(part.requests for part in planned))
+        total = len(servers) * sum(part.requests for part in planned)
+        with uncollected(), bar("", total) as shown, _counting(about):
 
             def sent() -> None:
                 about.requests += 1
-                progress.advance(task)
+                shown.advance()
 
             runner.sent = sent
             for part in planned:
-                progress.update(task, description=f"{part.workload} {part.repetition + 1}/{options.repetitions}")
-                await part.send(runner)
+                shown.about(part.about)
+                gc.collect()
+                async with about.lag.watching():
+                    await part.send(runner)
 
 
 @contextmanager
@@ -263,20 +148,6 @@ def _counting(about: _About) -> Iterator[None]:
         yield
     finally:
         about.busy_s, about.wall_s = time.process_time() - busy, time.perf_counter() - wall
-
-
-class _Rate(ProgressColumn):
-    """Requests per second, of late."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.2f}/s")
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate())
-    # Drawing the bar costs processor time beside the servers: twice a second will do.
-    console = Console(stderr=True)
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, refresh_per_second=2)
 
 
 async def _model(client: ChatClient, name: str) -> str:
@@ -310,18 +181,12 @@ def _content(
     summaries: Sequence[Summary],
     complete: bool,
 ) -> dict[str, Any]:
-    asked = asdict(options) | {
-        "api_key": bool(options.api_key),
-        "json_file": str(options.json_file),
-        "record": None if options.record is None else str(options.record),
-        "tenant_keys": [name for name, _ in options.tenant_keys],
-    }
     return {
         "format": FORMAT,
         "complete": complete,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "options": asked,
+        "options": options.told,
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
         "servers": about.servers,
         "workloads": drawn,

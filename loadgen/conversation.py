@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from holdfast.loadgen.workloads import tools
 from holdfast.loadgen.workloads.script import Call, Json, Script, Step
 from holdfast.loadgen.workloads.words import filler
@@ -152,8 +154,8 @@ def assistant(said: Said) -> Json:
 def digest(messages: Sequence[Json], tools: Sequence[Json]) -> str:
     """Of a request without the ids of calls: equal where two servers are asked the same."""
     plain = [_without_ids(message) for message in messages]
-    told = json.dumps([plain, tools], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    told = orjson.dumps([plain, tools], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(told).hexdigest()[:16]
 
 
 def _without_ids(message: Json) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from holdfast.loadgen.progress import bar
 from holdfast.loadgen.traces import logs
 from holdfast.loadgen.traces.history import prompts
 from holdfast.loadgen.traces.model import Program
@@ -117,7 +118,8 @@ def main(
     encoder = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(conversations, cut)
     tokens = [encoded(conversation, encoder) for conversation in conversations]
     skeletons = skeletons_of(declared, encoder)
-    reports = [replay(tokens, skeletons, config, name) for name, config in SWITCHES]
+    with bar("conversations", len(SWITCHES) * len(tokens)) as shown:
+        reports = [replay(tokens, skeletons, config, name, shown.advance) for name, config in SWITCHES]
     turns = [turn for conversation in tokens for turn in conversation.turns]
     about = {
         "trace": trace.name,
@@ -134,9 +136,13 @@ def main(
 
 
 def replay(
-    conversations: Iterable[Tokens], skeletons: SkeletonSet | None, config: DraftConfig, name: str = ""
+    conversations: Iterable[Tokens],
+    skeletons: SkeletonSet | None,
+    config: DraftConfig,
+    name: str = "",
+    done: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Draft through all turns of `conversations` with one drafter."""
+    """Draft through all turns of `conversations` with one drafter; `done` is called after each conversation."""
     drafter = Drafter(config)
     every, calling, watch = _Count(), _Count(), _Stopwatch()
     memory = turns = 0
@@ -147,6 +153,7 @@ def replay(
             if turn.calls:
                 calling.add(count)
             memory, turns = max(memory, drafter.memory_bytes), turns + 1
+        done()
     return Report(
         drafters=name,
         tokens_per_forward=round(every.tokens_per_forward, 3),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen.client import Client
+from holdfast.loadgen.progress import bar
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import Sampling
@@ -94,24 +95,36 @@ async def _measure(model: str, client: Client, requests: int) -> Samples:
     service = Service.load(EngineConfig(model=model, threads=1, kv_memory=0.1, speculation=DraftConfig(enabled=False)))
     served_name = client.get("/v1/models")["data"][0]["id"]
     samples, warm = Samples(), Samples()
+    streams = max(5, requests // 10)
     try:
-        for i in range(-WARM, requests):
-            kept = samples if i >= 0 else warm
-            kept.bare.append(await _timed_async(service, i, 1))
-            kept.served.append(_timed(lambda i=i: client.post(PATH, _body(served_name, i, 1), UNCACHED)))  # type: ignore[misc]
-            kept.hit.append(_timed(lambda: client.post(PATH, _body(served_name, -WARM, 1), {})))
-        for i in range(-2, max(5, requests // 10)):
-            kept = samples if i >= 0 else warm
-            for tokens, bare, streamed in (
-                (1, kept.bare_short, kept.served_short),
-                (STREAMED, kept.bare_stream, kept.served_stream),
-            ):
-                bare.append(await _timed_async(service, i, tokens))
-                body = {**_body(served_name, i, tokens), "stream": True}
-                streamed.append(_timed(lambda body=body: client.events(PATH, body, UNCACHED)))  # type: ignore[misc]
+        with bar("rounds", WARM + requests + 2 + streams) as shown:
+            for i in range(-WARM, requests):
+                await _single(samples if i >= 0 else warm, service, client, served_name, i)
+                shown.advance()
+            for i in range(-2, streams):
+                await _streams(samples if i >= 0 else warm, service, client, served_name, i)
+                shown.advance()
     finally:
         await service.close()
     return samples
+
+
+async def _single(kept: Samples, service: Service, client: Client, model: str, i: int) -> None:
+    """One token from each, and what the response cache answers."""
+    kept.bare.append(await _timed_async(service, i, 1))
+    kept.served.append(_timed(lambda: client.post(PATH, _body(model, i, 1), UNCACHED)))
+    kept.hit.append(_timed(lambda: client.post(PATH, _body(model, -WARM, 1), {})))
+
+
+async def _streams(kept: Samples, service: Service, client: Client, model: str, i: int) -> None:
+    """A short and a long stream from each."""
+    for tokens, bare, streamed in (
+        (1, kept.bare_short, kept.served_short),
+        (STREAMED, kept.bare_stream, kept.served_stream),
+    ):
+        bare.append(await _timed_async(service, i, tokens))
+        body = {**_body(model, i, tokens), "stream": True}
+        streamed.append(_timed(lambda body=body: client.events(PATH, body, UNCACHED)))  # type: ignore[misc]
 
 
 def _timed(call: Callable[[], Any]) -> float:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ class Peer:
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""  # what the command's Python has to have, where the command is Python
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -64,7 +66,28 @@ def transformers(wanted: Wanted) -> Peer:
     return Peer((_program("transformers", wanted.venv), "serve", wanted.model, *options), {"HF_HUB_OFFLINE": "1"})
 
 
-PEERS = {"vllm": vllm, "transformers": transformers}
+def llama_cpp(wanted: Wanted) -> Peer:
+    """llama.cpp by its Python server, of a GGUF file: with a cache of prompts, on all cores, prompt lookup for drafts.
+
+    It answers one request at a time, and by default leaves the one it is at when another comes: that is off. It streams
+    calls as text and tells no token counts. Raises ConfigError for what is no GGUF file.
+    """
+    if not wanted.model.endswith(".gguf"):
+        hint = "python -m holdfast.replicas.pocket.gguf_file MODEL --out FILE.gguf"
+        raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
+    options = ["--model", wanted.model, "--model_alias", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
+    options += ["--n_ctx", str(wanted.context), "--n_threads", "-1", "--n_threads_batch", "-1", "--flash_attn", "true"]
+    options += ["--cache", "true", "--interrupt_requests", "false", "--verbose", "false"]
+    if wanted.gpu:
+        options += ["--n_gpu_layers", "-1"]
+    if wanted.ngram:
+        # As many tokens as its own documentation says for each.
+        drafts = "10" if wanted.gpu else "2"
+        options += ["--draft_model", "prompt-lookup-decoding", "--draft_model_num_pred_tokens", drafts]
+    return Peer((_program("python", wanted.venv), "-m", "llama_cpp.server", *options), module="llama_cpp")
+
+
+PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
 
 
 def main(name: str, wanted: Wanted, start: bool) -> int:
@@ -72,12 +95,20 @@ def main(name: str, wanted: Wanted, start: bool) -> int:
     if name not in PEERS:
         raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}", "peer")
     peer = PEERS[name](wanted)
-    if start and not shutil.which(peer.command[0]):
-        raise ConfigError(f"cannot start {peer.command[0]}: is it installed there?", "venv")
+    if start and not _installed(peer):
+        raise ConfigError(f"cannot start {peer.module or peer.command[0]}: is it installed there?", "venv")
     if start:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))
     return 0
+
+
+def _installed(peer: Peer) -> bool:
+    program = shutil.which(peer.command[0])
+    if program is None or not peer.module:
+        return program is not None
+    asking = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.module!r}) is None)"
+    return subprocess.run([program, "-c", asking], check=False).returncode == 0
 
 
 def _program(name: str, venv: Path | None) -> str:

@@ -5,15 +5,16 @@ What each request holds and when it is due is `traces.replay`'s; here it is sent
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from holdfast.loadgen.chat import streamed
 from holdfast.loadgen.conversation import Said, WrittenCall, assistant, digest
-from holdfast.loadgen.runner import LEAD_S, About, Runner, Sent, sleep_until
+from holdfast.loadgen.runner import About, Runner, Sent
+from holdfast.loadgen.schedule import LEAD_S, sleep_until, start_each
 from holdfast.loadgen.traces.formats import Format, named, read
 from holdfast.loadgen.traces.lengths import Wording, worded
 from holdfast.loadgen.traces.model import Json, Program, from_zero
@@ -76,8 +77,9 @@ class Replay:
             first(worded(program, self.wording), self.manner)
 
     @property
-    def workload(self) -> str:
-        return WORKLOAD
+    def about(self) -> str:
+        """What is being sent, for the one who waits."""
+        return f"{WORKLOAD} {self.repetition + 1}"
 
     @property
     def requests(self) -> int:
@@ -97,10 +99,10 @@ class Replay:
             server = servers[(self.repetition + place) % len(servers)]
             about = About(WORKLOAD, self.repetition, 0, True, server)
             began = time.perf_counter()
-            await asyncio.gather(*(self._program(runner, about, program, began) for program in self.programs))
+            starts = [began + (program.arrival_ms or 0.0) / 1e3 / self.manner.speed for program in self.programs]
+            await start_each(starts, [partial(self._program, runner, about, each, began) for each in self.programs])
 
     async def _program(self, runner: Runner, about: About, program: Program, began: float) -> None:
-        await sleep_until(began + (program.arrival_ms or 0.0) / 1e3 / self.manner.speed, LEAD_S)
         ask: Ask | None = first(worded(program, self.wording), self.manner)
         ended_ms = 0.0
         while ask is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from holdfast.loadgen.workloads.script import Load
 from holdfast.replicas.errors import ConfigError
 
 Key = tuple[str, int, str, int]
@@ -37,9 +38,11 @@ class Row:
     detail: str = ""
     cache: str = ""  # what the server says of its response cache
     due: float | None = None  # when a schedule wanted it sent; None: when the answer before had come
-    queue: float | None = None  # seconds, as the server tells: from its engine's arrival to first scheduled
+    queue: float | None = None  # seconds, as the server tells: from when its engine was sent it to first scheduled
     prefill: float | None = None  # from there to the first token
     decode: float | None = None  # from there to the last
+    swept: str = ""  # in a sweep of loads: the workload without its load
+    load: Load | None = None
 
     @property
     def key(self) -> Key:
@@ -80,6 +83,11 @@ def from_json(objects: list[dict[str, Any]]) -> list[Row]:
     """Rows from what `to_json` made. Raises ConfigError."""
     names = {field.name for field in fields(Row)}
     try:
-        return [Row(**{name: value for name, value in entry.items() if name in names}) for entry in objects]
+        return [_row({name: value for name, value in entry.items() if name in names}) for entry in objects]
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"not rows of a comparison: {error}", "rows") from error
+
+
+def _row(entry: dict[str, Any]) -> Row:
+    load = entry.get("load")
+    return Row(**{**entry, "load": None if load is None else Load(**load)})

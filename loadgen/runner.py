@@ -6,21 +6,19 @@ begins changes from wave to wave.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from holdfast.loadgen.chat import ChatClient, Exchange, streamed
 from holdfast.loadgen.conversation import Conversation, fits
 from holdfast.loadgen.observing import observed
 from holdfast.loadgen.rows import Row
+from holdfast.loadgen.schedule import LEAD_S, sleep_until, start_each
 from holdfast.loadgen.traces.recording import Observed
-from holdfast.loadgen.workloads.script import Json, Lane, Round, Script, Wave
-
-LEAD_S = 0.02
-"""How long before its moment a request is made ready, so that making it is not taken for the server's time."""
+from holdfast.loadgen.workloads.script import Json, Lane, Load, Round, Script, Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +44,25 @@ class Runner:
     observed: list[Observed] = field(default_factory=list)  # with ``record``
     sent: Callable[[], None] = lambda: None  # called after every request
 
-    async def run(self, workload: str, repetition: int, drawn: Round) -> None:
+    async def run(self, workload: str, repetition: int, drawn: Round, load: Load | None = None) -> None:
         """Send one repetition to every server."""
-        if drawn.fill:
-            await self._pass(workload, repetition, drawn, drawn.fill, measured=False)
-        await self._pass(workload, repetition, drawn, drawn.waves, measured=True)
+        for waves, measured in ((drawn.fill, False), (drawn.waves, True)):
+            if waves:
+                await self._pass(_Pass(workload, repetition, load, measured), drawn, waves)
 
-    async def _pass(self, workload: str, repetition: int, drawn: Round, waves: Sequence[Wave], measured: bool) -> None:
+    async def _pass(self, told: _Pass, drawn: Round, waves: Sequence[Wave]) -> None:
         forced = self.forced or drawn.forced
         talks = {server.name: [Conversation(script, forced) for script in drawn.scripts] for server in self.servers}
         for number, wave in enumerate(waves):
             for place in range(len(self.servers)):
-                server = self.servers[(number + repetition + place) % len(self.servers)]
-                about = About(workload, repetition, number, measured, server)
+                server = self.servers[(number + told.repetition + place) % len(self.servers)]
+                about = About(told.workload, told.repetition, number, told.measured, server, told.load)
                 began = time.perf_counter()
                 due: list[float | None] = [began + seconds for seconds in drawn.due]
                 due = due or [None] * len(wave)
                 lanes = zip(wave, due, strict=True)
-                await asyncio.gather(*(self._lane(about, lane, drawn, talks[server.name], at) for lane, at in lanes))
+                begin = [partial(self._lane, about, lane, drawn, talks[server.name], at) for lane, at in lanes]
+                await start_each(due, begin)
 
     async def _lane(
         self, about: About, lane: Lane, drawn: Round, talks: Sequence[Conversation], due: float | None
@@ -80,7 +79,7 @@ class Runner:
             if about.measured:
                 self.keep(about, sent, exchange, as_scripted)
                 if self.record:
-                    name = f"{about.workload}/{about.repetition}/{script.name}"
+                    name = f"{reported(about.workload, load=about.load)}/{about.repetition}/{script.name}"
                     self.observed.append(observed(name, turn.index, body, exchange, self.began, script.tenant))
             seconds = script.pause(turn.index).seconds
             due = exchange.ended + seconds if seconds else None
@@ -99,7 +98,7 @@ class Runner:
         answer, said = exchange.answer, exchange.answer.said
         row = Row(
             server=about.server.name,
-            workload=reported(about.workload, sent.tenant),
+            workload=reported(about.workload, sent.tenant, about.load),
             repetition=about.repetition,
             wave=about.wave,
             program=sent.program,
@@ -124,6 +123,8 @@ class Runner:
             prefill=answer.timing.prefill,
             decode=answer.timing.decode,
             due=None if sent.due is None else self._since(sent.due),
+            swept=reported(about.workload, sent.tenant) if about.load else "",
+            load=about.load,
         )
         self.rows.append(row)
 
@@ -131,16 +132,20 @@ class Runner:
         return round(moment - self.began, 6)
 
 
-async def sleep_until(due: float | None, lead: float = 0.0) -> None:
-    """Return ``lead`` seconds before ``due``, a moment of `time.perf_counter`; at once if that is past, or None."""
-    if due is not None and (left := due - lead - time.perf_counter()) > 0:
-        await asyncio.sleep(left)
-
-
-def reported(workload: str, tenant: str) -> str:
+def reported(workload: str, tenant: str = "", load: Load | None = None) -> str:
     """The name under which a program's figures are reported."""
     kind = tenant.partition("-")[0]
-    return f"{workload} {kind}" if kind else workload
+    return " ".join(part for part in (workload, kind, f"{load.told}" if load else "") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the rows of all servers have in common."""
+
+    workload: str
+    repetition: int
+    load: Load | None
+    measured: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,7 @@ class About:
     wave: int
     measured: bool
     server: Server
+    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _NAMES = ("queue", "prefill", "decode")
 class ServerTiming:
     """Seconds of each stage; None: the server does not say, or not as we read it."""
 
-    queue: float | None = None  # from its arrival at the engine until it was first scheduled
+    queue: float | None = None  # from when it was sent to the engine until it was first scheduled
     prefill: float | None = None  # from there to the first token
     decode: float | None = None  # from there to the last
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from holdfast.loadgen.conversation import Said, WrittenCall
 from holdfast.loadgen.server_timing import ServerTiming, from_object
 
@@ -71,7 +73,7 @@ class Gathered:
             self.done = True
             return False
         try:
-            chunk = json.loads(data)
+            chunk = orjson.loads(data)
             if chunk.get("error"):
                 raise ReportedError(json.dumps(chunk["error"])[:300])
             self._usage(chunk.get("usage"))

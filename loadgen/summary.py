@@ -140,11 +140,12 @@ def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
 
 
 def _speeds(rows: Sequence[Row], requests: int) -> dict[int, float]:
-    """Output tokens per second of each whole repetition."""
+    """Output tokens per second of each whole repetition; of none where the server counts no tokens."""
     tokens: Counter[int] = Counter()
     for row in rows:
         tokens[row.repetition] += row.output_tokens
-    return {repetition: tokens[repetition] / wall for repetition, wall in walls(rows, requests).items() if wall > 0}
+    lengths = walls(rows, requests).items()
+    return {repetition: tokens[repetition] / wall for repetition, wall in lengths if wall > 0 and tokens[repetition]}
 
 
 def _cached(rows: Sequence[Row]) -> float | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -44,46 +45,47 @@ PROGRAM_HEADS = (
 
 
 def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
-    """Two tables for each workload, of requests and of programs where these have several turns; then the notes."""
+    """The tables of each workload, then the notes."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     for workload in dict.fromkeys(summary.workload for summary in summaries):
         mine = [summary for summary in summaries if summary.workload == workload]
-        console.print(table(mine, drawn.get(workload, "")))
-        if has_programs(mine):
-            console.print(program_table(mine))
+        titles = (f"{workload}: {drawn.get(workload, '')}", f"{workload}: whole programs")
+        for title, layout in zip(titles, layouts(mine), strict=False):
+            shown = table(title, layout, mine)
+            if workload == "repeats":
+                shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
+            console.print(shown)
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
 
-def table(summaries: Sequence[Summary], drawn: str) -> Table:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a table: of a server's figures, and of their ratios to the first server's."""
+
+    heads: tuple[str, ...]
+    figures: Callable[[Summary], list[str]]
+    ratios: Callable[[Summary], list[str]]
+
+
+def layouts(summaries: Sequence[Summary]) -> list[Layout]:
+    """The tables of one workload: of its requests, and of its programs where these have several turns."""
+    return [REQUESTS, PROGRAMS] if has_programs(summaries) else [REQUESTS]
+
+
+def table(title: str, layout: Layout, summaries: Sequence[Summary]) -> Table:
     """One workload: each server, and under each but the first its ratios to the first; below a figure its interval."""
     first = summaries[0]
-    shown = Table(title=f"{first.workload}: {drawn}", title_justify="left", caption_justify="left", box=SIMPLE)
-    if first.workload == "repeats":
-        shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
+    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
     shown.add_column("server", no_wrap=True)
-    for head in HEADS:
+    for head in layout.heads:
         shown.add_column(head, justify="right", overflow="fold")
     for summary in summaries:
-        shown.add_row(summary.server, *figures(summary), end_section=summary is first)
+        shown.add_row(summary.server, *layout.figures(summary), end_section=summary is first)
         if summary is not first:
-            shown.add_row(f"/ {first.server}", *ratios(summary), style="bold", end_section=True)
-    return shown
-
-
-def program_table(summaries: Sequence[Summary]) -> Table:
-    """The programs of one workload, laid out as in `table`."""
-    first = summaries[0]
-    shown = Table(title=f"{first.workload}: whole programs", title_justify="left", box=SIMPLE)
-    shown.add_column("server", no_wrap=True)
-    for head in PROGRAM_HEADS:
-        shown.add_column(head, justify="right", overflow="fold")
-    for summary in summaries:
-        shown.add_row(summary.server, *program_figures(summary), end_section=summary is first)
-        if summary is not first:
-            shown.add_row(f"/ {first.server}", *program_ratios(summary), style="bold", end_section=True)
+            shown.add_row(f"/ {first.server}", *layout.ratios(summary), style="bold", end_section=True)
     return shown
 
 
@@ -155,3 +157,7 @@ def brief(value: float) -> str:
 
 def _share(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
+
+
+REQUESTS = Layout(HEADS, figures, ratios)
+PROGRAMS = Layout(PROGRAM_HEADS, program_figures, program_ratios)

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Request, Stop, Terminal
+from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal
 from holdfast.replicas.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class EngineThread:
         self._deliver = deliver
         self._ended = ended  # called once, after the last delivery
         self._clock = clock
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Command, float] | None] = queue.SimpleQueue()  # and when it was sent
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.error: BaseException | None = None
 
@@ -44,7 +44,7 @@ class EngineThread:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        self._inbox.put(command)
+        self._inbox.put((command, self._clock()))
 
     def stop(self) -> None:
         """Ask the thread to end after the step it is in."""
@@ -69,10 +69,11 @@ class EngineThread:
         while True:
             events: list[Event] = []
             while not self._inbox.empty() or not engine.busy:
-                command = self._inbox.get()
-                if command is None:
+                entry = self._inbox.get()
+                if entry is None:
                     return
-                events += engine.handle(command, clock())
+                command, sent = entry
+                events += engine.handle(command, clock(), sent)
                 if events:
                     break  # what ends without a step must not wait for one
             if engine.busy:
@@ -87,9 +88,9 @@ class EngineThread:
         except Exception:  # after a crash the books may be wrong; the bridge tells those that are left
             log.exception("the engine could not end its requests")
         while not self._inbox.empty():
-            command = self._inbox.get()
-            if command is not None and not isinstance(command, Stop | Abort):
-                events.append(Rejected(command.request_id, farewell.info))
+            entry = self._inbox.get()
+            if entry is not None and not isinstance(entry[0], Stop | Abort | Notice):
+                events.append(Rejected(entry[0].request_id, farewell.info))
         return events
 
 
@@ -144,6 +145,10 @@ class Bridge:
     def stop(self, request_id: str) -> None:
         """End a request as finished; its terminal event still comes."""
         self._thread.send(Stop(request_id))
+
+    def notice(self, notice: Notice) -> None:
+        """Tell the engine something that no request waits for."""
+        self._thread.send(notice)
 
     async def close(self) -> None:
         """Stop the engine; requests still running fail as unavailable."""

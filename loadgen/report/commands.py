@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.loadgen.report.ablation import read_ablation
 from holdfast.loadgen.report.page import read_rows, write_report
 from holdfast.loadgen.timeline import trace
 from holdfast.replicas.errors import ConfigError
 
 
-def report(source: Path, target: Path) -> int:
+def report(source: Path, target: Path, ablation: Path | None = None) -> int:
     """Write the page of the comparison in ``source``; the exit status. Raises ConfigError."""
-    write_report(read_run(source), target)
+    more = {"ablation": read_ablation(ablation)} if ablation else {}
+    write_report({**read_run(source), **more}, target)
     return 0
 
 

@@ -14,31 +14,29 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from holdfast.loadgen import rows as row_files
+from holdfast.loadgen.progress import bar
 from holdfast.loadgen.report import series
+from holdfast.loadgen.report.ablation import ablation_grid
+from holdfast.loadgen.report.grid import Grid
 from holdfast.loadgen.report.palette import DARK_PAGE, LIGHT_PAGE
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary, summarize
-from holdfast.loadgen.table import (
-    HEADS,
-    PROGRAM_HEADS,
-    figures,
-    has_programs,
-    program_figures,
-    program_ratios,
-    ratios,
-)
+from holdfast.loadgen.table import Layout, layouts
 from holdfast.replicas.errors import ConfigError
 
 MOST_PROGRAMS = 16  # in a chart
-_SHOWN_OPTIONS = ("seed", "repetitions", "max_tokens", "timeout_s", "warm_up", "forced", "sizes")
+_SHOWN_OPTIONS = (
+    *("seed", "repetitions", "max_tokens", "timeout_s", "warm_up", "forced", "sizes", "rates", "concurrencies"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """A table: its heads after the first column, and rows of a name and cells; a cell's first line is the figure."""
+class Sweep:
+    """One workload against its load."""
 
-    heads: tuple[str, ...]
-    rows: list[tuple[str, list[list[str]]]]
+    name: str
+    unit: str
+    picture: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +70,12 @@ def render(content: Mapping[str, Any]) -> str:
     rows, seed, options = read_rows(content), _seed(content), content.get("options") or {}
     summaries = summarize(rows, seed)
     drawn = content.get("workloads") or {}
+    names = _names(summaries)
+    with bar("page", len(names)) as shown:
+        sections = []
+        for name in names:
+            sections.append(_section(name, drawn.get(name, ""), rows, summaries))
+            shown.advance()
     environment = Environment(
         loader=PackageLoader("holdfast.loadgen.report", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -79,7 +83,7 @@ def render(content: Mapping[str, Any]) -> str:
         complete=bool(content.get("complete")),
         written=content.get("written", ""),
         command=" ".join(content.get("command") or ()),
-        options=[(name, options[name]) for name in _SHOWN_OPTIONS if name in options],
+        options=[(name, options[name]) for name in _SHOWN_OPTIONS if options.get(name, []) != []],
         machine=content.get("machine") or {},
         servers=content.get("servers") or [],
         generator=content.get("generator") or {},
@@ -87,7 +91,9 @@ def render(content: Mapping[str, Any]) -> str:
         requests=len(rows),
         failures=[told for told in summaries if told.failures],
         overview=plots.overview(summaries),
-        sections=[_section(name, drawn.get(name, ""), rows, summaries) for name in _names(summaries)],
+        sweeps=_sweeps(rows, summaries),
+        sections=sections,
+        ablation=ablation_grid(content.get("ablation") or ()),
         light=LIGHT_PAGE,
         dark=DARK_PAGE,
     )
@@ -112,9 +118,7 @@ def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Sum
 
     mine = [row for row in rows if row.workload == name]
     told = [summary for summary in summaries if summary.workload == name]
-    grids = [Grid(HEADS, _lines(told, figures, ratios))]
-    if has_programs(told):
-        grids.append(Grid(PROGRAM_HEADS, _lines(told, program_figures, program_ratios)))
+    grids = [Grid("server", layout.heads, _lines(told, layout)) for layout in layouts(told)]
     repetition = min(row.repetition for row in mine)
     shown = [row for row in mine if row.repetition == repetition]
     charts = {
@@ -136,12 +140,20 @@ def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Sum
     )
 
 
-def _lines(told: Sequence[Summary], absolute: Any, relative: Any) -> list[tuple[str, list[list[str]]]]:
+def _sweeps(rows: Sequence[Row], summaries: Sequence[Summary]) -> list[Sweep]:
+    from holdfast.loadgen.report import plots
+
+    units = {row.swept: row.load.unit for row in rows if row.load is not None}
+    loads = series.loads(rows)
+    return [Sweep(name, unit, plots.against_load(summaries, loads[name], unit)) for name, unit in units.items()]
+
+
+def _lines(told: Sequence[Summary], layout: Layout) -> list[tuple[str, list[list[str]]]]:
     lines = []
     for summary in told:
-        lines.append((summary.server, [cell.split("\n") for cell in absolute(summary)]))
+        lines.append((summary.server, [cell.split("\n") for cell in layout.figures(summary)]))
         if summary is not told[0]:
-            lines.append((f"/ {told[0].server}", [cell.split("\n") for cell in relative(summary)]))
+            lines.append((f"/ {told[0].server}", [cell.split("\n") for cell in layout.ratios(summary)]))
     return lines
 
 

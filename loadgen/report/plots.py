@@ -6,21 +6,24 @@ Text stays text and takes the page's colour, the ground is left transparent: one
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
+from holdfast.loadgen.measure import Estimate
 from holdfast.loadgen.report.palette import PHASES, SERVERS
 from holdfast.loadgen.report.series import Lane, Value, by_turn, cumulative
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary
 from holdfast.loadgen.timeline import Phase
 
+Figured = Callable[[Summary], Estimate | None]
 INK = "#010203"  # stands for the page's own colour until the picture is text
 WIDTH = 9.6  # inches; a picture is scaled to the page
 _STYLE: dict[Any, Any] = {
@@ -50,6 +53,12 @@ _MARKS = ("o", "s", "^", "D", "v", "P")
 MEASURES: tuple[tuple[str, Value], ...] = (
     ("latency", lambda row: row.latency),
     ("time to first token", lambda row: row.ttft),
+)
+AGAINST_LOAD: tuple[tuple[str, tuple[Figured, ...]], ...] = (
+    ("latency (s)", (lambda told: told.latency["p50"], lambda told: told.latency["p99"])),
+    ("time to first token (s)", (lambda told: told.ttft["p50"], lambda told: told.ttft["p99"])),
+    ("job completion (s, mean)", (lambda told: told.job["mean"], lambda told: told.job["p99"])),
+    ("output tokens a second", (lambda told: told.tokens_per_s,)),
 )
 RATIOS = ("latency p50", "latency p99", "ttft p50", "job mean", "wall")
 
@@ -93,6 +102,30 @@ def against_turn(rows: Sequence[Row]) -> str | None:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(True)
         _legend(figure, panels[0])
+        return _svg(figure)
+
+
+def against_load(summaries: Sequence[Summary], loads: Mapping[str, float], unit: str) -> str:
+    """Figures of the workloads of one sweep over ``loads``, with intervals; dashed: the 99th percentile."""
+    servers = _servers(summaries)
+    with rc_context(_STYLE):
+        figure = Figure((WIDTH, 5.2), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True).flat
+        for axes, (name, curves) in zip(panels, AGAINST_LOAD, strict=True):
+            for server in servers:
+                told = {summary.workload: summary for summary in summaries if summary.server == server}
+                mine = [(load, told[workload]) for workload, load in loads.items() if workload in told]
+                for tail, of in enumerate(curves):
+                    points = [(load, found) for load, summary in mine if (found := of(summary)) is not None]
+                    _load_curve(axes, points, servers.index(server), server, tail=tail > 0)
+            axes.set(title=name, ylim=(0, 1.08 * axes.get_ylim()[1]))
+            axes.grid(True)
+        for axes in figure.axes[2:]:
+            axes.set_xlabel(f"programs {unit}")
+        _load_axis(figure.axes[0], sorted(loads.values()))
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        handles += [Line2D([], [], color=INK), Line2D([], [], color=INK, linestyle="--")]
+        figure.legend(handles, [*labels, "median or mean", "p99"], loc="outside upper left", ncols=8)
         return _svg(figure)
 
 
@@ -144,6 +177,24 @@ def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
         keys = [Patch(facecolor=colour, label=phase) for phase, colour in PHASES.items() if phase in seen]
         figure.legend(handles=keys, loc="outside upper left", ncols=len(PHASES), handlelength=1.2, columnspacing=1.4)
         return _svg(figure)
+
+
+def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int, label: str, tail: bool) -> None:
+    loads, values = [load for load, _ in points], [found.value for _, found in points]
+    colour, style = _colour(place), ("--" if tail else "-") + _MARKS[place % len(_MARKS)]
+    axes.plot(loads, values, style, color=colour, label=None if tail else label, markersize=4, linewidth=1.2)
+    if not tail:
+        low = [found.value if found.low is None else found.low for _, found in points]
+        high = [found.value if found.high is None else found.high for _, found in points]
+        axes.fill_between(loads, low, high, color=colour, alpha=0.18, linewidth=0)
+
+
+def _load_axis(axes: Axes, loads: Sequence[float]) -> None:
+    """Ticks at the loads themselves; logarithmic where they are doubled rather than added to."""
+    if len(loads) > 2 and loads[-1] >= 4 * loads[0]:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(loads, [f"{load:g}" for load in loads])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _ratio_points(

@@ -59,6 +59,15 @@ def cumulative(rows: Iterable[Row], value: Value) -> tuple[list[float], list[flo
     return values, [(number + 1) / len(values) for number in range(len(values))]
 
 
+def loads(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Of each sweep, by its workload's name: the load at which each of its workloads was sent, in rising order."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.load is not None:
+            found[row.swept][row.workload] = row.load.value
+    return {name: dict(sorted(told.items(), key=lambda item: item[1])) for name, told in found.items()}
+
+
 def lanes(rows: Sequence[Row], most: int) -> list[Lane]:
     """Bars of the first ``most`` programs of one server's repetition, whose waves are put one after another."""
     shifts = wave_shifts(rows)

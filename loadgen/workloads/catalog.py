@@ -25,6 +25,18 @@ WORKLOADS: dict[str, tuple[Drawing, ...]] = {
 """What each name on the command line stands for."""
 
 
+LOADED_BY = {
+    "burst": "burst",
+    "concurrency": "programs",
+    "arrivals": "rate",
+    "swe": "rate",
+    "bfcl": "rate",
+    "sutradhara": "rate",
+    "tenants": "rate",
+}
+"""Which of `Sizes` is the load of a workload, where it has one."""
+
+
 def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:
     """The name and function of every workload that ``names`` stand for."""
     for name in names:

@@ -24,11 +24,15 @@ BUGFIX_TURNS = 6
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What makes one repetition different from every other: seed, workload, repetition."""
+    """What makes one repetition different from every other: seed, workload, repetition.
+
+    ``apart`` changes the session only: at each load of a sweep come the same programs, and find nothing cached.
+    """
 
     seed: int
     workload: str
     repetition: int
+    apart: str = ""
 
     def rng(self, about: str) -> random.Random:
         """A generator of its own for each thing that is drawn."""
@@ -37,7 +41,7 @@ class Draw:
     @property
     def session(self) -> str:
         """Opens every system prompt, so that nothing cached in another repetition or workload fits."""
-        told = f"{self.seed}/{self.workload}/{self.repetition}"
+        told = f"{self.seed}/{self.workload}/{self.repetition}" + (f"/{self.apart}" if self.apart else "")
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 

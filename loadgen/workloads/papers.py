@@ -49,8 +49,9 @@ def tenants(draw: Draw, sizes: Sizes) -> Round:
     scripts: list[Script] = []
     due: list[float] = []
     for tenant, times in (("noisy", sizes.noise), *((f"quiet-{i}", 1) for i in range(sizes.quiet))):
+        own = replace(draw, apart=f"{draw.apart}/{tenant}")  # no tenant opens its prompts as another does
         jobs = [
-            agent_script(draw, f"{tenant}-job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
+            agent_script(own, f"{tenant}-job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
             for i in range(sizes.jobs * times)
         ]
         scripts += [replace(script, tenant=tenant) for script in jobs]

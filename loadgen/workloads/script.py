@@ -120,6 +120,18 @@ class Sizes:
             raise ConfigError("rate must be more than 0", "rate")
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load of a sweep: so many programs or requests."""
+
+    value: float
+    unit: str  # "a second" or "at once"
+
+    @property
+    def told(self) -> str:
+        return f"{self.value:g} {self.unit}"
+
+
 def one_by_one(turns: tuple[Turn, ...]) -> tuple[Wave, ...]:
     """Waves that send one turn at a time, in this order."""
     return tuple(((turn,),) for turn in turns)

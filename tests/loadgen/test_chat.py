@@ -66,6 +66,35 @@ def test_each_failure_is_told_by_its_kind(answer: Answer, failure: Failure, deta
     assert exchange.said is None
 
 
+@pytest.mark.parametrize(
+    ("said", "failures"),
+    [
+        (b"", {Failure.CUT}),
+        (b"hello\r\n\r\n", {Failure.MALFORMED}),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n", {Failure.MALFORMED}),
+        (b"HTTP/1.1 200 OK\r\nx: " + 70000 * b"y" + b"\r\n\r\n", {Failure.MALFORMED}),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", {Failure.CUT, Failure.MALFORMED}),
+        (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nnope", {Failure.CUT}),
+        (b"HTTP/1.1 302 Found\r\nlocation: /\r\ncontent-length: 0\r\n\r\n", {Failure.HTTP}),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 7\r\n\r\ndata: [", {Failure.CUT}),
+    ],
+)
+def test_what_is_no_http_is_a_failure_like_any_other(said: bytes, failures: set[Failure]) -> None:
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    async def asked() -> Exchange:
+        async with await asyncio.start_server(answering, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with ChatClient(f"http://127.0.0.1:{port}", 20.0) as client:
+                return await client.ask(BODY, {})
+
+    assert asyncio.run(asked()).failure in failures
+
+
 @pytest.mark.parametrize("pieces", [(), ((0.0, chunk({"content": "h"})),)])
 def test_a_server_that_hangs_is_left_when_its_time_is_up(pieces: tuple[tuple[float, bytes], ...]) -> None:
     ((exchange,), _) = ask(Answer(pieces, hang=True), timeout_s=1.0)

@@ -12,13 +12,19 @@ from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_ser
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
-from holdfast.loadgen.compare import Options, parse_server
+from holdfast.loadgen.options import Options, parse_server
+from holdfast.loadgen.plan import plan, told_of
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.summary import summarize
 from holdfast.loadgen.table import brief
+from holdfast.loadgen.traces import formats
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
+ABLATED = {
+    "off": "drafts", "scenario": "long", "turns": 72, "on_median_ms": 31.2, "on_p99_ms": 80.1, "off_median_ms": 45.0,
+    "off_p99_ms": 99.0, "ratio": 1.44, "low": 1.2, "high": 1.6, "p99_ratio": 1.2, "wall_ratio": 1.3, "equal": 1.0,
+}  # fmt: skip
 SMALL = Sizes(webapp_turns=5, programs=3, burst=3, bursts=2)
 
 
@@ -173,6 +179,71 @@ def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_server
     assert all(row.due is None for row in rows if row.turn > 0)
 
 
+def test_a_sweep_sends_the_same_programs_at_every_load_and_its_rows_tell_the_load(tmp_path: Path) -> None:
+    status, content, (stub,) = run(
+        tmp_path,
+        model,
+        workloads=("concurrency", "arrivals", "bugfix"),
+        sizes=Sizes(jobs=2),
+        rates=(20.0, 40.0),
+        concurrencies=(1, 3),
+        record=tmp_path / "trace.jsonl",
+    )
+    rows = from_json(content["rows"])
+    assert status == 0
+    told = {(row.workload, row.swept, row.load and row.load.value, row.load and row.load.unit) for row in rows}
+    assert told == {
+        ("concurrency 1 at once", "concurrency", 1, "at once"),
+        ("concurrency 3 at once", "concurrency", 3, "at once"),
+        ("arrivals 20 a second", "arrivals", 20.0, "a second"),
+        ("arrivals 40 a second", "arrivals", 40.0, "a second"),
+        ("bugfix", "", None, None),
+    }
+    recorded = formats.read(tmp_path / "trace.jsonl", formats.Format.MOONCAKE).programs
+    assert len(recorded) == len({(row.workload, row.program) for row in rows})
+    assert list(content["workloads"]) == [each["workload"] for each in content["summaries"]]
+    first = {
+        load: sorted(row.due for row in rows if row.workload == f"arrivals {load} a second" and row.turn == 0)
+        for load in (20, 40)
+    }
+    gaps = [due[1] - due[0] for due in first.values()]
+    assert gaps[0] == pytest.approx(2 * gaps[1], abs=1e-5)
+    sent = [asked.content for asked in stub.asked if asked.method == "POST"]
+    assert len(set(sent)) == len(sent)
+
+
+def test_a_page_is_written_beside_the_file_and_both_hold_the_ablation(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ablation, page = tmp_path / "ablation.json", tmp_path / "run.html"
+    ablation.write_text(json.dumps([ABLATED]))
+    more = {"workloads": ("concurrency",), "concurrencies": (1, 2), "html_file": page, "ablation": ablation}
+    _, content, _ = run(tmp_path, model, **more)
+    assert content["ablation"] == [ABLATED]
+    assert content["options"]["html_file"] == str(page)
+    told = page.read_text()
+    for words in ("concurrency against load", "concurrency 2 at once", "drafts", "1.44x", "1.20–1.60"):
+        assert words in told
+    assert holdfast(["bench", "report", str(tmp_path / "run.json"), str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == told
+
+
+@pytest.mark.parametrize("wrong", ["{", "{}", '[{"off": "drafts"}]', "[1]"])
+def test_what_is_no_ablation_is_refused_before_anything_is_sent(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "ablation.json"
+    path.write_text(wrong)
+    with pytest.raises(ConfigError, match="ablation"):
+        compare.main(Options((("a", "http://127.0.0.1:1"),), ablation=path))
+
+
+def test_what_was_drawn_is_told_of_every_repetition_that_differs() -> None:
+    told = {}
+    for workloads in (("bugfix",), ("swe",)):
+        told |= told_of(plan(Options((("a", "http://h"),), workloads=workloads, repetitions=2, sizes=Sizes(jobs=3))))
+    assert told["bugfix"] == "1 programs, 6 requests, up to 1 at once, 5 tools"
+    assert told["swe"].count("3 programs") == 2
+    assert "; then 3 programs" in told["swe"]
+
+
 def test_the_warm_up_is_sent_and_not_measured(tmp_path: Path) -> None:
     _, content, (stub,) = run(tmp_path, model, workloads=("bugfix",), warm_up=2)
     assert len(content["rows"]) == 6
@@ -198,6 +269,9 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
         ("same name", {"servers": one * 2}),
         ("webapp", {"servers": one, "workloads": ("webap",)}),
         ("repetition", {"servers": one, "repetitions": 0}),
+        ("--rates goes with --workload arrivals, swe", {"servers": one, "rates": (1.0,)}),
+        ("--concurrencies goes with", {"servers": one, "workloads": ("bugfix",), "concurrencies": (1,)}),
+        ("more than 0", {"servers": one, "concurrencies": (1, 0)}),
     ):
         with pytest.raises(ConfigError, match=message):
             Options(**options)
@@ -216,3 +290,7 @@ def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "secret" not in path.read_text()
     assert holdfast(["bench", "compare", "--server", "a=http://127.0.0.1:1"]) == 2
     assert "127.0.0.1:1/v1/models" in capsys.readouterr().err
+    for wrong in ("--rates 1,x", "--concurrencies 1.5"):
+        with pytest.raises(SystemExit):
+            holdfast(["bench", "compare", *wrong.split()])
+        assert "numbers" in capsys.readouterr().err

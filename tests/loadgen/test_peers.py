@@ -1,6 +1,7 @@
 """How peers are started."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,21 @@ def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None
         peers.transformers(Wanted("m", ngram=True))
 
 
+def test_llama_cpp_takes_a_gguf_file_and_finishes_what_it_began() -> None:
+    words = " ".join(peers.llama_cpp(Wanted("/m/pocket.gguf", venv=Path("/v"), ngram=True)).words)
+    assert "/v/bin/python -m llama_cpp.server --model /m/pocket.gguf" in words
+    assert "--interrupt_requests false" in words
+    assert "prompt-lookup-decoding" in words
+    assert "--n_gpu_layers -1" in " ".join(peers.llama_cpp(Wanted("m.gguf", gpu=True)).words)
+    with pytest.raises(ConfigError, match=r"gguf_file MODEL --out"):
+        peers.llama_cpp(Wanted("/m/pocket"))
+
+
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(ConfigError, match="unknown peer"):
         peers.main("sglang", Wanted("m"), start=False)
     with pytest.raises(ConfigError, match="installed there"):
         peers.main("vllm", Wanted("m", venv=Path("/nowhere")), start=True)
+    missing = peers.Peer((sys.executable,), module="no_such_module")
+    assert not peers._installed(missing)
+    assert peers._installed(peers.Peer((sys.executable,), module="json"))

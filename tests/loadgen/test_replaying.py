@@ -9,7 +9,8 @@ from stub_server import call as tool_call
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare, replaying
-from holdfast.loadgen.compare import Options
+from holdfast.loadgen.options import Options
+from holdfast.loadgen.plan import plan
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
@@ -102,7 +103,7 @@ def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp
         compare.main(options)
         assert sorted(first) == sorted(asked.content for asked in stub.asked if asked.method == "POST")
     rows = {(row.program, row.turn): row for row in from_json(json.loads(out.read_text())["rows"])}
-    (planned,) = compare.plan(options)
+    (planned,) = plan(options)
     assert len(rows) == planned.requests > 3
     for script in planned.drawn.scripts:
         for turn, pause in enumerate(script.pauses):

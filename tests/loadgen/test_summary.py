@@ -89,3 +89,9 @@ def test_rows_come_back_from_json_as_they_were() -> None:
     assert row_files.from_json(row_files.to_json(rows)) == rows
     with pytest.raises(ConfigError, match="not rows"):
         row_files.from_json([{"server": "a"}])
+
+
+def test_a_server_that_counts_no_tokens_has_no_speed_rather_than_none_at_all() -> None:
+    (told,) = summarize(turns("a", [1.0, 2.0], output_tokens=0), 0)
+    assert (told.tokens_per_s, told.per_token) == (None, None)
+    assert told.wall is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 
-from holdfast.replicas.bridge import Bridge
+from holdfast.replicas.bridge import Bridge, EngineThread
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
@@ -122,6 +122,37 @@ def test_a_dead_engine_fails_everybody():
             await collect(bridge, submit("b"))
 
     asyncio.run(main())
+
+
+def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
+    engine, runner = make()
+    times, stepping, events, over = [1.0], threading.Event(), {}, threading.Event()
+    step = runner.run
+
+    def entered(plan):
+        stepping.set()
+        return step(plan)
+
+    def deliver(told):
+        events.update({event.request_id: event for event in told if isinstance(event, Finished)})
+        if len(events) == 2:
+            over.set()
+
+    runner.run = entered
+    thread = EngineThread(engine, deliver, lambda: None, lambda: times[-1])
+    runner.gate.clear()
+    thread.start()
+    thread.send(submit("a"))
+    assert stepping.wait(30)
+    times.append(5.0)
+    thread.send(submit("b", 2))
+    times.append(9.0)
+    runner.gate.set()
+    assert over.wait(30)
+    thread.stop()
+    thread.join(30)
+    assert (events["a"].timing.arrived, events["a"].timing.scheduled) == (1.0, 1.0)
+    assert (events["b"].timing.arrived, events["b"].timing.scheduled) == (5.0, 9.0)
 
 
 def test_an_id_in_use_is_refused():

@@ -24,10 +24,24 @@ def order(drawn: Round) -> list[Turn]:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_seed_draws_the_same_and_every_other_draw_differs_from_the_first_word_on(name: str) -> None:
     assert drawn(name) == drawn(name)
-    others = [drawn(name, 1), drawn(name, 0, 1)]
-    starts = {script.system[:20] for round_ in (drawn(name), *others) for script in round_.scripts}
-    assert len(starts) == 3
-    assert not starts & {script.system[:20] for script in warm_up(0, 0).scripts}
+    rounds = (drawn(name), drawn(name, 1), drawn(name, 0, 1), warm_up(0, 0))
+    starts = [{script.system[:20] for script in round_.scripts} for round_ in rounds]
+    assert len(set.union(*starts)) == sum(len(each) for each in starts)
+
+
+def test_what_is_drawn_apart_has_other_sessions_and_the_same_programs() -> None:
+    one, other = (NAMED["bfcl"](Draw(0, "bfcl", 0, apart), Sizes(jobs=5)) for apart in ("1 a second", "2 a second"))
+    assert (one.due, one.waves) == (other.due, other.waves)
+    for mine, theirs in zip(one.scripts, other.scripts, strict=True):
+        assert (mine.name, mine.steps, mine.pauses) == (theirs.name, theirs.steps, theirs.pauses)
+        assert mine.system.split(".")[1:] == theirs.system.split(".")[1:]
+        assert mine.session != theirs.session
+        assert mine.system[:20] != theirs.system[:20]
+
+
+def test_no_two_tenants_open_their_prompts_alike() -> None:
+    starts = {(script.tenant, script.system[:20]) for script in drawn("tenants").scripts}
+    assert len(starts) == len({start for _, start in starts}) == 1 + Sizes().quiet
 
 
 def test_no_two_workloads_and_no_two_programs_share_a_session() -> None:

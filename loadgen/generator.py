@@ -1,0 +1,164 @@
+"""`holdfast bench generator`: what the load generator itself costs, and whether it keeps a schedule.
+
+Requests arrive at a stub in a process of its own by a Poisson process, as they would at a server; the stub says how
+long it took for each. What is measured beyond that, and how late each request was sent, is the generator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.lag import LoopLag, uncollected
+from holdfast.loadgen.progress import bar
+from holdfast.loadgen.rows import Row
+from holdfast.loadgen.runner import Runner, Server
+from holdfast.loadgen.stub import Delays
+from holdfast.loadgen.workloads import tools
+from holdfast.loadgen.workloads.drawing import Draw, agent_script
+from holdfast.loadgen.workloads.script import Round, at_once
+from holdfast.replicas.errors import ConfigError, UnavailableError
+
+QUANTILES = (50, 90, 99, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent: so many requests a second for so long, and how the stub answers. Raises ConfigError."""
+
+    rate: float = 500.0
+    seconds: float = 10.0
+    delays: Delays = field(default_factory=lambda: Delays(0.05, 0.01, 4))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.rate, self.seconds, self.delays.tokens) <= 0 or min(self.delays.first_s, self.delays.token_s) < 0:
+            raise ConfigError("rate, seconds and tokens must be more than 0, delays at least 0", "rate")
+
+    @property
+    def requests(self) -> int:
+        return max(2, round(self.rate * self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How it went. Times are seconds; `late` and `beyond` have one for each request."""
+
+    rows: list[Row]
+    cpu: float  # of the generator
+    wall: float
+    lag: LoopLag
+
+    @property
+    def good(self) -> list[Row]:
+        return [row for row in self.rows if row.ok]
+
+    @property
+    def late(self) -> list[float]:
+        """How much later than due each request was sent."""
+        return [row.started - (row.due or 0.0) for row in self.rows]
+
+    @property
+    def beyond(self) -> list[float]:
+        """How much longer each request took, from when it was sent, than the stub took to answer it."""
+        return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in self.good]
+
+    @property
+    def pace(self) -> float:
+        """The time over which requests were sent over that over which they were due: above 1, it fell behind."""
+        due, sent = [row.due or 0.0 for row in self.rows], [row.started for row in self.rows]
+        return (max(sent) - min(sent)) / (max(due) - min(due))
+
+    @property
+    def at_once(self) -> int:
+        """The most requests that were on their way together."""
+        ends = sorted([(row.started, 1) for row in self.rows] + [(row.ended, -1) for row in self.rows])
+        return max(accumulate(step for _, step in ends))
+
+
+def main(load: Load) -> int:
+    """Measure and print; the exit status."""
+    for line in report(load, measure(load)):
+        print(line)
+    return 0
+
+
+def measure(load: Load) -> Kept:
+    """Send ``load`` to a stub of its own. Raises UnavailableError where that does not start."""
+    with stub(load.delays) as url:
+        return asyncio.run(_send(load, url))
+
+
+def report(load: Load, kept: Kept) -> list[str]:
+    """The lines that are printed."""
+    n, delays = len(kept.rows), load.delays
+    heads = "".join(f"{'most' if percent == 100 else f'p{percent}':>9}" for percent in QUANTILES)
+    return [
+        f"{n} requests, {load.rate:g} a second (Poisson); the stub answers with {delays.tokens} tokens, the first "
+        f"after {delays.first_s * 1e3:g} ms; up to {kept.at_once} on their way at once, {n - len(kept.good)} failed",
+        f"{'milliseconds':<42}{heads}",
+        _line("sent later than due", kept.late),
+        _line("measured beyond what the stub took", kept.beyond),
+        _line("event loop late", kept.lag.ticks),
+        f"sending took {kept.pace:.3f} times as long as the schedule, whose mean gap is {1e3 / load.rate:.2f} ms",
+        f"the generator took {kept.cpu / kept.wall:.1%} of one core, {kept.cpu / n * 1e3:.2f} ms of it a request",
+    ]
+
+
+@contextmanager
+def stub(delays: Delays) -> Iterator[str]:
+    """The address of a stub in a process of its own. Raises UnavailableError."""
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.loadgen.stub",
+        f"{delays.first_s}",
+        f"{delays.token_s}",
+        f"{delays.tokens}",
+    ]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        if not port:
+            raise UnavailableError("the stub server did not start")
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.stdin.close()  # it serves until then
+
+
+def drawn(load: Load) -> Round:
+    """As many programs of one turn as there are requests, with coding tools, arriving by a Poisson process."""
+    draw = Draw(load.seed, "generator", 0)
+    count = load.requests
+    scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
+    rng = draw.rng("arrivals")
+    return Round(scripts, at_once(count, 1), due=tuple(accumulate(rng.expovariate(load.rate) for _ in scripts)))
+
+
+async def _send(load: Load, url: str) -> Kept:
+    async with ChatClient(url, 60.0) as client:
+        runner, lag = Runner([Server("stub", client, "stub")]), LoopLag()
+        round_ = drawn(load)
+        with uncollected(), bar("requests", load.requests) as shown:
+            runner.sent = shown.advance
+            async with lag.watching():
+                cpu, wall = time.process_time(), time.perf_counter()
+                await runner.run("generator", 0, round_)
+                cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        return Kept(runner.rows, cpu, wall, lag)
+
+
+def _line(name: str, seconds: list[float]) -> str:
+    values = np.percentile(seconds, QUANTILES) * 1e3 if seconds else [float("nan")] * len(QUANTILES)
+    return f"{name:<42}" + "".join(f"{value:9.2f}" for value in values)

@@ -1,0 +1,99 @@
+"""What a comparison is asked for, checked before anything is sent; and how it is read from a command line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from holdfast.loadgen.workloads.catalog import LOADED_BY, WORKLOADS
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+NOVEL = ("agents", "bugfix", "webapp", "burst", "concurrency")
+"""Where nothing is asked twice: what a comparison runs unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a comparison is asked for. Raises ConfigError."""
+
+    servers: tuple[tuple[str, str], ...]  # name and address
+    workloads: tuple[str, ...] = NOVEL
+    repetitions: int = 3
+    seed: int = 0
+    sizes: Sizes = field(default_factory=Sizes)
+    forced: bool = False
+    model: str = ""  # empty: the first that each server names
+    max_tokens: int = 128
+    timeout_s: float = 300.0
+    warm_up: int = 1  # programs of six turns
+    api_key: str = field(default="", repr=False)
+    json_file: Path | None = None
+    record: Path | None = None  # the trace of the run goes there
+    tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of `tenants`: name and API key
+    trace: str = ""  # what is replayed in place of workloads, and how
+    html_file: Path | None = None
+    ablation: Path | None = None  # what `bench ablation` wrote: goes into the files
+    rates: tuple[float, ...] = ()  # each of them in turn, for workloads that arrive by a schedule
+    concurrencies: tuple[int, ...] = ()  # each of them in turn, for workloads that send so many at once
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("a comparison needs at least one --server NAME=URL", "server")
+        if len(dict(self.servers)) < len(self.servers):
+            raise ConfigError("two servers have the same name", "server")
+        for name in self.workloads:
+            if name not in WORKLOADS:
+                near = get_close_matches(name, WORKLOADS, 1) or WORKLOADS
+                raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(near)}", "workload")
+        if self.record is not None and len(self.servers) > 1:
+            raise ConfigError("a trace is of one server: --record goes with one --server", "record")
+        if self.repetitions < 1:
+            raise ConfigError("there must be at least one repetition", "repetitions")
+        self._check_loads("rates", self.rates, ("rate",))
+        self._check_loads("concurrencies", self.concurrencies, ("programs", "burst"))
+
+    def _check_loads(self, name: str, values: tuple[float, ...], sizes: tuple[str, ...]) -> None:
+        fitting = [workload for workload, size in LOADED_BY.items() if size in sizes]
+        if values and not set(fitting) & set(self.workloads):
+            raise ConfigError(f"--{name} goes with --workload {', '.join(fitting)}", name)
+        if values and min(values) <= 0:
+            raise ConfigError("a load must be more than 0", name)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """For a file: JSON values, and no keys."""
+        paths = {name: getattr(self, name) for name in ("json_file", "html_file", "record", "ablation")}
+        return asdict(self) | {
+            "api_key": bool(self.api_key),
+            "tenant_keys": [name for name, _ in self.tenant_keys],
+            "rates": list(self.rates),
+            "concurrencies": list(self.concurrencies),
+            **{name: None if path is None else str(path) for name, path in paths.items()},
+        }
+
+
+def parse_server(text: str) -> tuple[str, str]:
+    """Name and address from ``NAME=URL``; the address with or without ``/v1``. Raises ConfigError."""
+    name, found, url = text.partition("=")
+    if not found or not name or not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{text!r} is not NAME=URL, as in holdfast=http://127.0.0.1:8000", "server")
+    return name, url.rstrip("/").removesuffix("/v1")
+
+
+def parse_tenant_key(text: str) -> tuple[str, str]:
+    """Name and key from ``NAME=FILE``. Raises ConfigError."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"{text!r} is not NAME=FILE, as in noisy=keys/noisy", "tenant-key-file")
+    return name, read_key(Path(path))
+
+
+def read_key(path: Path) -> str:
+    """The API key in a file. Raises ConfigError."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", "api-key-file") from error

@@ -57,8 +57,17 @@ class GatedMatrix:
         """x [..., in] -> [..., out]."""
         if self._plain is None:
             return _then(x, _times(x, self._gate, None, "swish"), self._up, None, "mul")
-        gate, up = linear(x, self._plain).chunk(2, dim=-1)
+        gate, up = self.both(x).chunk(2, dim=-1)
         return silu(gate).mul_(up)
+
+    def both(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., 2 * out]: gate and up before the activation, for a kernel that does the rest.
+
+        Raises ValueError for packed matrices, whose activation runs inside the products.
+        """
+        if self._plain is None:
+            raise ValueError("packed matrices multiply one after the other")
+        return linear(x, self._plain)
 
 
 def matrix_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, plus: Tensor | None = None) -> Tensor:

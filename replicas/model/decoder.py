@@ -78,7 +78,7 @@ def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tens
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One layer's weights, ready to multiply with."""
 
     input_norm: Tensor
@@ -92,8 +92,8 @@ class _Layer:
     window: int | None
 
 
-def _layer(weights: LayerWeights, window: int | None) -> _Layer:
-    return _Layer(
+def _layer(weights: LayerWeights, window: int | None) -> Layer:
+    return Layer(
         input_norm=weights.input_norm,
         qkv=Matrix(weights.qkv, weights.qkv_bias),
         q_norm=weights.q_norm,
@@ -144,7 +144,7 @@ class Decoder:
         drawn = rms_norm(x[batch.drawn], (shape.hidden,), self._norm, shape.eps)  # [R, D]
         return self._head(drawn)
 
-    def _attend(self, index: int, layer: _Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
+    def _attend(self, index: int, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
         """Attention of one layer before its output projection: [T, H d]."""
         shape = self._shape
         qkv = layer.qkv(h).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]

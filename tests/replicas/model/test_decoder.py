@@ -10,6 +10,7 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.batch import build_batch
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.page_table import PageTable
 from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite
 
@@ -102,11 +103,26 @@ def test_logits_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
-def test_bfloat16_stays_close(tmp_path):
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "packed"])
+def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
+    config = CONFIGS[name]
+    model = save(config, tmp_path)
+    kv = kv_of(config)
+    decoder = GpuDecoder.load(str(tmp_path), config, kv, 160)
+    tokens = np.random.default_rng(1).integers(0, 97, 70).astype(np.int32)
+    with torch.inference_mode():
+        plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    paged = paged_logits(decoder, kv, tokens, [50, 51, 58])
+    assert torch.allclose(paged, plain, atol=2e-4, rtol=0)
+    assert torch.equal(paged.argmax(-1), plain.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", [Decoder, GpuDecoder])
+def test_bfloat16_stays_close(kind, tmp_path):
     config = CONFIGS["llama"]
     model = save(config, tmp_path)
     kv = kv_of(config, torch.bfloat16)
-    decoder = Decoder.load(str(tmp_path), config, kv, 160)
+    decoder = kind.load(str(tmp_path), config, kv, 160)
     tokens = np.random.default_rng(1).integers(0, 97, 50).astype(np.int32)
     with torch.inference_mode():
         plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]

@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(CONFIG),--config $(CONFIG))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint format types check clean
+.PHONY: serve test lint format types check chart clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -33,6 +33,11 @@ types: $(STAMP_DEV)
 	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p))
 
 check: lint types test
+
+# What is made from the chart: its README, and the rendered objects that reviews look at.
+chart: $(STAMP_DEV)
+	$(BIN)/python helm/readme.py
+	$(BIN)/python tests/helm/snapshots.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

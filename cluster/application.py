@@ -26,6 +26,7 @@ from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.tenants import TenantDirectory
+from holdfast.router.tool_latency import ToolLatencies
 
 APPLICATION = "holdfast"
 REPLICAS = "replicas"
@@ -45,6 +46,7 @@ class Ingress:
         config = settings.router
         memory = MemoryStore(config.store_entries, config.store_memory)
         self._store = RedisStore(redis_url, memory, config.store_timeout_s, config.store_retry_s)
+        self._latencies = ToolLatencies(self._store, config.store_retry_s)
         self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
         model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine.dtype)
         self._app = create_app(
@@ -54,6 +56,7 @@ class Ingress:
             ResponseCache(self._store, config, model),
             RouterMetrics(CollectorRegistry()),
             config,
+            self._latencies,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -62,6 +65,7 @@ class Ingress:
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._programs.drain()
+        await self._latencies.close()
         await self._store.close()
 
 
@@ -104,4 +108,4 @@ def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.drain_s,
     )
-    return ingress.bind(replicas.bind(settings.engine), settings, redis_url)
+    return ingress.bind(replicas.bind(settings.engine, redis_url, settings.router), settings, redis_url)

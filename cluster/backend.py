@@ -82,6 +82,12 @@ class ServeBackend:
                 break  # the client has a part of the answer
         yield Batch(replica_id, (lost(),))
 
+    async def end_program(self, scope: str, program_id: str) -> None:
+        # To all: whichever had it last may not be the one that the program table names.
+        with own_request(), suppress(DeploymentUnavailableError):
+            call = self._handle.broadcast("end_program", scope, program_id)
+            await call.results_async(timeout_s=5.0, return_exceptions=True)
+
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self._call("tokenize", prompt)  # type: ignore[no-any-return]
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
+from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
 from holdfast.router.backend import Batch, Routed
+from holdfast.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from holdfast.replicas.actor import Replica
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
 class EngineReplica:
     """A replica that says with each answer which one it is. Serve awaits the constructor on the loop it uses."""
 
-    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: EngineConfig, redis_url: str, router: RouterConfig) -> None:  # type: ignore[misc]
         from holdfast.replicas.actor import Replica
 
         self._id = serve.get_replica_context().replica_id.unique_id
         self._replica: Replica = Replica(config, self._id)
+        self._tools = ToolWatch(redis_url, router, self._replica.learn)
 
     async def generate(self, request: GenerateRequest) -> Routed:
         return Routed(self._id, await self._replica.generate(request))
@@ -36,6 +39,9 @@ class EngineReplica:
         async with aclosing(self._replica.stream(request)) as batches:
             async for pieces in batches:
                 yield Batch(self._id, pieces)
+
+    async def end_program(self, scope: str, program_id: str) -> None:
+        await self._replica.end_program(scope, program_id)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self._replica.tokenize(prompt)
@@ -56,4 +62,5 @@ class EngineReplica:
         await self._replica.check_health()
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        await self._tools.close()
         await self._replica.shutdown()

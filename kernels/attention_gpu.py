@@ -123,7 +123,8 @@ def _attend_item(  # type: ignore[no-untyped-def]
     else:
         place = (slot + entry).to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
         tl.store(partial + place[:, None] * DIM + dims[None, :], mixed, mask=stored)
-        tl.store(partial_lse + place, top + tl.log2(total), mask=real)  # total 0: log2 is -inf
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(partial_lse + place, lse, mask=real)
 
 
 @triton.jit

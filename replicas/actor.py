@@ -3,7 +3,7 @@
 The only file of this folder that knows prometheus_client. `cluster/engine_replica.py` makes a Serve deployment of it.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -14,7 +14,9 @@ from prometheus_client.registry import Collector
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.events import ProgramEnded, ToolLatencies
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
 
@@ -50,6 +52,14 @@ class Replica:
         """Prometheus text exposition of the engine, every sample labelled with this replica."""
         return generate_latest(self._registry).decode()
 
+    async def learn(self, latency: LatencySnapshot) -> None:
+        """How long tools take, as the cluster knows it now."""
+        self._service.notice(ToolLatencies(latency))
+
+    async def end_program(self, scope: str, program_id: str) -> None:
+        """A program is over: nothing is kept for it any more. Nothing, where this replica does not know it."""
+        self._service.notice(ProgramEnded(scope, program_id))
+
     def record_routing_stats(self) -> dict[str, float]:
         """Load, polled by Serve for the request router."""
         now = self._service.engine.occupancy()
@@ -71,58 +81,36 @@ class EngineCollector(Collector):
         self._labels = (service.card.name, replica)
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._service.engine
-        for name, help_text, value in (*_engine_counters(engine.stats), *_text_counters(self._service.text_stats)):
-            yield self._counter(name, help_text, value)
-        for name, help_text, gauge in _gauges(engine.occupancy()):
-            family = GaugeMetricFamily(name, help_text, labels=("model", "replica"))
-            family.add_metric(self._labels, gauge)
-            yield family
-        yield from self._drafts()
-        yield self._phases()
-        yield self._ended()
-        yield self._cells()
-
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, help_text, labels=("model", "replica"))
-        family.add_metric(self._labels, value)
-        return family
-
-    def _drafts(self) -> Iterator[Metric]:
-        counts = self._service.engine.stats.drafts
-        for name, help_text, totals in (
-            ("holdfast_drafter_tokens", "Drafts verified by where they came from", counts.drafted),
-            ("holdfast_drafter_tokens_accepted", "Of these, drafts that the model drew too", counts.accepted),
+        stats, now = self._service.engine.stats, self._service.engine.occupancy()
+        for name, help_text, value in (*_engine_counters(stats), *_text_counters(self._service.text_stats)):
+            yield self._family(CounterMetricFamily, name, help_text, {"": value})
+        for name, help_text, value in _gauges(now):
+            yield self._family(GaugeMetricFamily, name, help_text, {"": value})
+        drafted = {source.name.lower(): n for source, n in stats.drafts.drafted.items()}
+        accepted = {source.name.lower(): n for source, n in stats.drafts.accepted.items()}
+        phases = {phase: getattr(stats, f"{phase}_s") for phase in ("schedule", "forward", "sample", "commit")}
+        cells = {state: getattr(now, f"cells_{state}") for state in ("free", "tree", "held")}
+        for kind, name, help_text, label, values in (
+            (CounterMetricFamily, "drafter_tokens", "Drafts verified by where they came from", "source", drafted),
+            (CounterMetricFamily, "drafter_tokens_accepted", "Of these, drafts the model drew too", "source", accepted),
+            (CounterMetricFamily, "step_seconds", "Time in the parts of a step", "phase", phases),
+            (CounterMetricFamily, "engine_requests", "Requests by how they ended", "outcome", stats.ended),
+            (GaugeMetricFamily, "cells", "KV cells by state; one cell holds one token", "state", cells),
         ):
-            family = CounterMetricFamily(name, help_text, labels=("model", "replica", "source"))
-            for source, n in totals.items():
-                family.add_metric((*self._labels, source.name.lower()), n)
-            yield family
+            yield self._family(kind, f"holdfast_{name}", help_text, values, label)
 
-    def _phases(self) -> Metric:
-        stats = self._service.engine.stats
-        family = CounterMetricFamily(
-            "holdfast_step_seconds", "Time in the parts of a step", labels=("model", "replica", "phase")
-        )
-        for phase in ("schedule", "forward", "sample", "commit"):
-            family.add_metric((*self._labels, phase), getattr(stats, f"{phase}_s"))
-        return family
-
-    def _ended(self) -> Metric:
-        family = CounterMetricFamily(
-            "holdfast_engine_requests", "Requests by how they ended", labels=("model", "replica", "outcome")
-        )
-        for outcome, n in self._service.engine.stats.ended.items():
-            family.add_metric((*self._labels, outcome), n)
-        return family
-
-    def _cells(self) -> Metric:
-        now = self._service.engine.occupancy()
-        family = GaugeMetricFamily(
-            "holdfast_cells", "KV cells by state; one cell holds one token", labels=("model", "replica", "state")
-        )
-        for state in ("free", "tree", "held"):
-            family.add_metric((*self._labels, state), getattr(now, f"cells_{state}"))
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help_text: str,
+        values: Mapping[str, float],
+        label: str = "",
+    ) -> Metric:
+        """One family: a sample for each value of `label`, or the one there is."""
+        family = kind(name, help_text, labels=("model", "replica", *((label,) if label else ())))
+        for key, value in values.items():
+            family.add_metric((*self._labels, *((key,) if label else ())), value)
         return family
 
 
@@ -142,6 +130,16 @@ def _engine_counters(stats: EngineStats) -> tuple[Sample, ...]:
         ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
         ("holdfast_tokens_recomputed", "Tokens computed again after a preemption", stats.tokens_recomputed),
         ("holdfast_prefill_chunks_deferred", "Prefill chunks put off at the high-water mark", stats.chunks_deferred),
+        ("holdfast_pins", "Turns whose cells were kept for their program's next one", stats.pins),
+        ("holdfast_pin_hits", "Follow-up turns that came while their program's cells were kept", stats.pin_hits),
+        ("holdfast_pin_misses", "Follow-up turns that came when they were not", stats.pin_misses),
+        ("holdfast_pins_expired", "Pins dropped at their deadline", stats.pins_expired),
+        ("holdfast_pins_given_way", "Pins dropped for others that needed the cells", stats.pins_given_way),
+        ("holdfast_pins_refused", "Pins dropped beyond the share that may be kept", stats.pins_refused),
+        ("holdfast_host_pages_out", "Evicted pages copied to host memory", stats.pages_out),
+        ("holdfast_host_pages_in", "Pages copied back from host memory", stats.pages_in),
+        ("holdfast_tokens_reloaded", "Tokens that came back instead of being computed", stats.tokens_reloaded),
+        ("holdfast_host_moves_failed", "Steps whose copies from or to the host failed", stats.failed_moves),
         ("holdfast_engine_steps", "Steps run", stats.steps),
         ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),
     )
@@ -164,6 +162,10 @@ def _gauges(now: Occupancy) -> tuple[Sample, ...]:
         ("holdfast_sequences_waiting", "Requests waiting for a place in the batch", now.waiting),
         ("holdfast_sequence_rows_taken", "Rows of the sequence pool in use", now.rows_taken),
         ("holdfast_sequence_rows_parked", "Rows kept for programs between turns", now.rows_parked),
+        ("holdfast_programs_pinned", "Programs whose cells are kept between turns", now.pins),
+        ("holdfast_cells_pinned", "KV cells that they keep", now.cells_pinned),
         ("holdfast_sessions", "Sessions that clients have open", now.sessions),
         ("holdfast_cell_capacity", "KV cells there are", now.cells_total),
+        ("holdfast_host_cells", "KV cells in host memory", now.cells_host),
+        ("holdfast_reload_cells_per_second", "How fast cells came back from the host lately", now.reload_cells_per_s),
     )

@@ -4,11 +4,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.speculation.config import DraftConfig
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Undeclared: TypeAlias = Literal["text", "regenerate"]
+OrderName: TypeAlias = Literal["program", "request", "plas", "infercept"]
 
 POCKET = "pocket"  # the name of the shipped model
 
@@ -64,6 +66,14 @@ class EngineConfig:
     render_cache: int = 256
     tokenize_cache: int = 64
 
+    # Evicted cells go to host memory, and come back from there.
+    host_cells: int = 0  # its capacity in tokens; 0: from `host_memory`
+    host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
+
+    order: OrderName = "program"  # who is served first: `scheduling/order` tells what the words mean
+
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
+
     def __post_init__(self) -> None:
         for name in ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk"):
             if getattr(self, name) < 1:
@@ -71,7 +81,16 @@ class EngineConfig:
         for name in ("admission_ceiling", "high_water"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
-        for name in ("threads", "context_length", "cells", "session_rows", "call_grace", "forced_drafts"):
+        for name in (
+            "threads",
+            "context_length",
+            "cells",
+            "session_rows",
+            "call_grace",
+            "forced_drafts",
+            "host_cells",
+            "host_memory",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         if self.session_idle_s <= 0:
@@ -115,8 +134,10 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
-    cells = config.cells or int(config.kv_memory * 2**30 / (model.cell_values * BYTES[dtype]))
+    size = model.cell_values * BYTES[dtype]
+    cells = config.cells or int(config.kv_memory * 2**30 / size)
     cells = cells // config.page_size * config.page_size
+    host_cells = (config.host_cells or int(config.host_memory * 2**30 / size)) if config.prefix_cache else 0
     if cells < config.page_size:
         raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
     return replace(
@@ -125,5 +146,6 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         dtype=dtype,
         context_length=context,
         cells=cells,
+        host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
     )

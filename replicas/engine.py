@@ -14,10 +14,23 @@ import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, OverloadedError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Rejected, Request, Stop, Submit, Terminal
+from holdfast.replicas.events import (
+    Abort,
+    Command,
+    Event,
+    Failed,
+    Notice,
+    Rejected,
+    Request,
+    Stop,
+    Submit,
+    Terminal,
+)
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.host_tier import HostTier
 from holdfast.replicas.kv.radix import NO_TOKENS
-from holdfast.replicas.scheduling.order import Order
+from holdfast.replicas.retention.learned import Learned
+from holdfast.replicas.scheduling.order import order_of
 from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.scheduling.plan import Runner
 from holdfast.replicas.scheduling.running import BooksError
@@ -41,6 +54,7 @@ class Engine:
     """One replica's requests and their steps.
 
     `config` is resolved: it has no "auto" and no 0 where a number is needed. `eos` are the model's own end tokens.
+    `drafter` stands in for the one that `config.speculation` describes.
     """
 
     def __init__(
@@ -49,17 +63,18 @@ class Engine:
         runner: Runner,
         eos: frozenset[int] = frozenset(),
         vocabulary: int | None = None,
-        order: Order | None = None,
         cost: VerificationCost | None = None,
         stopwatch: Stopwatch = time.perf_counter,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self._runner = runner
         self._eos = eos
         self._vocabulary = vocabulary
         self._stopwatch = stopwatch
-        self._order = order
-        self._drafter = Drafter(config.speculation, cost)
+        self._order = order_of(config.order)
+        self._learned = Learned(config.retention.wait_window)
+        self._drafter = drafter or Drafter(config.speculation, cost)
         self.stats = EngineStats(drafts=self._drafter.counts)
         self._numbers = count()
         self._live: dict[str, Sequence] = {}
@@ -75,17 +90,23 @@ class Engine:
     def occupancy(self) -> Occupancy:
         return replace(self._scheduler.occupancy(), sessions=len(self._sessions))
 
-    def handle(self, command: Command, now: float) -> list[Event]:
-        """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored."""
+    def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
+        """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
+
+        A request's time counts from `arrived`, where it had to wait for the step before this moment.
+        """
         try:
             self._sessions.expire(now)
             if isinstance(command, Stop | Abort):
                 self.end(command, now)
+            elif isinstance(command, Notice):
+                self._scheduler.keeping.notice(command, now)
             else:
-                self._accept(command, now)
+                self._accept(command, now, now if arrived is None else arrived)
             _expect_sound(self.cache)
         except Exception as failure:
-            self._start_anew(failure, now, None if isinstance(command, Stop | Abort) else command.request_id)
+            coming = None if isinstance(command, Stop | Abort | Notice) else command.request_id
+            self._start_anew(failure, now, coming)
         return self._flush(now)
 
     def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
@@ -97,13 +118,13 @@ class Engine:
             step = self._scheduler.schedule(now)
             stats.schedule_s += watch() - t0
             _expect_sound(self.cache)
-            if step.plan.chunks:
+            if step.plan.busy:
                 self._run(step, now, clock)
                 stats.steps += 1
                 _expect_sound(self.cache)
         except Exception as failure:
             self._start_anew(failure, now)
-        return self._flush(now)
+        return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
 
     def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
         """End every request with `error`: the engine is stopping."""
@@ -170,13 +191,15 @@ class Engine:
 
     def _open_books(self) -> None:
         config = self.config
-        self.cache = KVCache(config.cells // config.page_size, config.page_size, config.prefix_cache)
+        size = config.page_size
+        host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
+        self.cache = KVCache(config.cells // size, size, config.prefix_cache, host)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self._scheduler = Scheduler(
-            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events
+            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned
         )
 
-    def _accept(self, command: Request, now: float) -> None:
+    def _accept(self, command: Request, now: float, arrived: float) -> None:
         request_id = command.request_id
         try:
             if request_id in self._live or request_id in self._sessions:
@@ -185,9 +208,9 @@ class Engine:
             if isinstance(command, Submit) and waiting >= self.config.max_waiting:
                 raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
             if not isinstance(command, Submit) or command.session_id:
-                self._sessions.command(command, now)
+                self._sessions.command(command, now, arrived)
             else:
-                self.begin(command, NO_TOKENS, now, now)
+                self.begin(command, NO_TOKENS, arrived, now)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
 

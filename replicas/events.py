@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.tokens import TokenIds as TokenIds
 
@@ -77,6 +78,7 @@ class Submit:
     `sampling.max_tokens` 0: the prompt is computed into the cache and nothing is drawn.
     With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
     finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
+    `program_turns` are the turns that the program had before; `program_end`: it has none after this one.
     """
 
     request_id: str
@@ -90,6 +92,8 @@ class Submit:
     keep: bool = True
     matcher: Matcher | None = None
     n_generated: int = 0
+    program_turns: int = 0
+    program_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,41 @@ class Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """What a finished request called, told after its terminal event: its program comes back when that is done.
+
+    `tools` are the tools' names, several for parallel calls, none where it is not known what the program waits for.
+    `turn` counts the program's turns from 1; `last`: there will be no other.
+    """
+
+    request_id: str
+    scope: str
+    program_id: str
+    tools: tuple[str, ...] = ()
+    last: bool = False
+    turn: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """A program is over, whatever it called last: nothing is kept for it any more."""
+
+    scope: str
+    program_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLatencies:
+    """How long tools take, as the cluster knows it now."""
+
+    latency: LatencySnapshot
+
+
 SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
 Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
-Command: TypeAlias = Request | Stop | Abort
+Notice: TypeAlias = TurnEnded | ProgramEnded | ToolLatencies
+Command: TypeAlias = Request | Stop | Abort | Notice
 
 # ---- events ----
 

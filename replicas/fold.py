@@ -51,6 +51,7 @@ class Fold:
             reason=self.terminal.reason,
             usage=self.terminal.usage,
             timing=self.terminal.timing,
+            called=self.terminal.called,
         )
 
     def error(self) -> Errored:

@@ -11,13 +11,15 @@ import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import OpenSession, Sampling, Submit
+from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit, TurnEnded
+from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.config import DraftConfig
 from holdfast.replicas.tokens import TokenIds
 
 _RUNNING, _WAITING = 64, 10_000
 _PROMPT, _PREAMBLE = 200, 2_000
+_PINNED, _QUEUED = 500, 1_000
 _STEPS, _WARM_UP = 200, 40
 _VOCABULARY = 50_000
 
@@ -42,10 +44,12 @@ def scheduler_costs() -> dict[str, float]:
         "64 decoding, 10,000 waiting": _cost(drafts=False, waiting=_WAITING),
         "64 decoding, 10,000 waiting over one preamble": _cost(drafts=False, waiting=_WAITING, preamble=_PREAMBLE),
         "64 decoding, 10,000 waiting, 16 open sessions": _cost(drafts=False, waiting=_WAITING, parked=16),
+        "64 decoding, 1,000 waiting": _cost(drafts=False, waiting=_QUEUED),
+        "64 decoding, 1,000 waiting, 500 programs pinned": _cost(drafts=False, waiting=_QUEUED, pinned=_PINNED),
     }
 
 
-def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0) -> float:
+def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0, pinned: int = 0) -> float:
     config = EngineConfig(
         cells=1_000_000,
         context_length=8192,
@@ -54,6 +58,7 @@ def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0)
         max_waiting=2 * _WAITING,
         admission_ceiling=1.0,
         speculation=DraftConfig(enabled=drafts),
+        retention=RetentionConfig(policy="fixed", fixed_s=1e9, most_s=1e9),
     )
     engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
     rng = np.random.default_rng(0)
@@ -61,8 +66,13 @@ def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0)
     for i in range(parked):
         engine.handle(OpenSession(f"open{i}", f"s{i}"), 0.0)
         engine.handle(Submit(f"append{i}", _ids(rng, shared), Sampling(0), session_id=f"s{i}"), 0.0)
+    for i in range(pinned):
+        engine.handle(Submit(f"turn{i}", _ids(rng, shared), Sampling(1), program_id=f"p{i}"), 0.0)
     while engine.busy:
-        engine.step(0.0)
+        for event in engine.step(0.0):
+            if isinstance(event, Finished) and event.request_id.startswith("turn"):
+                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
+    assert engine.occupancy().pins == pinned
     for i in range(_RUNNING + waiting):
         engine.handle(Submit(f"r{i}", _ids(rng, shared), Sampling(4000), program_arrival=1.0 + i), 1.0)
     costs = []

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Sampling, Timing, Usage
+from holdfast.replicas.retention.calls import Called
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -51,7 +52,8 @@ class RawPrompt:
 class GenerateRequest:
     """One accepted request, validated by the router.
 
-    `sampling.max_tokens` -1 means "as many as the context has room for".
+    `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one;
+    `program_end`: the program will not come back after it.
     """
 
     request_id: str
@@ -61,6 +63,8 @@ class GenerateRequest:
     scope: str = ""
     program_id: str = ""
     program_arrival: float = 0.0
+    program_turns: int = 0
+    program_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,12 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
+    """The end of a whole reply, and what its program waits for now."""
+
     reason: ReplyReason
     usage: Usage
     timing: Timing
+    called: Called = field(default_factory=Called)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,7 @@ class Answer:
     reason: ReplyReason
     usage: Usage
     timing: Timing
+    called: Called = field(default_factory=Called)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
-from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens
+from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens, TurnEnded
 from holdfast.replicas.fold import Fold
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.requests import (
@@ -22,10 +22,13 @@ from holdfast.replicas.requests import (
     ModelCard,
     Piece,
     RawPrompt,
+    ReplyReason,
 )
+from holdfast.replicas.retention.calls import Called, called
 from holdfast.replicas.session_service import NO_SESSION, SessionService, SessionTurn
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Encoded, TextSide
+from holdfast.replicas.text.reply import Reply
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
@@ -38,6 +41,7 @@ class Service:
         self.card = card
         self._text = text
         self._bridge = Bridge(engine)
+        self.notice = self._bridge.notice  # what the cluster knows of programs and tools
         self.sessions = SessionService(self._bridge, text, self.stream)
 
     @classmethod
@@ -127,6 +131,8 @@ class Service:
             request.program_id,
             request.program_arrival,
             self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
+            program_turns=request.program_turns,
+            program_end=request.program_end,
         )
 
     def _room(self, n_prompt: int) -> int:
@@ -149,7 +155,10 @@ class Service:
                 return []
             tail, reason = reply.finish(event.reason)
             reply.remember()
-            return [*tail, Completed(reason, attempt.usage(event), attempt.timing(event))]
+            waits_for = _called(request, reply, reason)
+            if request.program_id:
+                self.notice(_turn_ended(request, waits_for))
+            return [*tail, Completed(reason, attempt.usage(event), attempt.timing(event), waits_for)]
         if isinstance(event, Aborted):
             return [Errored(_ABORTED, event.usage)]
         return [_errored(request, event.error)]
@@ -160,3 +169,15 @@ def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:
     if error.field == "prompt" and isinstance(request.prompt, ChatPrompt):
         error = replace(error, field="messages")
     return Errored(error)
+
+
+def _called(request: GenerateRequest, reply: Reply, reason: ReplyReason) -> Called:
+    """What a finished reply called."""
+    tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
+    text = "" if tools else reply.text
+    return called(reply.calls, text, interface=tools, cut=reason == "length", ends=request.program_end)
+
+
+def _turn_ended(request: GenerateRequest, found: Called) -> TurnEnded:
+    turn = request.program_turns + 1
+    return TurnEnded(request.request_id, request.scope, request.program_id, found.tools, found.last, turn)

@@ -97,22 +97,23 @@ class Sessions:
 
     # ---- commands ----
 
-    def command(self, command: Submit | SessionCommand, now: float) -> None:
+    def command(self, command: Submit | SessionCommand, now: float, arrived: float) -> None:
         """Open, fork or close; or an operation, which begins at once, or after those before it.
 
+        `arrived` is when it was sent, from which its time counts.
         Raises InvalidRequestError and OverloadedError, naming the field.
         """
         if isinstance(command, OpenSession):
             self._open(Owner(command.scope, command.session_id, session=True), now)
-            self._events.append(_done(command.request_id, now, now))
+            self._events.append(_done(command.request_id, arrived, now))
             return
         session = self._find(command.scope, command.session_id)
         if isinstance(command, CloseSession):
             self._close(session, now)
-            self._events.append(_done(command.request_id, now, now))
+            self._events.append(_done(command.request_id, arrived, now))
             return
         session.used = now
-        session.queue.append(Operation(command, now))
+        session.queue.append(Operation(command, arrived))
         self._queued[command.request_id] = session
         self._advance(session, now)
 

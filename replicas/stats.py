@@ -28,6 +28,16 @@ class EngineStats:
     chunks_deferred: int = 0  # prefill chunks put off to a later step above the high-water mark
     tokens_recomputed: int = 0  # computed before a preemption, and again after it
     prompt_seeds: int = 0  # sampled requests whose noise was seeded by their prompt
+    pins: int = 0  # turns whose cells were kept for their program's next one
+    pin_hits: int = 0  # follow-up turns that came while their program's cells were pinned
+    pin_misses: int = 0  # and those that came when they were not
+    pins_expired: int = 0
+    pins_given_way: int = 0  # dropped for others that needed the cells
+    pins_refused: int = 0  # dropped because a tenant's pins, or all, would have kept more than they may
+    pages_out: int = 0  # evicted pages that were copied to host memory
+    pages_in: int = 0  # and pages that were copied back
+    tokens_reloaded: int = 0  # tokens that came back instead of being computed again
+    failed_moves: int = 0  # steps whose copies between the tiers failed: the host tier began anew
     drafts: DraftCounts = field(default_factory=DraftCounts)
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
@@ -47,6 +57,10 @@ class Occupancy:
     cells_held: int
     rows_parked: int = 0  # kept for programs, and free for whoever needs them: not among `rows_taken`
     sessions: int = 0
+    cells_host: int = 0  # in host memory, not among `cells_total`
+    reload_cells_per_s: float = 0.0  # how fast they came back lately; 0: none has
+    pins: int = 0  # programs whose cells are kept between turns
+    cells_pinned: int = 0  # of `cells_tree`, those that they keep
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""The request router that Ray Serve runs in front of the replicas: placement by program, with a memory.
+"""The request router that Ray Serve runs in front of the replicas: placement by program, waiting in program order.
 
 Every name of Ray that is not public is used in this file and nowhere else; `tests/router/test_affinity.py` checks that
-they are still there. Where Serve has a trap, a comment starts with "Trap:". The decision itself is `placement`'s.
+they are still there. Where Serve has a trap, a comment starts with "Trap:". Which replica is `placement`'s decision,
+where they wait is `gate`.
 
-Program-ordered waiting belongs in `_choose_replica_for_request`, the one hook through which Serve hands over a
-request before it queues it. The state below lives once per ingress process.
+The state below lives once per ingress process: each keeps the order of the requests it has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,9 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context, _serve_request_context
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.errors import OverloadedError, UnavailableError
+from holdfast.replicas.requests import GenerateRequest
+from holdfast.router.gate import Gate
 from holdfast.router.placement import PlacementConfig, ReplicaView, rank
 
 HINT = "last_replica"  # keyword argument of a call that names the replica of the program's last turn
@@ -49,74 +51,56 @@ class Pins:
         return len(self._replica)
 
 
-# Trap: Serve's FIFO mixin hands a chosen replica to whichever request waits longest, which splits programs over
-# replicas; without it (no mixin here) a replica goes to the request it was chosen for.
+# Trap: Serve's own loop polls full replicas with a growing pause, so requests come out of it in no order, and its FIFO
+# mixin hands a chosen replica to whichever request waits longest, which splits programs. Both are passed by.
 # Trap: the `ConsistentHashRouter` that ships with Serve moves a program twice over a crash, away and back; pins
 # move it once.
 class AffinityRouter(RequestRouter):  # type: ignore[misc]
-    """Keeps a program on the replica that holds its state.
+    """Keeps a program on the replica that holds its state, and lets programs wait in the order they began.
 
-    The program is the handle's `session_id`. A call may carry the keyword argument `last_replica`, believed when this
-    router knows nothing better; it is taken out here and does not reach the replica.
+    The program is the handle's `session_id`; when it began stands in the `GenerateRequest`, and a call without one goes
+    first. A call may carry the keyword argument `last_replica`, believed when this router knows nothing better; it is
+    taken out here and does not reach the replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
-        self._ongoing: dict[str, int] = {}
+        self._gate = Gate(self._config.max_waiting)
 
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        if pending_request is None:
-            return [candidate_replicas]
-        # Trap: without this a request to a full replica is tried again at once and for ever, a busy loop.
-        pending_request.routing_context.should_backoff = True
-        by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        program = pending_request.metadata.session_id
-        # Trap: Serve passes over a replica whose queue length it cannot learn within 0.1 s, a full one or merely a slow
-        # one, and takes the next in the ranking; so `rank` names a program's own replica alone at first.
-        hint = pending_request.kwargs.pop(HINT, None)
-        if hint in by_id and self._pins.get(program) not in by_id:
-            self._pins.put(program, hint)
-        ranking = rank(
-            program,
-            [self._view(replica) for replica in candidate_replicas],
-            self._pins.get(program),
-            time.time() - pending_request.created_at,
-            self._config,
-        )
-        return [[by_id[replica_id]] for replica_id in ranking]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        # Learned here, when the replica has accepted, and not when it was chosen: a choice may be rejected.
-        # Trap: this memory is one process's. A second ingress agrees with it through the hash and through the
-        # program table's `last_replica` alone.
-        if program := pending_request.metadata.session_id:
-            self._pins.put(program, replica_id.unique_id)
-
-    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
-        # Trap: Serve's own cache of these numbers forgets after ten seconds, so a replica busy with long streams
-        # would look idle; what a replica says when it accepts, less what has ended since, does not age.
-        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
-        self._ongoing[replica_id.unique_id] = num_ongoing_requests
-
-    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
-        super().decrement_queue_len_cache(replica_id)
-        self._ongoing[replica_id.unique_id] = max(0, self._ongoing.get(replica_id.unique_id, 0) - 1)
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        super().update_replicas(replicas)
-        live = {replica.replica_id.unique_id for replica in replicas}
-        self._ongoing = {replica_id: count for replica_id, count in self._ongoing.items() if replica_id in live}
+    # ---- choosing ----
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        # Trap: with no replica left Serve waits for the next one without a bound.
-        if not self._replicas:
-            await self._wait_for_a_replica()
-        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        """The replica that is to have this request, once it has room and nobody is before it.
+
+        Raises UnavailableError where there is none, OverloadedError where too many wait or this one does too long.
+        """
+        request_id = pending_request.metadata.internal_request_id
+        while True:
+            # Trap: with no replica left Serve waits for the next one without a bound.
+            if not self._replicas:
+                await self._wait_for_a_replica()
+            ranking = self._rank(pending_request, _by_id(self._replicas.values()))
+            chosen = self._gate.take(ranking, request_id) or await self._wait_in_line(pending_request, ranking)
+            if chosen is None:
+                continue
+            if (replica := _by_id(self._replicas.values()).get(chosen)) is not None:
+                return replica
+            self._gate.give_back(chosen, request_id)
+
+    async def _wait_in_line(self, pending_request: PendingRequest, ranking: tuple[str, ...]) -> str | None:
+        """The replica that took this request; None once its program has waited long enough for its own alone."""
+        waited = time.time() - pending_request.created_at
+        patience, left = self._config.patience_s - waited, self._config.queue_timeout_s - waited
+        home = ranking[0] if len(ranking) == 1 and 0 < patience < left else None
+        key = (_arrival(pending_request), pending_request.created_at)
+        request_id = pending_request.metadata.internal_request_id
+        chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
+        if chosen is None and home is None:
+            raise OverloadedError("the request waited too long for a replica with room")
+        return chosen
 
     async def _wait_for_a_replica(self) -> None:
         try:
@@ -127,17 +111,74 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         except TimeoutError:
             raise UnavailableError(f"no replica came up within {self._config.no_replica_s:g} s") from None
 
-    def _view(self, replica: RunningReplica) -> ReplicaView:
-        replica_id = replica.replica_id.unique_id
-        return ReplicaView(replica_id, self._ongoing.get(replica_id, 0), replica.max_ongoing_requests)
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Best first, each alone in its rank: for callers of Serve that choose without sending."""
+        if pending_request is None:
+            return [candidate_replicas]
+        by_id = _by_id(candidate_replicas)
+        return [[by_id[replica_id]] for replica_id in self._rank(pending_request, by_id)]
+
+    def _rank(self, pending_request: PendingRequest, by_id: Mapping[str, RunningReplica]) -> tuple[str, ...]:
+        program = pending_request.metadata.session_id
+        hint = pending_request.kwargs.pop(HINT, None)
+        if hint in by_id and self._pins.get(program) not in by_id:
+            self._pins.put(program, hint)
+        views = [ReplicaView(each, self._gate.load(each), by_id[each].max_ongoing_requests) for each in by_id]
+        return rank(program, views, self._pins.get(program), time.time() - pending_request.created_at, self._config)
+
+    # ---- what Serve tells ----
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        # Learned here, when the replica has accepted, and not when it was chosen: a choice may be rejected.
+        # Trap: this memory is one process's. A second ingress agrees with it through the hash and through the
+        # program table's `last_replica` alone.
+        if program := pending_request.metadata.session_id:
+            self._pins.put(program, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        # Trap: also called for broadcasts, which take no slot, and of a rejected request perhaps after the next try.
+        self._gate.give_back(replica_id.unique_id, internal_request_id)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        # Trap: Serve's own cache of these numbers forgets after ten seconds, so a replica busy with long streams
+        # would look idle; what a replica says when it accepts, less what has ended since, does not age.
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        self._gate.told(replica_id.unique_id, num_ongoing_requests)
+
+    def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
+        super().decrement_queue_len_cache(replica_id)
+        self._gate.ended(replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._replicas_changed()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._replicas_changed()
+
+    def _replicas_changed(self) -> None:
+        replicas = _by_id(self._replicas.values())
+        self._gate.replicas({each: replica.max_ongoing_requests for each, replica in replicas.items()})
+
+
+def _by_id(replicas: Iterable[RunningReplica]) -> dict[str, RunningReplica]:
+    return {replica.replica_id.unique_id: replica for replica in replicas}
+
+
+def _arrival(pending_request: PendingRequest) -> float:
+    """When the program of a call began; a call that is no turn of a program keeps nobody waiting."""
+    return next((each.program_arrival for each in pending_request.args if isinstance(each, GenerateRequest)), 0.0)
 
 
 @contextmanager
 def own_request() -> Iterator[None]:
     """Calls on a handle made inside count as a request of their own.
 
-    Trap: calls made while one HTTP request is served share its `internal_request_id`, and of two that wait for
-    a replica at once one hangs for ever, because waiting requests are looked up by that id alone.
+    Trap: calls made while one HTTP request is served share its `internal_request_id`, by which Serve finds what is
+    to be cancelled or sent: one of them would be taken for another.
     """
     context = _get_serve_request_context()
     token = _serve_request_context.set(replace(context, _internal_request_id=uuid4().hex))

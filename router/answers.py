@@ -14,6 +14,7 @@ from holdfast.replicas.requests import (
     ToolCall,
     ToolCallDelta,
 )
+from holdfast.replicas.retention.calls import Called
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
@@ -23,7 +24,7 @@ def pieces_of(answer: Answer) -> tuple[Piece, ...]:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))
     for index, call in enumerate(answer.tool_calls):
         pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments))
-    pieces.append(Completed(answer.reason, answer.usage, answer.timing))
+    pieces.append(Completed(answer.reason, answer.usage, answer.timing, answer.called))
     return tuple(pieces)
 
 
@@ -37,6 +38,7 @@ def encode_answer(answer: Answer) -> bytes:
             "logprobs": [_pack(token) for token in answer.logprobs],
             "reason": answer.reason,
             "usage": [usage.prompt, usage.cached, usage.completion],
+            "called": [answer.called.tools, answer.called.last],
         }
     )
 
@@ -52,6 +54,7 @@ def decode_answer(value: bytes) -> Answer:
             reason=read["reason"],
             usage=Usage(*read["usage"]),
             timing=Timing(arrived=0.0),
+            called=Called(tuple(read["called"][0]), read["called"][1]),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an answer: {error}") from None

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from importlib import metadata
 
+import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,6 +24,7 @@ from holdfast.router.http import (
     supervised,
 )
 from holdfast.router.metrics import RouterMetrics, exposition
+from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -37,6 +40,7 @@ from holdfast.router.protocol.tokens import (
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
+from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turns import CHAT, COMPLETION, Turns
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,11 +53,14 @@ def create_app(
     cache: ResponseCache,
     metrics: RouterMetrics,
     config: RouterConfig | None = None,
+    latencies: ToolLatencies | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
+    latencies = latencies or ToolLatencies()
     metrics.degraded.set_function(lambda: float(cache.degraded))
-    turns = Turns(backend, tenants, programs, cache, metrics, config)
+    turns = Turns(backend, tenants, programs, cache, metrics, config, latencies)
+    agents = ProgramEndpoints(backend, tenants, programs, latencies)
     small = SmallEndpoints(backend, tenants, metrics, config)
 
     async def chat(request: Request) -> Response:
@@ -66,10 +73,13 @@ def create_app(
     routes: Sequence[tuple[str, str, Handler]] = (
         ("POST", "/v1/chat/completions", chat),
         ("POST", "/v1/completions", completion),
+        ("DELETE", "/v1/programs/{program_id:path}", agents.end),
+        ("GET", "/v1/tools/latency", agents.tool_latency),
         ("POST", "/tokenize", small.tokenize),
         ("POST", "/detokenize", small.detokenize),
         ("GET", "/v1/models", small.models),
         ("GET", "/v1/models/{name:path}", small.model),
+        ("GET", "/version", small.version),
         ("GET", "/health", small.health),
         ("GET", "/metrics", small.metrics),
     )
@@ -113,6 +123,11 @@ class SmallEndpoints:
         self._tenants.authenticate(caller(request))
         card = find_model(request.path_params["name"], await self._backend.models())
         return json_response(model_reply(card, self._started))
+
+    async def version(self, request: Request) -> Response:
+        """What runs here, as vLLM tells it."""
+        self._tenants.authenticate(caller(request))
+        return json_response(orjson.dumps({"version": metadata.version("holdfast")}))
 
     async def health(self, request: Request) -> Response:
         """Open to everybody: it tells nothing but whether there is a replica."""

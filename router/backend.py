@@ -48,6 +48,10 @@ class Backend(Protocol):
         """
         ...
 
+    async def end_program(self, scope: str, program_id: str) -> None:
+        """A program is over: the replicas keep nothing for it any more. What runs of it goes on."""
+        ...
+
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         """The token ids that a generation from `prompt` would start with."""
         ...

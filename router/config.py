@@ -23,6 +23,7 @@ class RouterConfig:
 
     store_timeout_s: float = 0.05  # of one Redis operation
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
+    tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
     store_entries: int = 65536  # kept in memory where there is no Redis
     store_memory: int = 256 * 2**20
 

@@ -21,7 +21,7 @@ def program_key(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], prompt
     control characters.
     """
     if ids.program_id:
-        return _scoped(tenant, ids.program_id, "program_id")
+        return named_program(tenant, ids.program_id)
     for name in HEADERS:
         if value := headers.get(name):
             return _scoped(tenant, value, name)
@@ -30,6 +30,11 @@ def program_key(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], prompt
     if ids.prompt_cache_key:
         return _scoped(tenant, ids.prompt_cache_key, "prompt_cache_key")
     return f"{tenant}/~{_digest(tenant, prompt)}"
+
+
+def named_program(tenant: str, program_id: str) -> str:
+    """The key of the program that a tenant calls by this name. Raises InvalidRequestError, as `program_key` does."""
+    return _scoped(tenant, program_id, "program_id")
 
 
 def _scoped(tenant: str, value: str, field: str) -> str:

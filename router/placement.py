@@ -17,15 +17,17 @@ class PlacementConfig:
     """How far affinity goes. Counts are in programs and requests, times in seconds."""
 
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
-    patience_s: float = 2.0  # how long a program waits for the replica that holds its state, full or slow to answer
+    patience_s: float = 2.0  # how long a program waits for the replica that holds its state while that is full
     imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
+    max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
+    queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     def __post_init__(self) -> None:
-        for name in ("pins", "imbalance"):
+        for name in ("pins", "imbalance", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in ("patience_s", "no_replica_s"):
+        for name in ("patience_s", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
 

@@ -17,11 +17,24 @@ from holdfast.router.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`arrival` is in seconds since the epoch; `last_replica` is None before the first finished turn."""
+    """Times are in seconds since the epoch; `last_replica` is None before the first finished turn.
+
+    Between two turns `paused` is when the last one ended, and `tools` the key of what it called.
+    """
 
     arrival: float
     turns: int = 0
     last_replica: str | None = None
+    paused: float | None = None
+    tools: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The next turn of a program has come `seconds` after the one that called `tools`."""
+
+    tools: str
+    seconds: float
 
 
 class ProgramTable:
@@ -45,18 +58,37 @@ class ProgramTable:
         self._known.put(key, program, now + self._ttl_s)
         return program
 
-    def finish(self, key: str, replica_id: str) -> None:
-        """Count a turn that `replica_id` served. The store learns of it in the background."""
+    def resume(self, key: str) -> Pause | None:
+        """A turn of a known program comes in: the pause that ends with it, told once. None: there was none."""
+        now = self._clock()
+        program = self._known.get(key, now)
+        if program is None or program.paused is None:
+            return None
+        self._known.put(key, replace(program, paused=None, tools=""), now + self._ttl_s)
+        return Pause(program.tools, max(now - program.paused, 0.0))
+
+    def finish(self, key: str, replica_id: str, tools: str = "") -> None:
+        """Count a turn that `replica_id` served and that called `tools`. The store learns of it in the background."""
         now = self._clock()
         program = self._known.get(key, now) or Program(now)
-        program = replace(program, turns=program.turns + 1, last_replica=replica_id)
+        paused = now if tools else None
+        program = replace(program, turns=program.turns + 1, last_replica=replica_id, paused=paused, tools=tools)
         self._known.put(key, program, now + self._ttl_s)
-        self._background.start(self._store.set(_store_key(key), _encode(program), self._ttl_s))
+        self._background.start(self._write(key, program))
 
     def note(self, key: str) -> None:
         """Enter `key` in the background where it is new: its turn needed no replica."""
         if self._known.get(key, self._clock()) is None:
             self._background.start(self._enter(key))
+
+    async def end(self, key: str) -> bool:
+        """Forget a program: it is over. False where nobody knows it."""
+        known = self._known.get(key, self._clock()) is not None
+        self._known.remove(key)
+        await self._background.drain()  # a turn that is being written would come back
+        there = await self._store.get(_store_key(key)) is not None
+        await self._store.delete(_store_key(key))
+        return known or there
 
     async def drain(self) -> None:
         """Wait until the store has everything."""
@@ -65,18 +97,30 @@ class ProgramTable:
     async def _enter(self, key: str) -> None:
         await self.begin(key)
 
+    async def _write(self, key: str, program: Program) -> None:
+        """Store what is known of a program. Its arrival never becomes later, though this process may have forgotten it
+        meanwhile, or have met the program while it could not ask the store.
+        """
+        stands = await self._store.get(_store_key(key))
+        now = self._clock()
+        program = self._known.get(key, now) or program
+        if stands is not None and (arrival := _decode(stands, now).arrival) < program.arrival:
+            program = replace(program, arrival=arrival)
+            self._known.put(key, program, now + self._ttl_s)
+        await self._store.set(_store_key(key), _encode(program), self._ttl_s)
+
 
 def _store_key(key: str) -> str:
     return f"program/{key}"
 
 
 def _encode(program: Program) -> bytes:
-    return orjson.dumps([program.arrival, program.turns, program.last_replica])
+    return orjson.dumps([program.arrival, program.turns, program.last_replica, program.paused, program.tools])
 
 
 def _decode(value: bytes, now: float) -> Program:
     try:
-        arrival, turns, last_replica = orjson.loads(value)
-        return Program(float(arrival), int(turns), last_replica)
+        arrival, turns, last_replica, paused, tools = orjson.loads(value)
+        return Program(float(arrival), int(turns), last_replica, None if paused is None else float(paused), str(tools))
     except (ValueError, TypeError):  # written by something else: the turn goes on as the program's first
         return Program(now)

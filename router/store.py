@@ -7,7 +7,7 @@ Redis answers again. Keys come in already scoped (`cache/<tenant>/...`); nothing
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -40,6 +40,8 @@ class Store(Protocol):
         """Put `value` unless there is one; the value that stands afterwards."""
         ...
 
+    async def delete(self, key: str) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -66,6 +68,9 @@ class MemoryStore:
             return there
         await self.set(key, value, ttl_s)
         return value
+
+    async def delete(self, key: str) -> None:
+        self._values.remove(key)
 
     async def close(self) -> None:
         return
@@ -127,6 +132,26 @@ class RedisStore:
 
         done = await self._guarded(work)
         return await self._fallback.set_if_absent(key, value, ttl_s) if done is None else done
+
+    async def delete(self, key: str) -> None:
+        async def work() -> bool:
+            await self._redis.delete(PREFIX + key)
+            return True
+
+        await self._guarded(work)
+        await self._fallback.delete(key)  # what was kept here while Redis was away
+
+    async def script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
+    ) -> list[Any] | None:
+        """What a Lua script returns, an array; None where Redis is away. It runs as one operation, or not at all."""
+
+        async def work() -> list[Any]:
+            # By its digest, and with the source where the server does not know it (it may have been restarted).
+            done = await self._redis.register_script(source)([PREFIX + key for key in keys], arguments)
+            return list(done)
+
+        return await self._guarded(work)
 
     async def close(self) -> None:
         if self._probe is not None:

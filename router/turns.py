@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, ModelCard
+from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
@@ -35,6 +36,7 @@ from holdfast.router.protocol.turn import Turn, find_model
 from holdfast.router.response_cache import CacheResult, ResponseCache
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
 from holdfast.router.tenants import Tenant, TenantDirectory
+from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_stream import TurnStream
 
 
@@ -99,6 +101,7 @@ class Turns:
         cache: ResponseCache,
         metrics: RouterMetrics,
         config: RouterConfig,
+        latencies: ToolLatencies,
     ) -> None:
         self._backend = backend
         self._tenants = tenants
@@ -107,6 +110,7 @@ class Turns:
         self._metrics = metrics
         self._config = config
         self._limiter = Limiter(config.max_in_flight)
+        self._latencies = latencies
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
@@ -150,6 +154,7 @@ class Turns:
         if answer is None:
             return None
         self._programs.note(accepted.program)
+        self._resumed(accepted)
         if accepted.turn.stream:
             encoder = accepted.encoder
             response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
@@ -163,6 +168,7 @@ class Turns:
             self._limiter.enter(accepted.tenant, self._metrics.clock())
             held.callback(self._limiter.leave, accepted.tenant)
             program = await self._programs.begin(accepted.program)
+            self._resumed(accepted)
             command = GenerateRequest(
                 request_id=accepted.unique,
                 prompt=accepted.turn.prompt,
@@ -171,6 +177,8 @@ class Turns:
                 scope=accepted.tenant.name,
                 program_id=accepted.program,
                 program_arrival=program.arrival,
+                program_turns=program.turns,
+                program_end=accepted.turn.program_end,
             )
             if not accepted.turn.stream:
                 return await self._whole(request, accepted, command, program.last_replica)
@@ -207,7 +215,14 @@ class Turns:
         answer_headers(request).replica = stream.replica_id
         return stream
 
+    def _resumed(self, accepted: Accepted) -> None:
+        """A turn has come: what its program waited for took so long."""
+        pause = self._programs.resume(accepted.program)
+        if pause is not None:
+            self._latencies.record(accepted.tenant.name, pause.tools, pause.seconds)
+
     def _settle(self, accepted: Accepted, replica_id: str, answer: Answer) -> None:
-        self._programs.finish(accepted.program, replica_id)
+        called = answer.called
+        self._programs.finish(accepted.program, replica_id, "" if called.last else tool_set(called.tools))
         if accepted.cache_key is not None:
             self._cache.keep(accepted.cache_key, answer)

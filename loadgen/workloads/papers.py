@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from holdfast.loadgen.workloads import tools
@@ -26,14 +26,32 @@ _FAN_OUT, _ITERATIONS = (2, 21), (2, 7)  # median and 99th percentile; none is a
 _LONGEST = 3  # times the usual prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a trace tells of its programs: 1 + Binomial(`most` - 1, `share`) turns, tools' mean seconds and variance."""
+
+    most: int
+    share: float
+    tool_s: float
+    tool_variance: float
+
+    def turns(self, rng: random.Random) -> int:
+        """Turns of one program."""
+        return 1 + sum(rng.random() < self.share for _ in range(self.most - 1))
+
+
+SWE = Figures(1 + 38, 0.5, 0.29, 1.14)
+BFCL = Figures(1 + 8, 0.4, 1.09, 1.7)
+
+
 def swe(draw: Draw, sizes: Sizes) -> Round:
     """Coding agents: about 20 turns with a command each (15 to 25, mostly), tools of 0.29 s, variance 1.14."""
-    return _continuum(draw, sizes, "a coding agent", (tools.COMMAND,), (1 + 38, 0.5), (0.29, 1.14))
+    return _continuum(draw, sizes, "a coding agent", (tools.COMMAND,), SWE)
 
 
 def bfcl(draw: Draw, sizes: Sizes) -> Round:
     """Web searching agents: 4.2 turns with a search each, tools of 1.09 s, variance 1.7."""
-    return _continuum(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), (1 + 8, 0.4), (1.09, 1.7))
+    return _continuum(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), BFCL)
 
 
 def sutradhara(draw: Draw, sizes: Sizes) -> Round:
@@ -59,20 +77,18 @@ def tenants(draw: Draw, sizes: Sizes) -> Round:
     return _arriving(tuple(scripts), tuple(due), BUGFIX_TURNS)
 
 
-def _continuum(
-    draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], turns: tuple[int, float], tool: tuple[float, float]
-) -> Round:
+def _continuum(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], figures: Figures) -> Round:
     """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same."""
     scripts = []
     for i in range(sizes.jobs):
         name = f"job{i}"
-        rng, (most, share) = draw.rng(f"{name}/turns"), turns
-        count = (1 + sum(rng.random() < share for _ in range(most - 1))) * sizes.turns_times
+        count = figures.turns(draw.rng(f"{name}/turns")) * sizes.turns_times
         between = count - 1
         ends = [sizes.prompt_tokens * n // max(between, 1) for n in range(between + 1)]
         each = [end - start for start, end in pairwise(ends)]
         pauses = tuple(
-            Pause(log_normal(draw.rng(f"{name}/tool/{turn}"), *tool), words) for turn, words in enumerate(each)
+            Pause(log_normal(draw.rng(f"{name}/tool/{turn}"), figures.tool_s, figures.tool_variance), words)
+            for turn, words in enumerate(each)
         )
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.config import RetentionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ VARIANTS = (
     Variant("adaptive_chunks", {"adaptive_chunks": False}),
     Variant("chunk_deferral", {"high_water": 1.0}),
     Variant("admission", {"admission_ceiling": 1.0}),
+    Variant("retention", {"retention": RetentionConfig(policy="none")}),
     Variant("render_cache", {"render_cache": 0}),
     Variant("tokenize_cache", {"tokenize_cache": 0}),
     Variant("prompt_seed", {"prompt_seed": False}, same_output=False),

@@ -14,6 +14,7 @@ import numpy as np
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin
+from holdfast.replicas.kv.host_tier import HostTier
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import NO_PAGES, PagePool
 from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree
@@ -39,11 +40,18 @@ class CacheStats:
     lookups: int  # holdings acquired
     hits: int  # of these, with a cached prefix
     hit_tokens: int
+    host_total: int = 0  # of the second tier
+    host_used: int = 0
 
     @property
     def in_use(self) -> int:
         """Cells that no eviction could free now."""
         return self.total - self.free - self.evictable
+
+    @property
+    def to_be_had(self) -> int:
+        """Cells that are free, or would be by eviction."""
+        return self.free + self.evictable
 
 
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
@@ -64,9 +72,10 @@ class KVCache:
 
     `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
     `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
+    With a `host` tier what is evicted goes there. `reloads` brings it back.
     """
 
-    def __init__(self, n_pages: int, page_size: int, prefix_cache: bool = True) -> None:
+    def __init__(self, n_pages: int, page_size: int, prefix_cache: bool = True, host: HostTier | None = None) -> None:
         if n_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
@@ -74,6 +83,7 @@ class KVCache:
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sound = True
+        self.host = host
         self._live: set[Holding] = set()
         self._pins: set[Pin] = set()
         self._evicted_pages = 0
@@ -101,11 +111,15 @@ class KVCache:
             lookups=self._lookups,
             hits=self._hits,
             hit_tokens=self._hit_tokens,
+            host_total=self.host.pool.total * size if self.host is not None else 0,
+            host_used=self.host.pool.used * size if self.host is not None else 0,
         )
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
         audit(self.pool, self.tree, self._live, self._pins)
+        if self.host is not None:
+            self.host.check()
 
     # ---- the five verbs ----
 
@@ -270,7 +284,7 @@ class KVCache:
         if n > self.pool.free + self.tree.evictable:
             return None
         while self.pool.free < n:
-            freed = self.tree.evict()
+            freed = self.tree.evict(self.host.save if self.host is not None else None)
             assert freed is not None, "evictable pages were counted that are not there"
             self._evicted_pages += freed
         return self.pool.alloc(n, after)
@@ -281,3 +295,14 @@ class KVCache:
             raise EngineError("this holding has ended")
         if n_computed > holding.capacity or (tokens is not None and n_computed > len(tokens)):
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
+
+
+def claimed(cache: KVCache, scope: str, tokens: TokenIds) -> int:
+    """Cells that `acquire` would protect from then on: those of the cached prefix that nobody protects now."""
+    root = cache.tree.roots.get(scope)
+    step = cache.tree.walk(root, tokens[:-1]).node if root is not None else None
+    pages = 0
+    while step is not None and step.leases == 0:
+        pages += step.owned
+        step = step.parent
+    return pages * cache.page_size

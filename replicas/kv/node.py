@@ -30,6 +30,7 @@ class Node:
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
     leases: int = 0  # holders of this node or one below it
+    pins: int = 0  # of these, programs between two turns (`pinned` counts them)
     children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
 
     @property

@@ -8,6 +8,7 @@ counted along the path to the root, so whether a node may go, and how many pages
 a search.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,10 +66,10 @@ class RadixTree:
         self._pool = pool
 
     def root(self, scope: str) -> Node:
-        """The root of `scope`, made on first use. It holds no tokens and is never evicted."""
+        """The root of `scope`, made on first use. It holds no tokens, is never evicted, and its tag is the scope."""
         root = self.roots.get(scope)
         if root is None:
-            root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0)
+            root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tag=scope)
         return root
 
     def walk(self, node: Node, tokens: TokenIds) -> Match:
@@ -154,11 +155,16 @@ class RadixTree:
             slot = step.start // self._pool.page_size
             row[slot : slot + len(step.pages)] = step.pages
 
-    def evict(self) -> int | None:
-        """Remove the leaf that is next in order; returns how many pages came free, None when nothing may go."""
+    def evict(self, leaving: Callable[[Node], None] | None = None) -> int | None:
+        """Remove the leaf that is next in order; returns how many pages came free, None when nothing may go.
+
+        `leaving` is told of the leaf while it is still in its place.
+        """
         leaf = self.order.pop()
         if leaf is None or leaf.parent is None:
             return None
+        if leaving is not None:
+            leaving(leaf)
         self._detach(leaf, leaf.parent)
         return self._pool.release(leaf.pages)
 
@@ -233,6 +239,7 @@ class RadixTree:
         shared_above = len(node.pages) - node.owned
         upper.owned = len(upper.pages) - shared_above
         upper.touched, upper.tag, upper.priority, upper.leases = node.touched, node.tag, node.priority, node.leases
+        upper.pins = node.pins
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[cut])] = node
         node.tokens, node.start, node.pages, node.parent = node.tokens[cut:].copy(), at, lower, upper

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.replicas.config import EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
+from holdfast.replicas.kv.host_pages import HostPages
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import AnyModel
 from holdfast.replicas.model.batch import StepBatch, build_batch
@@ -44,9 +45,16 @@ class ModelRunner:
     """`scheduling.plan.Runner` over a model and a KV store; owns the page table."""
 
     def __init__(
-        self, model: Model, kv: KVTensors, max_rows: int, context_length: int, device_sampling: bool = True
+        self,
+        model: Model,
+        kv: KVTensors,
+        max_rows: int,
+        context_length: int,
+        device_sampling: bool = True,
+        host: HostPages | None = None,
     ) -> None:
         self._model = model
+        self._host = host
         self._device_sampling = device_sampling
         self.kv = kv
         device = kv.data.device
@@ -62,11 +70,28 @@ class ModelRunner:
             raise EngineError(f"a step of {len(plan.chunks)} chunks failed: {error}") from error
 
     def _run(self, plan: StepPlan) -> StepOutput:
-        begin = time.perf_counter()
+        if not plan.moves:
+            return self._compute(plan)
+        if self._host is None:
+            raise EngineError("a plan moves pages to or from a host tier that there is not")
+        self._host.save(plan.saves)
+        self._prepare(plan)
+        self._host.load(plan.loads)
+        try:
+            output = self._compute(StepPlan(plan.chunks))
+        finally:  # nothing is written once the step is over, however it ends
+            moved = self._host.wait()
+        return replace(output, moved=moved.ok, load_s=moved.load_s)
+
+    def _prepare(self, plan: StepPlan) -> None:
         for copy in plan.copies:
             self.kv.copy_page(copy.source, copy.target, copy.cells)
         for write in plan.writes:
             self._table.write(write)
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        begin = time.perf_counter()
+        self._prepare(plan)
         if not plan.chunks:
             return StepOutput(())
         logits = self._model.forward(build_batch(plan.chunks, self._table))
@@ -112,8 +137,9 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     dtype = getattr(torch, resolved.dtype)
     kv = KVTensors(info.cell, resolved.cells // resolved.page_size, resolved.page_size, dtype, resolved.device)
     model = _load_model(info, resolved, kv)
+    host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
     runner = ModelRunner(
-        model, kv, resolved.max_sequences, resolved.context_length, device_sampling=resolved.device_sampling
+        model, kv, resolved.max_sequences, resolved.context_length, device_sampling=resolved.device_sampling, host=host
     )
     cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
     return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
@@ -122,7 +148,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
     """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
     if config.decoder != "transformers":
-        decoder = Decoder.load(info.path, info.config, kv, config.context_length)
+        decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length)
         if decoder is not None:
             return decoder
         if config.decoder == "own":
@@ -130,6 +156,15 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
     loaded = load_model(info, config.dtype, config.device)
     check_model(loaded, kv)
     return AnyModel(loaded.module, kv)
+
+
+def _decoder(device: str) -> type[Decoder]:
+    """Our decoder for a device. The one for a GPU needs Triton, which a torch for CPUs comes without."""
+    if device == "cpu":
+        return Decoder
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder
+
+    return GpuDecoder
 
 
 def hardware() -> Hardware:

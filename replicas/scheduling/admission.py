@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import KVCache, claimed
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
 from holdfast.replicas.scheduling.ends import Ends
@@ -56,7 +56,8 @@ class Admission:
         return any(following.leader is sequence for following in self._following)
 
     def expire(self, now: float) -> list[Event]:
-        """End the requests that waited too long without being started."""
+        """End the requests that waited too long without being started; the order may let others gain by waiting."""
+        self._waiting.promote(now)
         late = self._waiting.expired(now - self._config.queue_timeout_s)
         for sequence in late:
             sequence.move(Status.ENDED)
@@ -77,10 +78,11 @@ class Admission:
             self._waiting.unhold(done.follower)
         if not len(self._waiting):
             return
-        committed = sum(self._budget.need(s, s.n_computed) for s in self._running) + self._running.cells_pinned
+        needed = sum(self._budget.need(s, s.n_computed) for s in self._running)
+        pinned = self._running.cells_pinned
         while (sequence := self._waiting.head()) is not None:
             try:
-                need = self._start(builder, sequence, committed, now)
+                need = self._start(builder, sequence, needed, pinned, now)
             except Exception as failure:
                 if sequence.status is Status.RUNNING:
                     self._waiting.remove(sequence)
@@ -88,17 +90,22 @@ class Admission:
                 continue
             if need is None:
                 return
-            committed += need
+            needed += need
 
-    def _start(self, builder: PlanBuilder, sequence: Sequence, committed: int, now: float) -> int | None:
-        """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait."""
+    def _start(self, builder: PlanBuilder, sequence: Sequence, needed: int, pinned: int, now: float) -> int | None:
+        """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait.
+
+        `needed` are the cells that those who run may come to need, `pinned` those that sessions keep.
+        """
         n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
             self._waiting.hold()
             return 0
         need = self._budget.need(sequence, n_cached)
-        if not self._budget.admits(committed, need, alone=not len(self._running)):
+        if not self._budget.admits(needed + pinned, need, alone=not len(self._running)):
+            return None
+        if not self._fits_beside_pins(sequence, needed + need):
             return None
         if not self._running.start(builder, sequence, now):
             return None
@@ -108,6 +115,22 @@ class Admission:
             sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
             self._stats.prompt_cached += sequence.n_cached
         return need
+
+    def _fits_beside_pins(self, sequence: Sequence, needed: int) -> bool:
+        """Whether there are `needed` cells beside those kept for programs that pause; those that can give way do.
+
+        Programs that arrived later give way, the last one first. Where nothing runs all do, for nobody else would make
+        room: so a queue never waits for pins alone (Continuum, section 5.3).
+        """
+        keeping, owner = self._running.keeping, sequence.owner
+        to = sequence.submit.program_arrival if len(self._running) else None
+        while len(keeping.kept) > keeping.holds(owner):
+            prefix = claimed(self._cache, sequence.submit.scope, sequence.tokens)
+            if needed + prefix <= self._cache.stats.to_be_had:
+                return True
+            if not keeping.give_way(to, besides=owner):
+                return False
+        return True
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config

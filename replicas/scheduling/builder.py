@@ -5,9 +5,27 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageIds, RowWrite, StepPlan
+from holdfast.replicas.scheduling.plan import (
+    NO_MOVES,
+    Chunk,
+    Draw,
+    PageCopy,
+    PageIds,
+    PageMoves,
+    RowWrite,
+    StepPlan,
+)
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.tokens import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A sequence's cells up to `end` are brought back from the host."""
+
+    sequence: Sequence
+    end: int
+    moves: PageMoves
 
 
 @dataclass(slots=True)
@@ -18,6 +36,12 @@ class PlanBuilder:
     sequences: list[Sequence] = field(default_factory=list)
     writes: list[RowWrite] = field(default_factory=list)
     copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
+    loads: list[Load] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence gets on."""
+        return bool(self.chunks or self.loads)
 
     def compute(self, sequence: Sequence, size: int, drafts: TokenIds | None = None) -> None:
         """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
@@ -48,10 +72,16 @@ class PlanBuilder:
         row = sequence.the_row
         self.copies.pop(row, None)
         self.writes = [write for write in self.writes if write.row != row]
+        self.loads = [load for load in self.loads if load.sequence is not sequence]
         if sequence in self.sequences:
             i = self.sequences.index(sequence)
             del self.sequences[i], self.chunks[i]
 
-    def plan(self) -> StepPlan:
+    def plan(self, saves: PageMoves) -> StepPlan:
+        """The step. `saves` are the copies of what was evicted for it."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
-        return StepPlan(tuple(self.chunks), tuple(self.writes), copies)
+        loads = NO_MOVES
+        if self.loads:
+            device = np.concatenate([load.moves.device for load in self.loads])
+            loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
+        return StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)

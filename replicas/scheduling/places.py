@@ -14,12 +14,18 @@ log = logging.getLogger(__name__)
 
 
 class Places:
-    """The only caller of the pool. `parks`: programs keep their rows between turns."""
+    """The only caller of the pool. `parks`: programs keep their rows between turns.
 
-    def __init__(self, cache: KVCache, pool: SequencePool, parks: bool) -> None:
+    `spared` says whose row goes after the others': their cells are still there when they come back.
+    """
+
+    def __init__(
+        self, cache: KVCache, pool: SequencePool, parks: bool, spared: Callable[[Owner], bool] = lambda owner: False
+    ) -> None:
         self._cache = cache
         self._pool = pool
         self._parks = parks
+        self._spared = spared
         self._parking = Parking()
 
     @property
@@ -89,7 +95,7 @@ class Places:
             return self._pool.acquire()
         row = self._pool.acquire(Region.SESSION)
         if row is None:
-            row = self._parking.give_way()
+            row = self._parking.give_way(self._spared)
         return row if row is not None else self._pool.acquire()
 
     def _let_go(self, place: Place | None) -> None:

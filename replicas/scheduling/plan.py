@@ -34,6 +34,23 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class PageMoves:
+    """Whole pages between the two tiers: `device[i]` of the KV store and `host[i]` of host memory.
+
+    In one step no page is the target of two moves.
+    """
+
+    device: PageIds
+    host: PageIds
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+
+NO_MOVES = PageMoves(np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
 class Draw:
     """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
 
@@ -64,11 +81,26 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Order of effects: copies, row writes, then one forward over all chunks."""
+    """One step. Order of effects: saves, copies, row writes, then loads beside one forward over all chunks.
+
+    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded.
+    """
 
     chunks: tuple[Chunk, ...]
     writes: tuple[RowWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    saves: PageMoves = NO_MOVES
+    loads: PageMoves = NO_MOVES
+
+    @property
+    def moves(self) -> bool:
+        """Whether pages go from one tier to the other."""
+        return len(self.saves) > 0 or len(self.loads) > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do that cannot wait for the next step."""
+        return len(self.chunks) > 0 or self.moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +115,15 @@ class Drawn:
 class StepOutput:
     """`drawn[i]` belongs to `plan.chunks[i]`; None where the chunk draws nothing.
 
-    Seconds spent in the two parts of the step, measured by the runner.
+    Seconds spent in the two parts of the step, measured by the runner. `moved` False: copies between the tiers failed,
+    and it is not known what they wrote. `load_s`: how long the loads took, beside the forward.
     """
 
     drawn: tuple[Drawn | None, ...]
     forward_s: float = 0.0
     sample_s: float = 0.0
+    moved: bool = True
+    load_s: float = 0.0
 
 
 class Runner(Protocol):

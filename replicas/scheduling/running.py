@@ -7,7 +7,9 @@ from enum import Enum
 from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.kv.radix import common_prefix
-from holdfast.replicas.scheduling.builder import PlanBuilder
+from holdfast.replicas.kv.reloads import Reloads
+from holdfast.replicas.scheduling.builder import Load, PlanBuilder
+from holdfast.replicas.scheduling.keeping import Keeping
 from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.places import Places, surely
 from holdfast.replicas.sequences.histories import Histories
@@ -40,8 +42,10 @@ class Leaving(Enum):
 class Running:
     """The only caller of the cache for cells; rows come from `places`."""
 
-    def __init__(self, cache: KVCache, places: Places, order: Order, stats: EngineStats) -> None:
+    def __init__(self, cache: KVCache, places: Places, order: Order, stats: EngineStats, keeping: Keeping) -> None:
         self.places = places
+        self.keeping = keeping
+        self.reloads = Reloads(cache.host)
         self._cache = cache
         self._order = order
         self._stats = stats
@@ -76,16 +80,18 @@ class Running:
         if begun is None:
             return False
         row, place = begun
+        kept = self.keeping.begins(sequence, now)
         try:
             acquired = self._cache.acquire(
-                sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse, continues=place is not None
+                sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse, continues=kept or place is not None
             )
         except Exception:
             self.places.release(row)
             raise
         holding = sequence.holding = acquired.holding
         sequence.row, sequence.n_computed = row, holding.n_cached
-        self._stats.tokens_recomputed += max(sequence.n_before - holding.n_cached, 0)
+        reach = self.reloads.begin(holding, sequence.tokens) if sequence.reuse else 0
+        self._stats.tokens_recomputed += max(sequence.n_before - max(holding.n_cached, reach), 0)
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
@@ -108,6 +114,28 @@ class Running:
         builder.write(sequence, first, pages)
         return True
 
+    def grow_over_pins(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
+        """The same; if need be with cells that were kept for programs which arrived later."""
+        while not self.grow(builder, sequence, n_tokens):
+            if not self.keeping.give_way(to=sequence.submit.program_arrival):
+                return False
+        return True
+
+    def load(self, builder: PlanBuilder, sequence: Sequence, most: int) -> bool:
+        """Plan to bring up to `most` of the sequence's cells back from the host; False where it has none there.
+
+        All but the last end with a page. Nothing is planned where cells are not to be had.
+        """
+        reach = self.reloads.reach(sequence.held)
+        if reach <= sequence.n_computed:
+            return False
+        size = self._cache.page_size
+        end = min(reach, (sequence.n_computed + max(most, size)) // size * size)
+        if self.grow_over_pins(builder, sequence, end):
+            moves = self.reloads.load(sequence.held, sequence.n_computed, end)
+            builder.loads.append(Load(sequence, end, moves))
+        return True
+
     def publish(self, sequence: Sequence, now: float) -> None:
         """Let others alias what the sequence has computed so far."""
         self._cache.publish(sequence.held, sequence.tokens, sequence.n_computed, now)
@@ -120,6 +148,7 @@ class Running:
         sequence.holding = sequence.row = None
         sequence.n_computed = 0
         try:
+            self.reloads.end(holding)
             pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()
             self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED)
             if not leaving.keeps_row or owner is None:
@@ -138,6 +167,8 @@ class Running:
         elif leaving.keeps_row:
             self._histories.remember(owner, sequence.buffer[: place.n_tokens])
             self.places.park_program(owner, place)
+            if leaving is Leaving.FINISHED:
+                self.keeping.paused(sequence, sequence.buffer[: place.n_tokens], now)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool) -> None:
         """Give a holding back; where keeping its cells fails they are freed."""

@@ -10,12 +10,14 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Event, FinishReason, Tokens
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.retention.learned import Learned
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.builder import PlanBuilder
+from holdfast.replicas.scheduling.builder import Load, PlanBuilder
 from holdfast.replicas.scheduling.chunks import chunk_size
 from holdfast.replicas.scheduling.constrained import check, fitting
 from holdfast.replicas.scheduling.ends import Ends
-from holdfast.replicas.scheduling.order import Order, ProgramOrder
+from holdfast.replicas.scheduling.keeping import Keeping
+from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput, StepPlan
 from holdfast.replicas.scheduling.running import Running
@@ -31,10 +33,11 @@ _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this re
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan and the sequences behind it: `sequences[i]` belongs to `plan.chunks[i]`. No chunks: nothing to run."""
+    """A plan and whom it is for: `sequences[i]` belongs to `plan.chunks[i]`, `loads` are what is brought back."""
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
+    loads: tuple[Load, ...] = ()
 
 
 class Scheduler:
@@ -50,19 +53,23 @@ class Scheduler:
         cache: KVCache,
         pool: SequencePool,
         drafter: Drafter,
-        order: Order | None,
+        order: Order,
         stats: EngineStats,
         events: list[Event],
+        learned: Learned,
     ) -> None:
         self._config = config
         self._cache = cache
-        order = order or ProgramOrder()
+        self._order = order
+        self._begun = 0.0  # of the step that was planned last
         self._high_water = int(config.cells * config.high_water)
         self.stats = stats
-        self.places = Places(cache, pool, parks=config.sessions)
-        self._running = Running(cache, self.places, order, self.stats)
-        self._speculation = Speculation(drafter)
+        self._learned = learned
         waiting = WaitingQueue(order)
+        self.keeping = Keeping(config, cache, waiting, learned, stats)
+        self.places = Places(cache, pool, parks=config.sessions, spared=self.keeping.holds)
+        self._running = Running(cache, self.places, order, self.stats, self.keeping)
+        self._speculation = Speculation(drafter)
         self.ends = Ends(self._running, waiting, self._speculation, stats, events)
         self.admission = Admission(config, cache, self._running, waiting, self.ends, self.stats)
 
@@ -77,6 +84,7 @@ class Scheduler:
         return len(self._running) > 0 or len(self.admission) > 0
 
     def add(self, sequence: Sequence) -> None:
+        self.keeping.arrived(sequence)
         self.admission.push(sequence)
 
     def everything(self) -> list[Sequence]:
@@ -93,21 +101,31 @@ class Scheduler:
             cells_tree=cells.tree,
             cells_held=cells.held,
             rows_parked=self.places.rows_parked,
+            cells_host=cells.host_used,
+            reload_cells_per_s=self._running.reloads.speed.cells_per_s,
+            pins=len(self.keeping.kept),
+            cells_pinned=self.keeping.kept.cells,
         )
 
     # ---- one step ----
 
     def schedule(self, now: float) -> Step:
         """Plan the next step; admit what there is room for; end what waited too long or can never go on."""
+        self._begun = now
         builder = PlanBuilder()
         self.ends.events += self.admission.expire(now)
+        self.keeping.expire(now)
         if not self._decode(builder, now):
             # Not in a step that had to preempt: the cells it freed are for those that run.
             self.admission.admit(builder, now)
         self._prefill(builder, now)
-        while not builder.chunks and len(self._running):
-            # All are short of cells, so the last in order makes room for the others. One that is alone starts again
-            # without its cached prefix: the ends of pages it shares with others may be what is missing.
+        while not builder.busy and len(self._running):
+            # All are short of cells. What is kept for programs that pause goes first, then the last in order makes room
+            # for the others. One that is alone starts again without its cached prefix: the ends of pages it shares
+            # with others may be what is missing.
+            if self.keeping.give_way(to=None):
+                self._prefill(builder, now)
+                continue
             victim = self._running.last()
             if len(self._running) == 1 and not victim.reuse:
                 self.ends.fail(victim, _NO_ROOM, now)
@@ -117,11 +135,17 @@ class Scheduler:
             if not len(self._running):
                 self.admission.admit(builder, now)
             self._prefill(builder, now)
-        return Step(builder.plan(), tuple(builder.sequences))
+        plan = builder.plan(self._running.reloads.saves())
+        return Step(plan, tuple(builder.sequences), tuple(builder.loads))
 
     def commit(self, step: Step, output: StepOutput, now: float) -> None:
         """Take in what a step drew; finished sequences hand their cells to the tree."""
-        self._speculation.measured(step.plan, now)
+        if step.plan.moves:
+            self._bring_back(step, output, now)
+        if step.plan.chunks and not step.loads:  # beside a load a step may take longer than its forward
+            self._speculation.measured(step.plan, now)
+            self._learned.measured(step.plan, now - self._begun)
+        self._order.serve(step.sequences, now - self._begun)
         for sequence, chunk, drawn in zip(step.sequences, step.plan.chunks, output.drawn, strict=True):
             try:
                 self._advance(sequence, chunk, drawn, now)
@@ -141,6 +165,8 @@ class Scheduler:
         Those that were given pages in it without a chunk start again: nobody knows whether their rows were written.
         """
         self.stats.failed_steps += 1
+        if step.plan.moves:
+            self._running.reloads.lose()
         for sequence in step.sequences:
             self.ends.fail(sequence, error.info, now)
         written = {write.row for write in step.plan.writes}
@@ -174,9 +200,13 @@ class Scheduler:
             self.stats.drafted += len(drafts)
             return preempted
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, sequence.length):
-            if len(self._running) == 1:
+            # Who arrived last gives way, whether its program runs or pauses.
+            alone, last = len(self._running) == 1, self._running.last()
+            if self.keeping.give_way(to=None if alone else last.submit.program_arrival):
+                continue
+            if alone:
                 return preempted
-            self.ends.preempt(builder, self._running.last(), now)
+            self.ends.preempt(builder, last, now)
             preempted = True
         if sequence.status is Status.RUNNING:
             builder.compute(sequence, 1)
@@ -199,14 +229,42 @@ class Scheduler:
             narrow = hurried or (company and sequence.sampling.max_tokens == 0)
             size = chunk_size(sequence.pending, len(prefilling), narrow, self._config)
             try:
+                if self._running.load(builder, sequence, self._config.step_tokens):
+                    continue
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
                 drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
-                if self._running.grow(builder, sequence, sequence.n_computed + size + len(drafts)):
+                if self._running.grow_over_pins(builder, sequence, sequence.n_computed + size + len(drafts)):
                     builder.compute(sequence, size, drafts)
                     self.stats.drafted += len(drafts)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
+
+    def _bring_back(self, step: Step, output: StepOutput, now: float) -> None:
+        """What was loaded counts as computed, and as cached. Where copies failed it is computed after all."""
+        reloads, stats = self._running.reloads, self.stats
+        if not output.moved:
+            stats.failed_moves += 1
+            reloads.lose()
+            return
+        stats.pages_out += len(step.plan.saves)
+        stats.pages_in += len(step.plan.loads)
+        reloads.speed = reloads.speed.measured(len(step.plan.loads) * self._config.page_size, output.load_s)
+        self._learned.reload = reloads.speed.cell_s
+        for load in step.loads:
+            sequence = load.sequence
+            try:
+                stats.tokens_reloaded += load.end - sequence.n_computed
+                sequence.n_computed = load.end
+                if not sequence.preempted:
+                    more = min(load.end, sequence.n_prompt) - sequence.n_cached
+                    sequence.n_cached += more
+                    stats.prompt_cached += more
+                reloads.loaded(sequence.held, load.end)
+                if sequence.reuse:
+                    self._running.publish(sequence, now)
+            except Exception as failure:
+                self.ends.fault(None, sequence, failure, now)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
         """Count what a chunk computed. Others may alias a prompt once it is complete, or sooner if they wait for it."""

@@ -4,20 +4,29 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
+from typing import TypeAlias
 
 from holdfast.replicas.scheduling.order import Key, Order
+from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
+
+_HELD = -1  # the ticket of a sequence that is set aside: it is in no heap
+_SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
+
+Ticket: TypeAlias = int
 
 
 class WaitingQueue:
-    """A heap with lazy deletion: push, pop and cancel cost O(log n); the length is exact."""
+    """Heaps with lazy deletion: push, pop, cancel and a new place cost O(log n); the length is exact."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._ticket = count()  # breaks ties first-in first-out, so sequences are never compared
-        self._heap: list[tuple[Key, int, Sequence]] = []
-        self._arrivals: deque[tuple[int, Sequence]] = deque()
-        self._entries: dict[str, tuple[int, Sequence]] = {}  # by request id; only this ticket counts
+        self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
+        self._heap: list[tuple[Key, Ticket, Sequence]] = []
+        self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
+        self._arrivals: deque[Sequence] = deque()
+        self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
+        self._turns: dict[Owner, list[Sequence]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -31,11 +40,15 @@ class WaitingQueue:
         return entry is not None and entry[1] is sequence
 
     def push(self, sequence: Sequence) -> None:
-        ticket = next(self._ticket)
-        self._entries[sequence.request_id] = (ticket, sequence)
-        heapq.heappush(self._heap, (self._key(sequence), ticket, sequence))
-        if not sequence.preempted:  # what has been started is not timed out
-            self._arrivals.append((ticket, sequence))
+        if not sequence.preempted:  # what has been started is neither timed out nor promoted
+            self._order.arrive(sequence)
+            self._arrivals.append(sequence)
+            due = self._order.due(sequence)
+            if due is not None:
+                heapq.heappush(self._due, (due, sequence.number, sequence))
+        if sequence.owner is not None:
+            self._turns.setdefault(sequence.owner, []).append(sequence)
+        self._place(sequence)
 
     def head(self) -> Sequence | None:
         """The next to be admitted; it stays in the queue."""
@@ -49,23 +62,45 @@ class WaitingQueue:
         if sequence is None:
             raise IndexError("nobody is waiting")
         heapq.heappop(self._heap)
+        self._entries[sequence.request_id] = (_HELD, sequence)
         return sequence
 
     def unhold(self, sequence: Sequence) -> None:
         """Put a held sequence back in its place; nothing, if it was removed in the meantime."""
         if sequence in self:
-            ticket = self._entries[sequence.request_id][0]
-            heapq.heappush(self._heap, (self._key(sequence), ticket, sequence))
+            self._place(sequence)
+
+    def reorder(self, sequence: Sequence) -> None:
+        """What the order looks at has changed for this sequence: give it its new place. Nothing, if it has gone."""
+        if sequence in self and self._entries[sequence.request_id][0] != _HELD:
+            self._place(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
+        if sequence.owner is not None:
+            turns = self._turns[sequence.owner]
+            turns.remove(sequence)
+            if not turns:
+                del self._turns[sequence.owner]
+
+    def turns_of(self, owner: Owner) -> list[Sequence]:
+        """The waiting requests of a program or session."""
+        return list(self._turns.get(owner, ()))
+
+    def promote(self, now: float) -> None:
+        """Promote those that were passed over too long by `now`."""
+        while self._due and self._due[0][0] <= now:
+            sequence = heapq.heappop(self._due)[2]
+            if sequence in self and not sequence.preempted:
+                self._order.promote(sequence)
+                self.reorder(sequence)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that arrived before `before` and were never started."""
         late = []
         while self._arrivals:
-            ticket, sequence = self._arrivals[0]
-            waits = self._waits(ticket, sequence)
+            sequence = self._arrivals[0]
+            waits = sequence in self and not sequence.preempted
             if waits and sequence.arrived >= before:
                 break
             self._arrivals.popleft()
@@ -74,10 +109,20 @@ class WaitingQueue:
                 late.append(sequence)
         return late
 
-    def _key(self, sequence: Sequence) -> Key:
-        """Preempted ones first: they have a part of their work behind them."""
-        return (0.0 if sequence.preempted else 1.0, *self._order.key(sequence))
+    def _place(self, sequence: Sequence) -> None:
+        ticket = next(self._tickets)
+        self._entries[sequence.request_id] = (ticket, sequence)
+        # Preempted ones first: they have a part of their work behind them.
+        key = (0.0 if sequence.preempted else 1.0, *self._order.waiting(sequence))
+        heapq.heappush(self._heap, (key, ticket, sequence))
+        most = 2 * len(self._entries) + _SLACK
+        if len(self._heap) > most:
+            self._heap = [entry for entry in self._heap if self._waits(*entry[1:])]
+            heapq.heapify(self._heap)
+        if len(self._due) > most:
+            self._due = [entry for entry in self._due if entry[2] in self]
+            heapq.heapify(self._due)
 
-    def _waits(self, ticket: int, sequence: Sequence) -> bool:
+    def _waits(self, ticket: Ticket, sequence: Sequence) -> bool:
         entry = self._entries.get(sequence.request_id)
         return entry is not None and entry[0] == ticket

@@ -11,7 +11,7 @@ Not here: the pool and the cache themselves; `scheduling/running` is their only 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from holdfast.replicas.kv.holding import Pin
@@ -48,9 +48,14 @@ class Place:
     pin: Pin | None = None
 
 
-def next_to_go(parked: Iterable[Owner]) -> Owner | None:
-    """Which of the parked programs, least recently used first, gives its row away next."""
-    return next(iter(parked), None)
+def next_to_go(parked: Iterable[Owner], spared: Callable[[Owner], bool]) -> Owner | None:
+    """Which of the parked programs, least recently used first, gives its row away next: one that is not spared."""
+    first = None
+    for owner in parked:
+        if not spared(owner):
+            return owner
+        first = first or owner
+    return first
 
 
 class Parking:
@@ -85,7 +90,7 @@ class Parking:
         """Take a place out: its owner goes on, or has gone."""
         return (self._sessions if owner.session else self._programs).pop(owner, None)
 
-    def give_way(self) -> int | None:
+    def give_way(self, spared: Callable[[Owner], bool] = lambda owner: False) -> int | None:
         """The row of the parked program that goes next; None when none is parked."""
-        owner = next_to_go(self._programs)
+        owner = next_to_go(self._programs, spared)
         return None if owner is None else self._programs.pop(owner).row

@@ -58,6 +58,8 @@ class Sequence:
     owner: Owner | None = None  # who comes back for what this sequence leaves; None: nobody
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
+    attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":

@@ -127,9 +127,19 @@ class Reply:
         ended = "stop" if done else reason
         return merged(deltas), self._call_reason if ended == "stop" and self._stages.calls.announced else ended
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The tools called so far, by name."""
+        return tuple(call.name for call in self._stages.calls.calls)
+
+    @property
+    def text(self) -> str:
+        """All that was generated, calls and markup included."""
+        return self._stages.pieces.text(self._tokens)
+
     def remember(self) -> None:
         """Keep the finished turn, so that the next one continues the ids as they were generated."""
-        self._remember_turn(np.array(self._tokens, np.int32), self._stages.pieces.text(self._tokens))
+        self._remember_turn(np.array(self._tokens, np.int32), self.text)
 
     def _ask_again(self, opened: int, begun: int) -> bool:
         """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.

@@ -22,6 +22,7 @@ class Refusal(StrEnum):
     FORBIDDEN = "forbidden"
     NO_MODEL = "model_not_found"
     NO_PATH = "not_found"
+    NO_PROGRAM = "program_not_found"
     NO_METHOD = "method_not_allowed"
     TOO_LARGE = "request_too_large"
     RATE_LIMITED = "rate_limit_exceeded"
@@ -70,6 +71,7 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.UNAUTHENTICATED: Row(401, "authentication_error", "invalid_api_key"),
     Refusal.FORBIDDEN: Row(403, "permission_error", "forbidden"),
     Refusal.NO_MODEL: Row(404, "invalid_request_error", "model_not_found"),
+    Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
     Refusal.TOO_LARGE: Row(413, "invalid_request_error", "request_too_large"),

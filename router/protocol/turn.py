@@ -55,6 +55,7 @@ class GenerationBody(Body):
     program_id: Identifier | None = None
     previous_response_id: Identifier | None = None
     prompt_cache_key: Identifier | None = None
+    program_end: bool = False  # the program will not come back after this turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Turn:
     stream: bool
     include_usage: bool
     ids: ClaimedIds
+    program_end: bool = False
 
 
 def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:
@@ -100,6 +102,7 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key),
+        program_end=body.program_end,
     )
 
 

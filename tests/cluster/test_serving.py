@@ -170,6 +170,22 @@ def test_an_exact_repeat_comes_from_the_response_cache(http: httpx.Client, model
     assert bypassed.headers["x-holdfast-cache"] == "bypass"
 
 
+def test_how_long_a_tool_takes_reaches_every_replica_and_a_program_can_be_ended(
+    eventually: Any, http: httpx.Client, model: str
+) -> None:
+    forced = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "program_id": "weather"}
+    before = http.get("/v1/tools/latency").json()["overall"]["count"]
+    for turn in range(3):
+        ask(http, model, f"What is the weather in Oslo on day {turn}?", **forced)
+    found = http.get("/v1/tools/latency").json()
+    assert [tool["tools"] for tool in found["data"]] == [["get_weather"]]
+    assert found["data"][0]["count"] == found["overall"]["count"] == before + 2
+    assert counted(http, "holdfast_pin_misses_total") + counted(http, "holdfast_pin_hits_total") >= 2
+    assert http.delete("/v1/programs/weather").json()["deleted"]
+    assert http.delete("/v1/programs/weather").status_code == 404
+    eventually(lambda: counted(http, "holdfast_programs_pinned") == 0)
+
+
 def test_answers_carry_the_request_id_once(http: httpx.Client) -> None:
     response = http.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert response.headers.get_list("x-request-id") == ["mine-1"]

@@ -1,63 +1,14 @@
 """Reference against torch's own attention, CPU path against the reference, over random mixes of chunks."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_world import PagedWorld
 
 from holdfast.kernels import attention_cpu
-from holdfast.kernels.attention import paged_attention, paged_attention_reference
+from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_cpu import FEW, SHORT_RUN
-from holdfast.kernels.kv import store_kv
-from holdfast.kernels.paging import PagedBatch, page_runs
-
-LAYERS = 2
-
-
-class World:
-    """A store with some sequences in it, and a batch of their last tokens in layer 1."""
-
-    def __init__(self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered, heads_first=True):
-        rng = np.random.default_rng(seed)
-        torch.manual_seed(seed)
-        used = [-(-(start + length) // page_size) for start, length in spans]
-        pages = sum(used) + 3
-        order = np.arange(pages)
-        if scattered:
-            # Whole blocks of pages change place, so runs of several lengths come out.
-            blocks = np.array_split(order, max(1, int(pages * scattered)))
-            order = np.concatenate([blocks[i] for i in rng.permutation(len(blocks))])
-        table = np.zeros((len(spans), max(used)), dtype=np.int32)
-        cells = []
-        for row, (count, (start, length)) in enumerate(zip(used, spans, strict=True)):
-            table[row, :count] = order[sum(used[:row]) :][:count]
-            positions = np.arange(start, start + length)
-            cells.append(table[row, positions // page_size].astype(np.int64) * page_size + positions % page_size)
-        self.kv = torch.randn(LAYERS, 2, kv_heads, pages, page_size, dim).permute(0, 1, 3, 4, 2, 5).to(dtype)
-        if not heads_first:
-            self.kv = self.kv.contiguous()
-        total = sum(length for _, length in spans)
-        self.q = torch.randn(kv_heads * group, total, dim).to(dtype).transpose(0, 1)
-        self.k = torch.randn(kv_heads, total, dim).to(dtype).transpose(0, 1)
-        self.v = torch.randn(total, kv_heads, dim).to(dtype)
-        self.batch = PagedBatch(
-            page_size=page_size,
-            page_table=torch.from_numpy(table),
-            rows=range(len(spans)),
-            starts=[start for start, _ in spans],
-            lengths=[length for _, length in spans],
-            cells=torch.from_numpy(np.concatenate(cells)),
-            runs=[page_runs(table[row, :count]) for row, count in enumerate(used)],
-        )
-        store_kv(self.kv, 1, self.k, self.v, self.batch.cells)
-
-    def attend(self, window=None, softcap=None):
-        return paged_attention(self.q, self.k, self.v, self.kv, 1, self.batch, 0.3, window, softcap)
-
-    def reference(self, window=None, softcap=None, dtype=torch.float64):
-        return paged_attention_reference(self.q, self.kv, 1, self.batch, 0.3, window, softcap, dtype)
-
 
 span = st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 40)))
 
@@ -77,7 +28,7 @@ span = st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 40)))
     softcap=st.sampled_from([None, None, 2.0]),
 )
 def test_cpu_path_is_the_reference(window, softcap, **shape):
-    world = World(**shape)
+    world = PagedWorld(**shape)
     exact = world.reference(window, softcap)
     tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
     torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
@@ -87,7 +38,7 @@ def test_cpu_path_is_the_reference(window, softcap, **shape):
 @pytest.mark.parametrize("scattered", [0, 0.05, 1])
 def test_long_runs_and_scattered_pages_merge_exactly(length, scattered):
     spans = [(6 * SHORT_RUN + i, length) for i in range(3)]
-    world = World(spans, 16, 2, 2, 16, torch.float32, 3, scattered)
+    world = PagedWorld(spans, 16, 2, 2, 16, torch.float32, 3, scattered)
     torch.testing.assert_close(world.attend(), world.reference(), atol=1e-5, rtol=1e-5)
 
 
@@ -96,7 +47,7 @@ def test_long_runs_and_scattered_pages_merge_exactly(length, scattered):
 def test_great_scores_stay_apart_in_bfloat16(monkeypatch, scattered, scores_bytes):
     """Keys with a large part in common, as a bias gives them: scores of 100 that differ by little."""
     monkeypatch.setattr(attention_cpu, "SCORES_BYTES", scores_bytes)
-    world = World([(700, 150), (0, 33)], 16, 2, 3, 32, torch.bfloat16, 5, scattered)
+    world = PagedWorld([(700, 150), (0, 33)], 16, 2, 3, 32, torch.bfloat16, 5, scattered)
     common = torch.randn(32) * 5
     world.kv[:, 0] += common.to(torch.bfloat16)
     world.q += (common / 4).to(torch.bfloat16)
@@ -106,7 +57,7 @@ def test_great_scores_stay_apart_in_bfloat16(monkeypatch, scattered, scores_byte
 
 @pytest.mark.parametrize("start", [0, 21])
 def test_reference_is_plain_attention(start):
-    world = World([(start, 12)], 4, 2, 3, 8, torch.float32, 0, 1)
+    world = PagedWorld([(start, 12)], 4, 2, 3, 8, torch.float32, 0, 1)
     cells = world.batch.cells_of(0, 0, start + 12)
     keys, values = world.kv[1].flatten(1, 2)[:, cells].transpose(1, 2).repeat_interleave(3, dim=1).unbind(0)
     mask = torch.ones(12, start + 12, dtype=torch.bool).tril(start)
@@ -117,7 +68,7 @@ def test_reference_is_plain_attention(start):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    world = World([(3, 4)], 4, 2, 3, 8, torch.float32, 0, 0)
+    world = PagedWorld([(3, 4)], 4, 2, 3, 8, torch.float32, 0, 0)
     with pytest.raises(ValueError, match="do not fit the store"):
         paged_attention(world.q[..., :4], world.k, world.v, world.kv, 1, world.batch, 1.0)
     with pytest.raises(ValueError, match="heads over"):

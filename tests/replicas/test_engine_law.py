@@ -2,11 +2,14 @@
 request ends once. Programs come back, sessions are opened, fed, asked, forked and closed, steps fail, cells are short.
 """
 
+from typing import get_args
+
 from engine_world import World, words
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Abort, Finished, Stop
 from holdfast.replicas.speculation.config import DraftConfig
 
@@ -22,8 +25,10 @@ class EngineMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([1, 9, 64]),
         drafts=st.booleans(),
         keeps=st.booleans(),
+        order=st.sampled_from(get_args(OrderName)),
+        host_cells=st.sampled_from([0, 64, 512]),
     )
-    def start(self, page_size, cells, rows, step_tokens, drafts, keeps) -> None:
+    def start(self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells) -> None:
         self.world = World(
             page_size=page_size,
             cells=cells,
@@ -36,9 +41,14 @@ class EngineMachine(RuleBasedStateMachine):
             speculation=DraftConfig(enabled=drafts),
             sessions=keeps,
             session_idle_s=40.0,
+            order=order,
+            host_cells=host_cells,
         )
+        self.world.step_s = 0.9
         self.failing = 0
         self.world.runner.fail = lambda plan: self.failing == 1
+        self.failing_moves = False
+        self.world.runner.fail_moves = lambda plan: self.failing_moves
         self.texts: dict[str, list[int]] = {}  # of programs, as far as their last turn went
         self.stopped: set[str] = set()
 
@@ -55,6 +65,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.submit(name, text, most, program=program)
         if program:
             self.texts[program] = text
+
+    @rule(program=st.sampled_from(["p", "q"]), others=st.integers(1, 5), new=lengths)
+    def there_and_back(self, program: str, others: int, new: int) -> None:
+        """A program pauses while texts like no other take the place of what nobody holds, and comes back."""
+        self.submit(program, new, 2, False)
+        self.steps(4)
+        for _ in range(others):
+            self.world.submit(self._name(), words(len(self.world.ends), 50), 2)
+            self.steps(4)
+        self.submit(program, new, 2, False)
 
     @rule(session=sessions)
     def open(self, session: str) -> None:
@@ -91,6 +111,11 @@ class EngineMachine(RuleBasedStateMachine):
         """One of the next steps fails."""
         self.failing = after
 
+    @rule(on=st.booleans())
+    def fail_moves(self, on: bool) -> None:
+        """From here on copies between device and host fail, or not."""
+        self.failing_moves = on
+
     @rule(n=st.integers(1, 12))
     def steps(self, n: int) -> None:
         for _ in range(n):
@@ -113,7 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
                 world.assert_right(name)
         for session in "stu":
             world.close(session)
-        world.check()
+        world.now += 1000.0
+        world.step()  # what was kept for programs that did not come back
         world.assert_idle()
         assert world.engine.cache.stats.in_use == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)

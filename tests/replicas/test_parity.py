@@ -126,3 +126,20 @@ def test_a_prompt_is_answered_alike_whatever_else_is_in_the_batch(temperature):
         together, _ = generate(engine_of("own", step_tokens=64), [prompts[i] for i in order], temperature)
         assert together == [alone[i] for i in order]
     assert alone != [expected for _, expected in reference()[:12]]  # the noise was there
+
+
+def test_what_comes_back_from_the_host_changes_no_output():
+    """A cache for two prompts at a time, and a second tier for all of them."""
+    ready = load_runner(EngineConfig(cells=1024, host_cells=16384, threads=1))
+    engine = Engine(ready.config, ready.runner, ready.eos, ready.vocabulary)
+    prompts, expected = zip(*reference()[12::2], strict=True)
+    first, _ = generate(engine, list(prompts))
+    again, ends = generate(engine, list(prompts))
+    assert first == again == list(expected)
+    stats = engine.stats
+    assert stats.pages_out > 1024 // 16
+    assert stats.tokens_reloaded > stats.prompt_computed // 4
+    assert stats.failed_moves == 0
+    assert engine.occupancy().reload_cells_per_s > 0
+    long = [end.usage.cached / end.usage.prompt for end in ends if end.usage.prompt > 100]
+    assert min(long) > 0.9

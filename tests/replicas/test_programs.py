@@ -8,6 +8,7 @@ from engine_world import World, words
 from fake_runner import VOCABULARY
 
 from holdfast.replicas.events import Abort, Stop
+from holdfast.replicas.retention.config import RetentionConfig
 
 # As Qwen3's: what was thought before the last question is dropped.
 DROPS_THOUGHTS = jinja2.Template(
@@ -84,7 +85,7 @@ def test_the_least_recently_used_program_gives_way():
 
 
 def test_parked_programs_stand_in_nobodys_way():
-    world = make(cells=256)
+    world = make(cells=256, retention=RetentionConfig(policy="none"))
     for program in range(4):
         turns(world, f"p{program}", 1, words(program, 40))
     assert world.engine.occupancy().rows_parked == 4

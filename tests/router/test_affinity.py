@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.context import _get_serve_request_context
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.errors import OverloadedError, UnavailableError
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.router.affinity import HINT, AffinityRouter, Pins, own_request
 
+numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
 
@@ -27,6 +31,31 @@ def pending(program: str, waited_s: float = 0.0, **kwargs: Any) -> PendingReques
     request = PendingRequest(args=[], kwargs=kwargs, metadata=metadata)
     request.created_at -= waited_s
     return request
+
+
+def turn(program: str, arrival: float, waited_s: float = 0.0) -> PendingRequest:
+    """A call for a program's turn, with a request id of its own."""
+    request = pending(program, waited_s)
+    request.metadata.internal_request_id = f"{program} {next(numbers)}"
+    request.args.append(GenerateRequest("r", RawPrompt("x"), Sampling(), program_arrival=arrival))
+    return request
+
+
+def waiting_for(*names: str, **config: Any) -> tuple[AffinityRouter, list[Any]]:
+    """A router over replicas that take one request each. What Serve would look up about them is left out."""
+    made = affinity(**config)
+    replicas = [replica(name) for name in names]
+    for each in replicas:
+        each.max_ongoing_requests = 1
+    made._replicas = {each.replica_id: each for each in replicas}
+    made._replicas_changed()
+    return made, replicas
+
+
+async def turns() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def affinity(**config: Any) -> AffinityRouter:
@@ -52,13 +81,32 @@ class TestPrivateNames:
             "decrement_queue_len_cache": ["self", "replica_id"],
             "update_replicas": ["self", "replicas"],
             "choose_replicas": ["self", "candidate_replicas", "pending_request"],
+            "on_request_completed": ["self", "replica_id", "internal_request_id"],
+            "on_replica_actor_died": ["self", "replica_id"],
         }.items():
             assert list(inspect.signature(getattr(RequestRouter, name)).parameters) == parameters
 
     def test_hooks_are_called(self) -> None:
         source = inspect.getsource(router)
-        for name in ("_choose_replica_for_request", "on_request_routed", "on_new_queue_len_info"):
+        for name in (
+            "_choose_replica_for_request",
+            "on_request_routed",
+            "on_new_queue_len_info",
+            "on_request_completed",
+            "on_replica_actor_died",
+        ):
             assert f"router.{name}(" in source
+
+    def test_a_replica_is_chosen_once_and_has_the_request_at_once(self) -> None:
+        """Between the choice and the sending nothing else runs, and whoever was chosen is told of the end once."""
+        source = inspect.getsource(router.AsyncioRouter._route_and_send_request_once)
+        chosen = source.index("._choose_replica_for_request(")
+        sent = source.index(".try_send_request(")
+        assert "await" not in source[chosen:sent]
+        assert source.count("._choose_replica_for_request(") == 1
+        assert source.count("self._register_completion_callback(result, replica, pr)") == 1
+        assert "if replica is not None and not callback_registered:" in source
+        assert "is_retry = True" in inspect.getsource(router.AsyncioRouter.route_and_send_request)
 
     def test_state_of_the_request_router(self) -> None:
         async def look() -> None:
@@ -117,17 +165,116 @@ def test_the_hint_is_taken_out_of_the_call_and_believed_until_more_is_known() ->
     asyncio.run(live())
 
 
-def test_a_full_replica_is_waited_for_with_back_off_and_then_left() -> None:
+def test_a_full_replica_is_waited_for_and_then_left() -> None:
     async def live() -> None:
         made = affinity(patience_s=2.0)
         a, b = replica("a"), replica("b")
         made.on_request_routed(pending("t/p"), a.replica_id, None)
-        request = pending("t/p")
-        assert await made.choose_replicas([a, b], request) == [[a]]
-        assert request.routing_context.should_backoff
+        assert await made.choose_replicas([a, b], pending("t/p")) == [[a]]
         assert await made.choose_replicas([a, b], pending("t/p", waited_s=3.0)) == [[a], [b]]
 
     asyncio.run(live())
+
+
+class TestWaiting:
+    """`_choose_replica_for_request`, on a deployment whose replicas take one request each."""
+
+    def test_programs_get_a_replica_in_the_order_they_began(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a")
+            first = turn("t/first", 9.0)
+            assert await made._choose_replica_for_request(first) is a
+            served: list[float] = []
+
+            async def serve(arrival: float) -> None:
+                request = turn(f"t/{arrival}", arrival)
+                chosen = await made._choose_replica_for_request(request)
+                served.append(arrival)
+                made.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
+
+            tasks = [asyncio.create_task(serve(arrival)) for arrival in (5.0, 3.0, 8.0, 1.0)]
+            await turns()
+            assert served == []
+            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+            await asyncio.gather(*tasks)
+            assert served == [1.0, 3.0, 5.0, 8.0]
+
+        asyncio.run(live())
+
+    def test_a_rejected_request_comes_before_younger_programs(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a")
+            old, young = turn("t/old", 1.0), turn("t/young", 2.0)
+            assert await made._choose_replica_for_request(old) is a
+            younger = asyncio.create_task(made._choose_replica_for_request(young))
+            await turns()
+            made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
+            again = asyncio.create_task(made._choose_replica_for_request(old, is_retry=True))
+            await turns()
+            made.on_request_completed(a.replica_id, old.metadata.internal_request_id)  # of the rejected try
+            assert await again is a
+            assert not younger.done()
+            made.on_request_completed(a.replica_id, old.metadata.internal_request_id)
+            assert await younger is a
+
+        asyncio.run(live())
+
+    def test_a_program_leaves_its_full_replica_once_it_has_waited_long_enough(self) -> None:
+        async def live() -> None:
+            made, (a, b) = waiting_for("a", "b", patience_s=2.0)
+            for name, home in (("t/p", a), ("t/q", a)):
+                made.on_request_routed(turn(name, 1.0), home.replica_id, None)
+            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            assert await made._choose_replica_for_request(turn("t/q", 1.0, waited_s=3.0)) is b
+
+        asyncio.run(live())
+
+    def test_programs_go_on_elsewhere_when_their_replica_dies(self) -> None:
+        async def live() -> None:
+            made, (a, b) = waiting_for("a", "b")
+            made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/p", 1.0)))
+            await turns()
+            assert not waiting.done()
+            made.on_replica_actor_died(a.replica_id)
+            assert await waiting is b
+
+        asyncio.run(live())
+
+    def test_too_many_and_too_long_are_refused(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a", max_waiting=1)
+            first = turn("t/p", 1.0)
+            assert await made._choose_replica_for_request(first) is a
+            with pytest.raises(OverloadedError):
+                await made._choose_replica_for_request(turn("t/late", 1.0, waited_s=1e6))
+            waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
+            await turns()
+            with pytest.raises(OverloadedError):
+                await made._choose_replica_for_request(turn("t/r", 1.0))
+            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+            assert await waiting is a
+
+        asyncio.run(live())
+
+    def test_calls_that_are_no_turns_go_first_and_broadcasts_take_no_slot(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a")
+            first = turn("t/p", 1.0)
+            assert await made._choose_replica_for_request(first) is a
+            other = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
+            card = asyncio.create_task(made._choose_replica_for_request(pending("")))
+            await turns()
+            made.on_request_completed(a.replica_id, "a broadcast")
+            await turns()
+            assert not card.done()
+            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+            assert await card is a
+            assert not other.done()
+            other.cancel()
+
+        asyncio.run(live())
 
 
 def test_what_replicas_have_in_hand_decides_for_requests_without_a_program() -> None:

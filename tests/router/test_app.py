@@ -1,3 +1,5 @@
+from importlib import metadata
+
 import pytest
 from fake_backend import CALL, CARD, DONE, HELLO, FakeBackend, World, chat_body
 from hypothesis import HealthCheck, given, settings
@@ -246,6 +248,10 @@ def test_tokenize_and_detokenize():
     assert world.call("POST", "/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": "1 2"}
     assert world.call("POST", "/detokenize", json={"tokens": [13]}).json()["error"]["message"] == "unlucky"
     assert world.call("POST", "/tokenize", json={}).status_code == 400
+
+
+def test_version():
+    assert World().call("GET", "/version").json() == {"version": metadata.version("holdfast")}
 
 
 def test_health():

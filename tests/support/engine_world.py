@@ -1,5 +1,6 @@
 """An engine over the fake runner, driven by hand, and what came out of it."""
 
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -14,6 +15,7 @@ from holdfast.replicas.events import (
     Event,
     Finished,
     ForkSession,
+    Notice,
     OpenSession,
     Sampling,
     Stop,
@@ -21,6 +23,7 @@ from holdfast.replicas.events import (
     Terminal,
     Tokens,
 )
+from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.sequences.pool import Region
 
 
@@ -38,9 +41,11 @@ class World:
         }
         self.config = EngineConfig(**(defaults | settings))
         pages = self.config.cells // self.config.page_size
-        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences)
+        host_pages = self.config.host_cells // self.config.page_size
+        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
         self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
         self.now = 0.0
+        self.step_s = 0.0  # how long a step takes
         self.out: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
         self.prompts: dict[str, tuple[list[int], int]] = {}
@@ -56,10 +61,13 @@ class World:
         scope: str = "",
         began: float = 0.0,
         program: str = "",
+        turns: int = 0,
+        ends: bool = False,
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
-        self.give(Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now))
+        submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
+        self.give(replace(submit, program_turns=turns, program_end=ends))
 
     def open(self, session: str, scope: str = "") -> str:
         self.histories[scope, session] = []
@@ -82,6 +90,10 @@ class World:
 
     def give(self, command: Command) -> str:
         """Hand a command to the engine; returns its request id."""
+        if isinstance(command, Notice):
+            assert self.engine.handle(command, self.now) == []
+            self.check()
+            return ""
         name = command.request_id
         if not isinstance(command, Abort | Stop):
             self.commands[name] = command
@@ -116,7 +128,13 @@ class World:
 
     def step(self) -> None:
         self.now += 1.0
-        self.take(self.engine.step(self.now))
+        self.take(self.engine.step(self.now, lambda: self.now + self.step_s))
+        self.now += self.step_s
+        self.check()
+
+    def idle(self) -> None:
+        """A step at the present moment, with nothing to run."""
+        assert self.engine.step(self.now) == []
         self.check()
 
     def check(self) -> None:
@@ -126,6 +144,20 @@ class World:
         assert now.cells_free + now.cells_tree + now.cells_held == now.cells_total
         assert pool.free() + pool.free(Region.SESSION) + now.rows_taken + now.rows_parked == pool.rows
         assert now.running <= now.rows_taken <= now.running + now.sessions
+        self._check_pins()
+
+    def _check_pins(self) -> None:
+        """Pinned cells are counted as they are, and no more than they may be."""
+        kept, size = self.engine._scheduler.keeping.kept, self.config.page_size
+        assert kept.cells == pinned_pages(held.pin for held in kept) * size
+        assert kept.cells <= self.config.cells * self.config.retention.share
+        for tenant in {held.owner.scope for held in kept}:
+            own = [held.pin for held in kept if held.owner.scope == tenant]
+            assert (
+                kept.cells_of(tenant)
+                == pinned_pages(own) * size
+                <= self.config.cells * self.config.retention.tenant_share
+            )
 
     def run(self, limit: int = 5000) -> None:
         for _ in range(limit):

@@ -34,6 +34,7 @@ from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import TenantDirectory
+from holdfast.router.tool_latency import ToolLatencies
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
@@ -63,6 +64,7 @@ class FakeBackend:
         self.started = threading.Event()
         self.aborted = threading.Event()
         self.open_streams = 0
+        self.ended_programs: list[tuple[str, str]] = []
 
     async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
         fold = Fold()
@@ -94,6 +96,9 @@ class FakeBackend:
             if not finished:
                 self.aborted.set()
 
+    async def end_program(self, scope: str, program_id: str) -> None:
+        self.ended_programs.append((scope, program_id))
+
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         size = len(prompt.messages) if isinstance(prompt, ChatPrompt) else len(prompt.content)
         return list(range(size))
@@ -121,13 +126,17 @@ class World:
     tenants: TenantDirectory = field(default_factory=TenantDirectory)
     config: RouterConfig = field(default_factory=RouterConfig)
     store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
+    now: float = 1_000_000.0  # of the program table
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.programs = ProgramTable(self.store, 1000, 3600.0)
+        self.programs = ProgramTable(self.store, 1000, 3600.0, clock=lambda: self.now)
         self.cache = ResponseCache(self.store, self.config, "weights-1")
         metrics = RouterMetrics(self.registry)
-        self.app: FastAPI = create_app(self.backend, self.tenants, self.programs, self.cache, metrics, self.config)
+        self.latencies = ToolLatencies()
+        self.app: FastAPI = create_app(
+            self.backend, self.tenants, self.programs, self.cache, metrics, self.config, self.latencies
+        )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:
         """One request through the ASGI application, the answer read to its end."""

@@ -34,26 +34,36 @@ def complete(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset
 
 
 class FakeRunner:
-    def __init__(self, pages: int, page_size: int, rows: int) -> None:
+    def __init__(self, pages: int, page_size: int, rows: int, host_pages: int = 0) -> None:
         self.page_size = page_size
+        self.host = np.full((host_pages, page_size, 2), -1, np.int64)
         self.cells = np.full((pages, page_size, 2), -1, np.int64)  # token, position
         self.table = np.full((rows, pages + 1), -1, np.int32)
         self.plans: list[StepPlan] = []
         self.fail: Callable[[StepPlan], bool] = lambda plan: False
+        self.fail_moves: Callable[[StepPlan], bool] = lambda plan: False
 
     def run(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
+        moved = not (plan.moves and self.fail_moves(plan))
+        if moved:
+            self.host[plan.saves.host] = self.cells[plan.saves.device]
         for copy in plan.copies:
             self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
         for write in plan.writes:
             self.table[write.row, write.first : write.first + len(write.pages)] = write.pages
         if self.fail(plan):
             raise RuntimeError("injected")
+        # A load is done by the end of the step and not before, so what reads it in this step reads garbage.
+        self.cells[plan.loads.device] = -1
         for chunk in plan.chunks:
             for i, token in enumerate(chunk.tokens):
                 page, cell = self._place(chunk.row, chunk.start + i)
                 self.cells[page, cell] = (token, chunk.start + i)
-        return StepOutput(tuple(self._draw(chunk) for chunk in plan.chunks))
+        drawn = tuple(self._draw(chunk) for chunk in plan.chunks)
+        if moved:
+            self.cells[plan.loads.device] = self.host[plan.loads.host]
+        return StepOutput(drawn, moved=moved, load_s=0.001 * len(plan.loads))
 
     def _draw(self, chunk: Chunk) -> Drawn | None:
         if chunk.draw is None:

@@ -18,7 +18,7 @@ class PagedWorld:
     the same pages in every sequence that has them.
     """
 
-    def __init__(self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=False, common=0):
+    def __init__(self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=True, common=0):
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
         used = [-(-(start + length) // page_size) for start, length in spans]
@@ -43,8 +43,10 @@ class PagedWorld:
             self.kv = torch.randn(LAYERS, 2, pages, page_size, kv_heads, dim).to(dtype)
         self.kv[:, :, torch.from_numpy(~written)] = POISON
         total = sum(length for _, length in spans)
-        self.q = torch.randn(total, kv_heads * group, dim).to(dtype)
-        self.k, self.v = torch.randn(2, total, kv_heads, dim).to(dtype)
+        # As a projection may leave them: heads before tokens, and tokens before heads.
+        self.q = torch.randn(kv_heads * group, total, dim).to(dtype).transpose(0, 1)
+        self.k = torch.randn(kv_heads, total, dim).to(dtype).transpose(0, 1)
+        self.v = torch.randn(total, kv_heads, dim).to(dtype)
         self.batch = PagedBatch(
             page_size=page_size,
             page_table=torch.from_numpy(table),

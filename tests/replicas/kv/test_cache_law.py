@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from holdfast.replicas.kv.cache import Holding, KVCache, Label, Pin
+from holdfast.replicas.kv.host_tier import HostTier
+from holdfast.replicas.kv.reloads import Reloads
 from holdfast.replicas.tokens import TokenIds
 
 GARBAGE = -1
@@ -50,19 +52,30 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         n_pages=st.integers(1, 24),
         prefix_cache=st.sampled_from([True] * 7 + [False]),
+        host_pages=st.sampled_from([0, 1, 3, 12, 40]),
     )
-    def start(self, page_size: int, n_pages: int, prefix_cache: bool) -> None:
-        self.cache = KVCache(n_pages, page_size, prefix_cache)
+    def start(self, page_size: int, n_pages: int, prefix_cache: bool, host_pages: int) -> None:
+        host = HostTier(host_pages, page_size) if host_pages else None
+        self.cache = KVCache(n_pages, page_size, prefix_cache, host)
+        self.reloads = Reloads(host)
+        self.host_cells: npt.NDArray[np.int64] = np.full((host_pages, page_size), GARBAGE, dtype=np.int64)
         self.cells: npt.NDArray[np.int64] = np.full((n_pages, page_size), GARBAGE, dtype=np.int64)
         self.live: list[Agent] = []
         self.pinned: list[tuple[Pin, str, list[int]]] = []
         self.saved: set[tuple[str, tuple[int, ...]]] = set()
         self.begun: list[list[int]] = [[0]]
         self.now = 0.0
+        self.passed = 0
 
     def _tick(self) -> float:
         self.now += 1.0
         return self.now
+
+    def _evicted(self) -> None:
+        """What a step does first: pages that were evicted are still as they were."""
+        moves = self.reloads.saves()
+        assert len(set(moves.host.tolist())) == len(moves)
+        self.host_cells[moves.host] = self.cells[moves.device]
 
     def _write(self, agent: Agent, start: int, values: list[int]) -> None:
         """What a forward does: cells at [start, ...) through the page row, into own pages only."""
@@ -131,6 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         seen = self.cache.peek(scope, np.array(tokens, dtype=np.int32))
         acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick(), continues=continues)
         holding, copies = acquired.holding, acquired.copies
+        self._evicted()
         assert holding.n_cached <= seen < len(tokens)
         assert holding.n_cached > seen - self.cache.page_size, "at most the cells of one page are given up"
         if self.cache.prefix_cache and self.cache.stats.evicted == 0:
@@ -140,6 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
         if holding.n_shared < holding.n_cached:
             self._taken_out(scope, tokens, holding)
         agent = Agent(scope, tokens, holding, holding.n_cached)
+        self.reloads.begin(holding, agent.ids)
         self.live.append(agent)
         self.begun.append(tokens)
         return agent
@@ -163,6 +178,7 @@ class CacheMachine(RuleBasedStateMachine):
         before = agent.holding.pages.tolist()
         room = self.cache.stats.free + self.cache.stats.evictable
         added = self.cache.grow(agent.holding, end + drafts)
+        self._evicted()
         missing = self.cache.pool.pages_for(end + drafts) - len(before)
         assert (added is None) == (missing * self.cache.page_size > room)
         assert agent.holding.pages.tolist() == before + ([] if added is None else added.tolist())
@@ -171,6 +187,43 @@ class CacheMachine(RuleBasedStateMachine):
         agent.tokens.extend([token] * (end - len(agent.tokens)))
         self._write(agent, agent.n_computed, agent.true_cells()[agent.n_computed : end] + [GARBAGE] * drafts)
         agent.n_computed = end
+
+    @rule(agent=agents, n=st.integers(1, 60))
+    def load(self, agent: Agent, n: int) -> None:
+        """Bring up to `n` cells back from the host, if there are any for this agent."""
+        end = min(agent.n_computed + n, self.reloads.reach(agent.holding))
+        if agent.ended or end <= agent.n_computed or self.cache.grow(agent.holding, end) is None:
+            return
+        self._evicted()
+        moves = self.reloads.load(agent.holding, agent.n_computed, end)
+        assert set(moves.device.tolist()) <= set(agent.holding.own.tolist()), "a cell of the tree was written"
+        self.cells[moves.device] = self.host_cells[moves.host]
+        agent.n_computed = end
+        self.reloads.loaded(agent.holding, end)
+
+    @rule(target=agents, scope=st.sampled_from("ab"), back=st.integers(0, 5), length=st.integers(1, 40), n=tails)
+    def there_and_back(self, scope: str, back: int, length: int, n: tuple[int, ...]) -> Agent:
+        """A text is computed and ends, others take its place, and it goes on with what the host has of it."""
+        text = self._prompt(back, 12, (*(length * (2, 1)),))
+        self._compute_and_finish(scope, text)
+        stats = self.cache.stats
+        if stats.free + stats.evictable:
+            self.passed += 1
+            self._compute_and_finish("a", [1000 + self.passed] * (stats.free + stats.evictable))
+        agent = self._begin(scope, [*text, *n])
+        for _ in n:
+            self.load(agent, 11)
+        return agent
+
+    def _compute_and_finish(self, scope: str, text: list[int]) -> None:
+        agent = self._begin(scope, text)
+        self._compute(agent, len(text), 0, 0)
+        self.finish(agent, 0)
+
+    @rule()
+    def lose_the_host(self) -> None:
+        self.reloads.lose()
+        self.host_cells[:] = GARBAGE
 
     @rule(agent=agents)
     def publish(self, agent: Agent) -> None:
@@ -188,6 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
     def finish(self, agent: Agent, priority: int) -> None:
         if agent.ended:
             return
+        self.reloads.end(agent.holding)
         self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), Label(priority=priority))
         self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))
         self._end(agent)
@@ -197,6 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(agent=consumes(agents))
     def drop(self, agent: Agent) -> None:
         if not agent.ended:
+            self.reloads.end(agent.holding)
             self.cache.drop(agent.holding)
             self._end(agent)
 
@@ -222,17 +277,32 @@ class CacheMachine(RuleBasedStateMachine):
             stats = self.cache.stats
             assert stats.free + stats.tree + stats.held == stats.total
             assert stats.evictable <= stats.tree
+            assert stats.host_used <= stats.host_total
+
+    @invariant()
+    def what_is_on_the_host_can_be_brought_back(self) -> None:
+        """Every lease protects the cells of its tokens."""
+        for agent in getattr(self, "live", []):
+            reach = self.reloads.reach(agent.holding)
+            if reach:
+                pages = self.reloads._host.pages(self.reloads._leases[agent.holding])
+                positions = np.arange(reach)
+                size = self.cache.page_size
+                found = self.host_cells[pages[positions // size], positions % size].tolist()
+                assert found == agent.true_cells()[:reach]
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
             return
         for agent in self.live:
+            self.reloads.end(agent.holding)
             self.cache.drop(agent.holding)
         for pin, _, _ in self.pinned:
             self.cache.unpin(pin)
         self.cache.check()
         stats = self.cache.stats
         assert stats.held == 0
+        assert len(self.reloads) == 0
         assert stats.free + stats.evictable == stats.total, "with nobody left, every cell can be had"
 
 

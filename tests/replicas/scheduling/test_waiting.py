@@ -8,18 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.order import ProgramOrder, RequestOrder
+from holdfast.replicas.scheduling.order import PlasOrder, ProgramOrder, RequestOrder
 from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.sequence import Sequence
 
 _numbers = count()
 
 
-def waiting(name: str, arrived: float = 0.0, began: float = 0.0, preempted: bool = False) -> Sequence:
-    submit = Submit(name, np.asarray([1], np.int32), Sampling(1), program_arrival=began)
+def waiting(
+    name: str, arrived: float = 0.0, began: float = 0.0, preempted: bool = False, program: str = ""
+) -> Sequence:
+    submit = Submit(name, np.asarray([1], np.int32), Sampling(1), program_id=program, program_arrival=began)
     sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
     return sequence
+
+
+def _place(sequence: Sequence) -> tuple[float, ...]:
+    return (not sequence.pinned, sequence.submit.program_arrival, sequence.arrived, sequence.number)
 
 
 def drain(queue: WaitingQueue) -> list[str]:
@@ -82,13 +88,82 @@ def test_a_held_sequence_is_no_head_but_still_waits():
         queue.hold()
 
 
+def test_a_pin_that_comes_or_goes_gives_a_new_place():
+    queue = WaitingQueue(ProgramOrder())
+    first, pinned = waiting("first", 1.0, 1.0), waiting("pinned", 2.0, 2.0)
+    pinned.pinned = True
+    queue.push(first)
+    queue.push(pinned)
+    assert queue.head() is pinned
+    pinned.pinned = False
+    queue.reorder(pinned)
+    assert queue.head() is first
+    assert len(queue) == 2
+    assert [s.request_id for s in queue.expired(before=3.0)] == ["first", "pinned"], "a new place is no new arrival"
+    queue.reorder(pinned)  # it has gone
+    assert queue.head() is None
+
+
+def test_who_was_passed_over_too_long_comes_first_and_only_once():
+    order = PlasOrder(levels=2, quantum_s=1.0, patience=2.0)
+    served = waiting("served", 0.0, program="p")
+    order.serve([served], 3.0)
+    queue = WaitingQueue(order)
+    again, fresh = waiting("again", 10.0, program="p"), waiting("fresh", 11.0, program="q")
+    queue.push(again)
+    queue.push(fresh)
+    queue.promote(15.9)
+    assert queue.head() is fresh
+    queue.promote(16.0)
+    assert queue.head() is again
+    order.serve([again], 1.0)
+    queue.reorder(again)
+    queue.promote(99.0)
+    assert queue.head() is fresh
+
+
+class CountingOrder(ProgramOrder):
+    asked = 0
+
+    def waiting(self, sequence):
+        self.asked += 1
+        return super().waiting(sequence)
+
+
+def test_no_operation_looks_at_more_than_one_of_ten_thousand():
+    order = CountingOrder()
+    queue = WaitingQueue(order)
+    sequences = [waiting(f"r{i}", i, float(i % 97)) for i in range(10_000)]
+    for sequence in sequences:
+        queue.push(sequence)
+    for sequence in sequences[::2]:
+        before = order.asked
+        queue.reorder(sequence)
+        queue.remove(sequence)
+        queue.head()
+        queue.expired(before=0.0)
+        queue.promote(1e9)
+        assert order.asked == before + 1
+    for sequence in sequences[1::2]:
+        queue.remove(sequence)
+    for i in range(200):
+        queue.push(waiting(f"new{i}"))
+    assert len(queue._heap) < 1000, "what was cancelled is let go"
+
+
 @given(
-    st.lists(st.tuples(st.sampled_from(["push", "pop", "remove", "hold", "unhold"]), st.integers(0, 9)), max_size=60)
+    st.lists(
+        st.tuples(st.sampled_from(["push", "pop", "remove", "hold", "unhold", "pin"]), st.integers(0, 9)), max_size=60
+    )
 )
 def test_any_use_agrees_with_a_sorted_list(operations):
     queue, model, held, n = WaitingQueue(ProgramOrder()), [], [], 0
     for what, value in operations:
-        if what == "push":
+        if what == "pin" and model:
+            sequence = model[value % len(model)]
+            sequence.pinned = not sequence.pinned
+            queue.reorder(sequence)
+        elif what == "push":
             sequence = waiting(f"r{n}", n, float(value))
             n += 1
             queue.push(sequence)
@@ -104,7 +179,7 @@ def test_any_use_agrees_with_a_sorted_list(operations):
         elif what == "unhold" and held:
             queue.unhold(held.pop())
         present = [s for s in model if s not in held]
-        expected = min(present, key=lambda s: (s.submit.program_arrival, s.arrived, s.number), default=None)
+        expected = min(present, key=_place, default=None)
         assert queue.head() is expected
         assert len(queue) == len(model)
         assert set(queue) == set(model)

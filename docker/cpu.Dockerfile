@@ -1,0 +1,33 @@
+# The image for pods without a GPU: `docker build -f docker/cpu.Dockerfile .`
+ARG PYTHON=3.11.14-slim-bookworm
+
+FROM python:${PYTHON} AS build
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/src/constraints.txt
+RUN python -m venv /opt/holdfast
+ENV PATH=/opt/holdfast/bin:$PATH
+WORKDIR /src
+# Dependencies first: they change less often than the code, and are most of the image.
+COPY constraints.txt pyproject.toml docker/requirements.py ./
+# torch's own index has a build without CUDA, a tenth of the size.
+RUN python requirements.py > requirements.txt \
+ && pip install --index-url https://download.pytorch.org/whl/cpu --no-deps torch \
+ && pip install -r requirements.txt
+COPY README.md ./
+COPY kernels kernels
+COPY replicas replicas
+COPY router router
+COPY cluster cluster
+COPY loadgen loadgen
+RUN pip install "setuptools>=80" && pip install --no-deps --no-build-isolation . && pip uninstall --yes pip
+
+FROM python:${PYTHON}
+RUN useradd --uid 10001 --user-group --create-home --home-dir /home/holdfast holdfast
+COPY --from=build /opt/holdfast /opt/holdfast
+# The operator starts containers through a login shell, which forgets PATH.
+COPY docker/profile.sh /etc/profile.d/holdfast.sh
+ENV PATH=/opt/holdfast/bin:$PATH \
+    PYTHONSAFEPATH=1 \
+    PYTHONUNBUFFERED=1
+USER 10001:10001
+WORKDIR /home/holdfast
+CMD ["holdfast", "--help"]

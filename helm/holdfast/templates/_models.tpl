@@ -1,0 +1,70 @@
+{{/* Models: their values with defaults filled in, and the configuration of each. */}}
+
+{{/* YAML of a map: name -> values of the model, and what follows from them. */}}
+{{- define "holdfast.models" -}}
+{{- $root := . -}}
+{{- $models := dict -}}
+{{- range $name, $given := .Values.models -}}
+{{- $model := mergeOverwrite (deepCopy $root.Values.modelDefaults) (deepCopy ($given | default dict)) -}}
+{{- $config := include "holdfast.modelConfig" (list $root $name $model) | fromYaml -}}
+{{- $_ := set $model "config" $config -}}
+{{- $prefix := ternary "/" (printf "/%s" $name) (eq (len $root.Values.models) 1) -}}
+{{- $_ := set $model "routePrefix" ($model.routePrefix | default $prefix) -}}
+{{- $count := dig "replicas" "count" 1 $config | int -}}
+{{- $scaling := $model.autoscaling -}}
+{{- $_ := set $model "least" (ternary ($scaling.minReplicas | int) $count $scaling.enabled) -}}
+{{- $_ := set $model "most" (ternary ($scaling.maxReplicas | int) $count $scaling.enabled) -}}
+{{- $_ := set $models $name $model -}}
+{{- end -}}
+{{- toYaml $models -}}
+{{- end -}}
+
+{{/* "true" where any model is scaled. */}}
+{{- define "holdfast.autoscaling" -}}
+{{- range include "holdfast.models" . | fromYaml -}}
+{{- if .autoscaling.enabled }}true{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Folder of a model in its worker: (list name model). Empty: `engine.model` says it. */}}
+{{- define "holdfast.modelFolder" -}}
+{{- $model := last . -}}
+{{- if eq $model.source.type "pvc" -}}
+{{- printf "/models/%s" $model.source.path | trimSuffix "/" -}}
+{{- else if ne $model.source.type "config" -}}
+/models/{{ first . }}
+{{- end -}}
+{{- end -}}
+
+{{/* The configuration of `holdfast serve` for one model: (list $ name model). */}}
+{{- define "holdfast.modelConfig" -}}
+{{- $root := index . 0 -}}
+{{- $name := index . 1 -}}
+{{- $model := index . 2 -}}
+{{- $config := mergeOverwrite (deepCopy $root.Values.config) (deepCopy $model.config) -}}
+{{- $engine := $config.engine | default dict -}}
+{{- with include "holdfast.modelFolder" (list $name $model) -}}
+{{- $engine = merge (dict "model" .) $engine (dict "served_name" (default $name $model.source.hub.repository)) -}}
+{{- $_ := set $config "engine" $engine -}}
+{{- end -}}
+{{- $server := merge (dict "host" "0.0.0.0" "port" 8000) ($config.server | default dict) (dict "drain_s" $root.Values.drainSeconds) -}}
+{{- $_ := set $config "server" $server -}}
+{{- $redis := merge (dict "url" (include "holdfast.redisUrl" $root)) ($config.redis | default dict) -}}
+{{- $_ := set $config "redis" $redis -}}
+{{- toYaml $config -}}
+{{- end -}}
+
+{{/* The routers' Redis, without its password, which comes in a file. */}}
+{{- define "holdfast.redisUrl" -}}
+{{- $address := include "holdfast.redisAddress" . -}}
+{{- $user := ternary "" .Values.redis.external.username .Values.redis.enabled -}}
+{{- if $user -}}
+{{- $address = replace "://" (printf "://%s@" (urlquery $user)) $address -}}
+{{- end -}}
+{{ $address }}/{{ .Values.redis.database | int }}
+{{- end -}}
+
+{{/* Seconds that the pods of a model have to end their requests: (list $ model). */}}
+{{- define "holdfast.drainSeconds" -}}
+{{- (last .).config.server.drain_s | int -}}
+{{- end -}}

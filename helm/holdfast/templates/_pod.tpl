@@ -1,0 +1,83 @@
+{{/* What head and workers have in common. */}}
+
+{{/*
+Environment of Ray's containers. `cluster/environment.py` says the same for one machine.
+Trap: HAProxy and the token of KubeRay are settings of the process, so head and workers need them alike.
+*/}}
+{{- define "holdfast.env" -}}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_DEDUP_LOGS, value: "0"}
+- {name: TOKENIZERS_PARALLELISM, value: "false"}
+- {name: HF_HUB_OFFLINE, value: "1"}
+- {name: HOME, value: /home/holdfast}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{/* Volumes. The root is read-only: Ray and HAProxy write below /tmp, compilers below the home folder. */}}
+{{- define "holdfast.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
+- name: tenants
+  secret:
+    secretName: {{ include "holdfast.tenantsSecret" . }}
+    items: [{key: tenants.yaml, path: tenants.yaml}]
+{{- with include "holdfast.redisSecret" . }}
+- name: redis-password
+  secret:
+    secretName: {{ . }}
+    items: [{key: {{ $.Values.redis.auth.key }}, path: password}]
+{{- end }}
+{{- end -}}
+
+{{- define "holdfast.volumeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/holdfast}
+- {name: shm, mountPath: /dev/shm}
+- {name: tenants, mountPath: /etc/holdfast/tenants, readOnly: true}
+{{- if include "holdfast.redisSecret" . }}
+- {name: redis-password, mountPath: /etc/holdfast/redis, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* The object store's memory. */}}
+{{- define "holdfast.shm" -}}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ . }}
+{{- end -}}
+
+{{/* Ports of every Ray pod; all but `serve` are for the cluster, the operator and Prometheus alone. */}}
+{{- define "holdfast.ports" -}}
+- {name: serve, containerPort: 8000}
+- {name: metrics, containerPort: 8080}
+- {name: haproxy, containerPort: 9101}
+{{- end -}}
+
+{{/* Where a pod may run and what it may use: values of a head or worker. */}}
+{{- define "holdfast.placement" -}}
+{{- with .runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,49 @@
+"""Settings of retention: how long a program's cells are kept while its tools run, and how many of them."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from holdfast.replicas.errors import ConfigError
+
+PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"]
+
+_NOT_NEGATIVE = ("fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
+_POSITIVE = ("tool_samples", "overall_samples", "trusted_samples", "wait_window")
+_SHARES = ("share", "tenant_share")
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """`policy` says for how long; the constants after it belong to the policy named. Times in seconds."""
+
+    policy: PolicyName = "continuum"
+    most_s: float = 60.0  # no pin lasts longer, whatever the policy says
+    settle_s: float = 1.0  # a turn's cells are kept so long until it is known what the turn called
+    share: float = 0.5  # of all cells that pins may keep
+    tenant_share: float = 0.5  # of all cells that the pins of one tenant may keep
+
+    fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
+
+    # bernstein (Continuum's first version; the paper leaves the values open)
+    delta: float = 0.05  # the interval is longer than its bound with this probability at most
+    tool_samples: int = 10  # from so many on a tool's own bound counts
+    overall_samples: int = 10  # from so many on that of all tools
+    unknown_s: float = 2.0  # the bound until then
+    turns_weight: float = 1.0  # how much longer a program is kept that is at the beginning of its turns
+
+    # continuum
+    trusted_samples: int = 100  # a tool with so many or fewer is taken for the average tool
+    wait_window: int = 128  # follow-up turns without a pin over which the queue delay is averaged
+
+    def __post_init__(self) -> None:
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        for name in _SHARES:
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}", name)
+        if not 0.0 < self.delta < 1.0:
+            raise ConfigError(f"delta must be in (0, 1), not {self.delta}", "delta")

@@ -1,0 +1,104 @@
+"""How long tools take: statistics of the intervals between a turn's end and the arrival of its program's next turn.
+
+An interval is measured by the server, from the end of decoding to the next arrival (Continuum, section 4.2), and counts
+once, under the set of tools that the turn called. Here: what is known, frozen for readers, and how one process adds an
+interval to it. Not here: where a cluster keeps its statistics (`router/tool_latency`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
+MAX_NAME = 64  # characters of a tool's name; the rest is cut
+MAX_KEY = 256  # characters of a set's key
+
+ToolKey: TypeAlias = tuple[str, str]
+"""Tenant and set of tools."""
+
+
+def tool_set(names: Iterable[str]) -> str:
+    """The key of a set of tools called at once: its names, sorted and joined. Empty for no tool at all."""
+    return ",".join(sorted({name[:MAX_NAME] for name in names if name}))[:MAX_KEY]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolLatency:
+    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    recent: tuple[float, ...] = ()
+
+
+UNKNOWN = ToolLatency()
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySnapshot:
+    """What was known of all tools at one moment. `overall` is of every tool of every tenant."""
+
+    overall: ToolLatency = UNKNOWN
+    tools: Mapping[ToolKey, ToolLatency] = field(default_factory=dict)
+
+    def of(self, tenant: str, tools: str) -> ToolLatency:
+        return self.tools.get((tenant, tools), UNKNOWN)
+
+    def updated(self, overall: ToolLatency, changed: Mapping[ToolKey, ToolLatency]) -> "LatencySnapshot":
+        """This snapshot with newer statistics in it."""
+        return replace(self, overall=overall, tools={**self.tools, **changed})
+
+
+class Tally:
+    """One running statistic: Welford's mean and variance, and the last durations in a ring."""
+
+    __slots__ = ("_recent", "_squares", "count", "mean")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0
+        self._recent: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        if len(self._recent) < RECENT:
+            self._recent.append(seconds)
+        else:
+            self._recent[self.count % RECENT] = seconds
+        self.count += 1
+        error = seconds - self.mean
+        self.mean += error / self.count
+        self._squares += error * (seconds - self.mean)
+
+    def latency(self) -> ToolLatency:
+        variance = self._squares / (self.count - 1) if self.count > 1 else 0.0
+        return ToolLatency(self.count, self.mean, variance, tuple(sorted(self._recent)))
+
+
+class LatencyBook:
+    """The statistics of one process, at most `most` sets of tools; the least recently used goes first."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._overall = Tally()
+        self._tools: dict[ToolKey, Tally] = {}
+
+    def record(self, tenant: str, tools: str, seconds: float) -> None:
+        """One interval; negative ones, of clocks that disagree, count as 0. Without a tool it counts overall alone."""
+        if not math.isfinite(seconds):
+            return
+        seconds = max(seconds, 0.0)
+        self._overall.add(seconds)
+        if not tools:
+            return
+        key = (tenant, tools)
+        tally = self._tools.pop(key) if key in self._tools else Tally()
+        tally.add(seconds)
+        self._tools[key] = tally  # the last one
+        if len(self._tools) > self._most:
+            del self._tools[next(iter(self._tools))]
+
+    def snapshot(self) -> LatencySnapshot:
+        return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})

@@ -1,0 +1,80 @@
+"""What it costs to have a program's cells again: seconds to compute them, or to copy them back from a slower memory.
+
+The coefficients are fitted to the steps that the engine runs (Continuum fits the same polynomial beforehand). A step
+that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c.
+"""
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.replicas.scheduling.plan import StepPlan
+
+_KEPT = 0.98  # weight of what is known already when a step is added
+_ENOUGH = 8  # steps with a prefill before the fit says anything
+_REFRESH = 64  # steps after which it is drawn anew
+_THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCost:
+    """Seconds to have `n` cells again: a n^2 + b n + c, or `reload` a cell where there is a tier to copy them from."""
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+    reload: float | None = None
+
+    def seconds(self, n: int) -> float:
+        computed = (self.a * n + self.b) * n + self.c if n > 0 else 0.0
+        return computed if self.reload is None else min(computed, self.reload * n)
+
+
+class PrefillFit:
+    """Least squares over the steps with a prefill in them, the older the less; no coefficient is negative."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._products = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self.cost = RestoreCost()
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step of this plan took `seconds`. One that only decoded says nothing here."""
+        squares = tokens = 0.0
+        prefills = False
+        for chunk in plan.chunks:
+            n = len(chunk.tokens)
+            end = chunk.start + n
+            squares += end * end - chunk.start * chunk.start
+            tokens += n
+            prefills |= chunk.draw is None or n > chunk.draw.drafts + 1
+        if not prefills or seconds <= 0:
+            return
+        x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
+        self._products = _KEPT * self._products + np.outer(x, x)
+        self._sums = _KEPT * self._sums + seconds * x
+        self._seen += 1
+        if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
+            a, b, c = _not_negative(self._products, self._sums)
+            self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
+
+
+def _not_negative(products: Array, sums: Array) -> tuple[float, float, float]:
+    """The least squares without negative coefficients, from A'A and A'y: the best of all sets of terms."""
+    best, least = np.zeros(3), 0.0
+    for size in (1, 2, 3):
+        for terms in combinations(range(3), size):
+            chosen = list(terms)
+            square = products[np.ix_(chosen, chosen)]
+            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
+            loss = float(x @ square @ x - 2 * x @ sums[chosen])
+            if (x >= 0).all() and loss < least:
+                best, least = np.zeros(3), loss
+                best[chosen] = x
+    return float(best[0]), float(best[1]), float(best[2])

@@ -1,0 +1,116 @@
+"""Programs between their turns: the cells of a turn that is over stay pinned for as long as that is worth it.
+
+    a turn ends           pinned for a moment, until it is known what the turn called
+    what it called        known: pinned for what the policy says, or not at all
+    the next turn comes   kept past the deadline while it waits; given back as it begins
+    others need cells     programs that arrived later give way; where nothing runs, any
+
+Not here: for how long (`retention/ttl`), the pins themselves (`kept`). The rows of paused programs are `places`'.
+"""
+
+from dataclasses import replace
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.retention.latency import tool_set
+from holdfast.replicas.retention.learned import Learned
+from holdfast.replicas.retention.ttl import Pause, policy_of
+from holdfast.replicas.scheduling.kept import Kept
+from holdfast.replicas.scheduling.waiting import WaitingQueue
+from holdfast.replicas.sequences.parking import Owner
+from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.tokens import TokenIds
+
+
+class Keeping:
+    """Decides what is kept, as the engine tells it what happens to programs."""
+
+    def __init__(
+        self, config: EngineConfig, cache: KVCache, waiting: WaitingQueue, learned: Learned, stats: EngineStats
+    ) -> None:
+        self._config = config.retention
+        self._policy = policy_of(config.retention)
+        self._active = config.retention.policy != "none" and config.prefix_cache
+        self._learned = learned
+        self._cache = cache
+        self._stats = stats
+        self.kept = Kept(config.retention, cache, waiting)
+
+    def holds(self, owner: Owner | None) -> bool:
+        return self.kept.find(owner) is not None
+
+    def arrived(self, sequence: Sequence) -> None:
+        """A request comes in, before it is put in the queue."""
+        sequence.pinned = self.holds(sequence.owner)
+        if sequence.submit.program_turns and self._active:
+            if sequence.pinned:
+                self._stats.pin_hits += 1
+            else:
+                self._stats.pin_misses += 1
+
+    def begins(self, sequence: Sequence, now: float) -> bool:
+        """A sequence gets its cells now: its program's pin, if there is one, is given back. Whether there was one."""
+        held = self.kept.find(sequence.owner)
+        if held is not None:
+            self.kept.drop(held)
+        elif sequence.submit.program_turns and sequence.scheduled is None:
+            self._learned.waited(now - sequence.arrived)
+        return held is not None
+
+    def paused(self, sequence: Sequence, tokens: TokenIds, now: float) -> None:
+        """A program's turn is over, `tokens` are in the tree: keep them until it is known what it called."""
+        owner = sequence.owner
+        if owner is None or owner.session or not self._active or sequence.submit.program_end:
+            return
+        self._stats.pins_refused += self.kept.keep(sequence, owner, tokens, now, now + self._config.settle_s)
+
+    def notice(self, notice: Notice, now: float) -> None:
+        """Something about programs that pause. What comes too late is ignored."""
+        self.expire(now)
+        if isinstance(notice, TurnEnded):
+            self._turn_ended(notice)
+        elif isinstance(notice, ProgramEnded):
+            held = self.kept.find(Owner(notice.scope, notice.program_id, session=False))
+            if held is not None:
+                self._learned.turns.ended(held.turn)
+                self.kept.drop(held)
+        else:
+            self._learned.latency = notice.latency
+
+    def expire(self, now: float) -> None:
+        """Drop the pins whose time is over and whose program has no turn waiting."""
+        for held in self.kept.expired(now):
+            self._stats.pins_expired += 1
+            self.kept.drop(held)
+
+    def give_way(self, to: float | None, besides: Owner | None = None) -> bool:
+        """Drop the pin of the program that arrived last, if that was after `to`; None: whenever it was.
+
+        False where there is none to drop.
+        """
+        held = self.kept.latest(besides)
+        if held is None or (to is not None and held.arrival <= to):
+            return False
+        self._stats.pins_given_way += 1
+        self.kept.drop(held)
+        return True
+
+    def _turn_ended(self, ended: TurnEnded) -> None:
+        """Keep the turn's cells as long as that is worth it, from its end on."""
+        learned = self._learned
+        if ended.last:
+            learned.turns.ended(ended.turn)
+        held = self.kept.find(Owner(ended.scope, ended.program_id, session=False))
+        if held is None or held.request_id != ended.request_id:
+            return
+        pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.turn)
+        others = self._cache.stats.in_use - self.kept.cells
+        conditions = replace(learned.conditions, others=others)
+        ttl = 0.0 if ended.last else self._policy.ttl(pause, learned.latency, conditions)
+        if ttl > 0.0:
+            self._stats.pins += 1
+            self.kept.until(held, held.since + min(ttl, self._config.most_s))
+        else:
+            self.kept.drop(held)

@@ -1,0 +1,94 @@
+"""Where requests wait until a replica has room for them: slots and lines joined, on one event loop.
+
+Whenever a slot comes free its replica takes whoever is first in line for it. So a replica with room has nobody waiting
+for it, and one that comes then may have the slot at once.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from holdfast.router.lines import Key, Lines
+from holdfast.router.slots import Slots
+
+CLOSED_S = 0.05  # how long a replica that said it is full is left alone, if nothing ends there meanwhile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One request in line; `taken` gets the id of the replica that is to have it."""
+
+    request_id: str
+    taken: asyncio.Future[str]
+
+
+class Gate:
+    """Replicas are known by their ids. Every slot that is taken has to be given back."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._slots = Slots(CLOSED_S)
+        self._lines: Lines[Waiter] = Lines(max_waiting)
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._lines)
+
+    def load(self, replica_id: str) -> int:
+        return self._slots.load(replica_id)
+
+    def take(self, ranking: Iterable[str], request_id: str) -> str | None:
+        """A slot at the first of these replicas that has one."""
+        now = asyncio.get_running_loop().time()
+        for replica_id in ranking:
+            if self._slots.room(replica_id, now):
+                self._slots.take(replica_id, request_id)
+                return replica_id
+        return None
+
+    async def wait(self, key: Key, home: str | None, request_id: str, timeout_s: float) -> str | None:
+        """A slot at replica `home`, or at any, in the order of keys; None where none came in time.
+
+        Raises OverloadedError where too many wait already.
+        """
+        taken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        place = self._lines.enter(key, Waiter(request_id, taken), home)
+        try:
+            await asyncio.wait({taken}, timeout=max(0.0, timeout_s))
+        except asyncio.CancelledError:
+            if taken.done():
+                self.give_back(taken.result(), request_id)
+            raise
+        finally:
+            self._lines.leave(place)
+        return taken.result() if taken.done() else None
+
+    def give_back(self, replica_id: str, request_id: str) -> None:
+        """A request has ended at a replica, or never went there."""
+        self._slots.give_back(replica_id, request_id)
+        self._serve(replica_id)
+
+    def told(self, replica_id: str, ongoing: int) -> None:
+        """A replica has said how many requests it has."""
+        loop = asyncio.get_running_loop()
+        closed_until = self._slots.told(replica_id, ongoing, loop.time())
+        if closed_until is None:
+            self._serve(replica_id)
+        else:
+            loop.call_at(closed_until, self._serve, replica_id)
+
+    def ended(self, replica_id: str) -> None:
+        """One request fewer than the replica said."""
+        self._slots.ended(replica_id)
+
+    def replicas(self, capacity: Mapping[str, int]) -> None:
+        """These are the replicas there are, with how many requests each takes at once."""
+        self._slots.update(capacity)
+        self._lines.keep(set(capacity))
+        for replica_id in capacity:
+            self._serve(replica_id)
+
+    def _serve(self, replica_id: str) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._slots.room(replica_id, now) and (waiter := self._lines.take(replica_id)) is not None:
+            self._slots.take(replica_id, waiter.request_id)
+            waiter.taken.set_result(replica_id)

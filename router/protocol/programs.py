@@ -1,0 +1,34 @@
+"""`/v1/programs` and `/v1/tools/latency`: their replies."""
+
+import math
+from typing import Any
+
+import orjson
+
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+
+QUANTILES = (50, 90, 99)
+
+
+def program_ended_reply(program_id: str) -> bytes:
+    return orjson.dumps({"id": program_id, "object": "program.deleted", "deleted": True})
+
+
+def latency_reply(tenant: str, snapshot: LatencySnapshot) -> bytes:
+    """The tenant's tools, the most called first, and `overall`: of all tools of all tenants together.
+
+    Times are in seconds; quantiles are of the latest intervals, the rest is of all.
+    """
+    own = [(tools, latency) for (owner, tools), latency in snapshot.tools.items() if owner == tenant]
+    own.sort(key=lambda item: (-item[1].count, item[0]))
+    data = [{"tools": tools.split(","), **_figures(latency)} for tools, latency in own]
+    return orjson.dumps({"object": "list", "data": data, "overall": _figures(snapshot.overall)})
+
+
+def _figures(latency: ToolLatency) -> dict[str, Any]:
+    recent = latency.recent
+    quantiles = {
+        f"p{share}_s": recent[max(math.ceil(len(recent) * share / 100) - 1, 0)] if recent else None
+        for share in QUANTILES
+    }
+    return {"count": latency.count, "mean_s": latency.mean, "std_s": math.sqrt(latency.variance), **quantiles}

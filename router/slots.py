@@ -1,0 +1,66 @@
+"""How many more requests each replica takes, as far as this process knows. Pure: no waiting, no clock.
+
+A slot is taken when a replica is chosen for a request and given back when the request has ended there. Another ingress
+may have requests at the same replica: those show only when the replica says that it is full.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Slots:
+    """Replicas by id. One that says it is full is not asked again for `closed_s`, or until a slot is given back."""
+
+    def __init__(self, closed_s: float) -> None:
+        self._closed_s = closed_s
+        self._capacity: Mapping[str, int] = {}
+        self._taken: Counter[tuple[str, str]] = Counter()  # by replica and request: it may try a replica again
+        self._in_hand: Counter[str] = Counter()
+        self._ongoing: dict[str, int] = {}  # what a replica said last, less what has ended since
+        self._closed: dict[str, float] = {}
+
+    def update(self, capacity: Mapping[str, int]) -> None:
+        """These are the replicas there are, with how many requests each takes at once."""
+        self._capacity = capacity
+        for known in (self._ongoing, self._closed):
+            for replica_id in [each for each in known if each not in capacity]:
+                del known[replica_id]
+
+    def load(self, replica_id: str) -> int:
+        """Requests that the replica has in hand, this process's or others'."""
+        return max(self._in_hand[replica_id], self._ongoing.get(replica_id, 0))
+
+    def room(self, replica_id: str, now: float) -> bool:
+        if self._closed.get(replica_id, now) > now:
+            return False
+        return self._in_hand[replica_id] < self._capacity.get(replica_id, 0)
+
+    def take(self, replica_id: str, request_id: str) -> None:
+        self._taken[replica_id, request_id] += 1
+        self._in_hand[replica_id] += 1
+
+    def give_back(self, replica_id: str, request_id: str) -> None:
+        """A request has ended at a replica; nothing, if it did not come by a slot."""
+        key = (replica_id, request_id)
+        if self._taken[key] > 0:
+            self._taken[key] -= 1
+            self._in_hand[replica_id] -= 1
+            self._closed.pop(replica_id, None)
+        if not self._taken[key]:
+            del self._taken[key]
+        if not self._in_hand[replica_id]:
+            del self._in_hand[replica_id]
+
+    def told(self, replica_id: str, ongoing: int, now: float) -> float | None:
+        """A replica says how many requests it has; when to ask it again, where that is all it takes."""
+        self._ongoing[replica_id] = ongoing
+        if ongoing < self._capacity.get(replica_id, 0):
+            self._closed.pop(replica_id, None)
+            return None
+        self._closed[replica_id] = now + self._closed_s
+        return self._closed[replica_id]
+
+    def ended(self, replica_id: str) -> None:
+        """One request fewer than the replica said."""
+        if replica_id in self._ongoing:
+            self._ongoing[replica_id] = max(0, self._ongoing[replica_id] - 1)

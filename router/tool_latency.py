@@ -1,0 +1,193 @@
+"""How long tools take, for the whole cluster: statistics per tenant and set of tools, and of all, kept in Redis.
+
+    router     notes an interval; a writer behind the requests adds it in Redis (one script, so at once)
+    replicas   read what changed since they last asked, and hand it to their engines
+
+Losing Redis fails nothing and delays nobody: a router keeps its latest intervals and adds them once Redis is back, and
+readers keep the last snapshot. What an interval is stands in `replicas/retention/latency`.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from typing import Any, Protocol
+
+from holdfast.replicas.retention.latency import (
+    RECENT,
+    LatencyBook,
+    LatencySnapshot,
+    ToolKey,
+    ToolLatency,
+)
+
+log = logging.getLogger(__name__)
+
+BASE = "{tools}/"  # one slot of a Redis cluster, for the scripts touch several keys
+MOST_SETS = 4096  # of tools, of all tenants; the one longest without an interval goes first
+BATCH = 64  # intervals added, or sets read, in one script
+PENDING = 4096  # intervals kept while Redis is away, the latest ones
+
+_RECORD = """
+local base, recent, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+if redis.call('EXISTS', base .. 'version') == 0 then
+  -- Above the versions of any server that was here before and has lost what it had.
+  local time = redis.call('TIME')
+  redis.call('SET', base .. 'version', time[1] * 1000000 + time[2])
+end
+local function add(key, seconds)
+  local n = redis.call('HINCRBY', key, 'count', 1)
+  local value = tonumber(seconds)
+  local mean = tonumber(redis.call('HGET', key, 'mean') or '0')
+  local squares = tonumber(redis.call('HGET', key, 'squares') or '0')
+  local error = value - mean
+  mean = mean + error / n
+  squares = squares + error * (value - mean)
+  redis.call('HSET', key, 'mean', string.format('%.17g', mean), 'squares', string.format('%.17g', squares))
+  redis.call('LPUSH', key .. '/recent', seconds)
+  redis.call('LTRIM', key .. '/recent', 0, recent - 1)
+end
+for i = 3, #ARGV, 2 do
+  add(base .. 'all', ARGV[i + 1])
+  add(base .. 'of/' .. ARGV[i], ARGV[i + 1])
+  redis.call('ZADD', base .. 'changed', redis.call('INCR', base .. 'version'), ARGV[i])
+end
+local over = redis.call('ZCARD', base .. 'changed') - most
+if over > 0 then
+  local gone = redis.call('ZPOPMIN', base .. 'changed', over)
+  for i = 1, #gone, 2 do
+    redis.call('DEL', base .. 'of/' .. gone[i], base .. 'of/' .. gone[i] .. '/recent')
+  end
+end
+return {1}
+"""
+
+_READ = """
+local base, since, limit = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local version = redis.call('GET', base .. 'version') or '0'
+if tonumber(version) < tonumber(since) then since = '0' end
+local function read(key)
+  local found = redis.call('HMGET', key, 'count', 'mean', 'squares')
+  return {found[1], found[2], found[3], redis.call('LRANGE', key .. '/recent', 0, -1)}
+end
+local answer = {since, version}
+if version == since then return answer end
+table.insert(answer, read(base .. 'all'))
+local changed = redis.call('ZRANGEBYSCORE', base .. 'changed', '(' .. since, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
+for i = 1, #changed, 2 do
+  table.insert(answer, {changed[i], changed[i + 1], read(base .. 'of/' .. changed[i])})
+end
+return answer
+"""
+
+
+class Scripts(Protocol):
+    """`RedisStore`, as far as it is needed here."""
+
+    @property
+    def degraded(self) -> bool: ...
+
+    async def script(self, source: str, keys: list[str], arguments: list[str | bytes | float]) -> list[Any] | None: ...
+
+
+class Reader:
+    """The statistics as this process last read them. Reading costs what has changed."""
+
+    def __init__(self, store: Scripts) -> None:
+        self._store = store
+        self._since = 0
+        self.snapshot = LatencySnapshot()
+
+    async def refresh(self) -> bool:
+        """Read what has changed; False where nothing has, or Redis is away."""
+        changed = False
+        while True:
+            answer = await self._store.script(_READ, [BASE], [self._since, BATCH])
+            if answer is None:
+                return changed
+            since, version, *rows = answer
+            self._since = int(since)  # 0 where the server has lost what it had: what was read before still stands
+            if not rows:
+                return changed
+            overall, *sets = rows
+            self.snapshot = self.snapshot.updated(
+                _latency(overall), {_key(name): _latency(row) for name, _, row in sets}
+            )
+            changed = True
+            if len(sets) < BATCH:
+                self._since = int(version)
+                return changed
+            self._since = int(sets[-1][1])
+
+
+class ToolLatencies:
+    """Takes intervals in, and shows what is known. Without a `store`, of this process alone."""
+
+    def __init__(self, store: Scripts | None = None, retry_s: float = 1.0) -> None:
+        self._store = store
+        self._retry_s = retry_s
+        self._own = LatencyBook(MOST_SETS)
+        self._reader = Reader(store) if store is not None else None
+        self._pending: deque[tuple[str, str]] = deque(maxlen=PENDING)
+        self._writer: asyncio.Task[None] | None = None
+
+    def record(self, tenant: str, tools: str, seconds: float) -> None:
+        """An interval has ended. The store learns of it in the background."""
+        if not tools or not math.isfinite(seconds):
+            return
+        seconds = max(seconds, 0.0)
+        self._own.record(tenant, tools, seconds)
+        if self._store is None:
+            return
+        self._pending.append((f"{tenant}/{tools}", f"{seconds:.6g}"))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.get_running_loop().create_task(self._write(self._store))
+
+    async def known(self) -> LatencySnapshot:
+        """The cluster's statistics; while Redis is away those of this process."""
+        if self._store is None or self._reader is None:
+            return self._own.snapshot()
+        await self._reader.refresh()
+        return self._own.snapshot() if self._store.degraded else self._reader.snapshot
+
+    async def drain(self) -> None:
+        """Wait until the store has everything, unless it is away."""
+        while self._writer is not None and not self._writer.done():
+            if self._store is not None and self._store.degraded:
+                return
+            await asyncio.wait({self._writer}, timeout=self._retry_s)
+
+    async def close(self) -> None:
+        """What the store has not got by now it will not get."""
+        await self.drain()
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.wait({self._writer})
+
+    async def _write(self, store: Scripts) -> None:
+        while self._pending:
+            batch = list(self._pending)[:BATCH]
+            arguments: list[str | bytes | float] = [RECENT, MOST_SETS]
+            for interval in batch:
+                arguments += interval
+            if await store.script(_RECORD, [BASE], arguments) is None:
+                await asyncio.sleep(self._retry_s)
+                continue
+            for interval in batch:
+                if self._pending and self._pending[0] is interval:  # else it had to go for a later one
+                    self._pending.popleft()
+
+
+def _key(name: bytes) -> ToolKey:
+    tenant, _, tools = name.decode(errors="replace").partition("/")
+    return tenant, tools
+
+
+def _latency(row: list[Any]) -> ToolLatency:
+    """Nothing known, where the server has evicted a part of it."""
+    count, mean, squares, recent = row
+    if count is None or mean is None or squares is None:
+        return ToolLatency()
+    n = int(count)
+    variance = max(float(squares), 0.0) / (n - 1) if n > 1 else 0.0
+    return ToolLatency(n, float(mean), variance, tuple(sorted(map(float, recent))))

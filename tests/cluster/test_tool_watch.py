@@ -1,0 +1,65 @@
+"""A replica's view of the tools' latencies follows Redis, and stands while that is away."""
+
+import asyncio
+
+from redis_server import RedisServer
+
+from holdfast.cluster.tool_watch import ToolWatch
+from holdfast.replicas.retention.latency import LatencySnapshot
+from holdfast.router.config import RouterConfig
+from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.tool_latency import ToolLatencies
+
+PATIENT = 5.0
+CONFIG = RouterConfig(tool_latency_s=0.01, store_timeout_s=PATIENT, store_retry_s=0.01)
+
+
+def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def scenario():
+        learned: asyncio.Queue[LatencySnapshot] = asyncio.Queue()
+        store = RedisStore(server.url, MemoryStore(1, 1), PATIENT, 0.01)
+        latencies = ToolLatencies(store, 0.01)
+        watches = [ToolWatch(server.url, CONFIG, learned.put) for _ in range(2)]
+
+        async def seen_by_both(tool: str) -> LatencySnapshot:
+            async with asyncio.timeout(PATIENT):
+                for _ in watches:
+                    while (snapshot := await learned.get()).of("a", tool).count == 0:
+                        pass
+            return snapshot
+
+        latencies.record("a", "ls", 1.0)
+        await seen_by_both("ls")
+        server.kill()
+        latencies.record("a", "sed", 2.0)
+        server.socket.unlink(missing_ok=True)
+        server.start()
+        after = await seen_by_both("sed")
+        assert after.of("a", "ls").mean == 1.0, "what is known is not forgotten"
+        for each in (*watches, latencies, store):
+            await each.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        server.kill()
+
+
+def test_a_watch_that_never_finds_redis_disturbs_nobody(tmp_path):
+    async def scenario():
+        learned: list[LatencySnapshot] = []
+
+        async def learn(snapshot: LatencySnapshot) -> None:
+            learned.append(snapshot)
+
+        watch = ToolWatch(RedisServer(tmp_path).url, CONFIG, learn)
+        async with asyncio.timeout(PATIENT):
+            while not watch._store.degraded:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await watch.close()
+        assert learned == []
+
+    asyncio.run(scenario())

@@ -1,0 +1,160 @@
+"""serveConfigV2: what Ray reads is what was meant, and the configuration in it is the one of `holdfast serve`."""
+
+import base64
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_chart import VALUES, Object, containers, find, pod_templates, render, serve_config
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.build_app import build_app
+from ray.serve.schema import ServeDeploySchema
+
+from holdfast.cluster import config_file, environment
+from holdfast.cluster import serve_config as builder
+from holdfast.cluster.environment import InternalPorts
+from holdfast.router.tenants import hash_key
+
+TWO = (
+    "models.second.config.engine.page_size=8",
+    "models.second.config.replicas.count=2",
+    "models.main.autoscaling.enabled=true",
+    "config.engine.max_sequences=32",
+    "config.router.max_body_bytes=33554432",
+)
+CASES = [("", ()), *((values, ()) for values in VALUES), ("", TWO)]
+
+
+def unknown(given: Any, read: Any, path: str = "") -> list[str]:
+    """Paths of keys that were given and that are not in what was read; Ray's models pass over them without a word."""
+    if isinstance(given, list):
+        pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(given, read, strict=True))]
+    elif isinstance(given, dict):
+        pairs = [(key, given[key], read[key]) for key in given if key in read]
+    else:
+        return []
+    missing = [f"{path}.{key}" for key in given if key not in read] if isinstance(given, dict) else []
+    return missing + [found for key, a, b in pairs for found in unknown(a, b, f"{path}.{key}")]
+
+
+def application(objects: tuple[Object, ...], name: str = "main") -> Object:
+    return next(each for each in serve_config(objects)["applications"] if each["name"] == name)
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES)
+def test_ray_knows_every_key(values: str, settings: tuple[str, ...]) -> None:
+    given = serve_config(render(values, settings))
+    read = ServeDeploySchema(**given)
+    assert unknown(given, read.model_dump(mode="json", exclude_unset=True)) == []
+
+
+def test_a_misspelt_key_is_found() -> None:
+    given = serve_config(render())
+    given["applications"][0]["deployments"][0]["num_replica"] = 1
+    read = ServeDeploySchema(**given)
+    assert unknown(given, read.model_dump(exclude_unset=True)) == [".applications.0.deployments.0.num_replica"]
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES)
+def test_the_configuration_is_one_of_holdfast_serve(values: str, settings: tuple[str, ...]) -> None:
+    for each in serve_config(render(values, settings))["applications"]:
+        found = config_file.parse(yaml.safe_dump(each["args"]["config"]))
+        assert (found.server.host, found.server.port) == ("0.0.0.0", 8000)
+        assert found.redis.url == "redis://demo-holdfast-redis:6379/1"
+
+
+def test_a_models_own_configuration_lies_over_the_common_one() -> None:
+    objects = render("", TWO)
+    main, second = (
+        config_file.parse(yaml.safe_dump(application(objects, name)["args"]["config"])) for name in ("main", "second")
+    )
+    assert (main.engine.max_sequences, main.engine.page_size) == (32, 16)
+    assert (second.engine.max_sequences, second.engine.page_size) == (32, 8)
+    assert main.router.max_body_bytes == 33554432  # and not 3.3554432e+07
+    assert [each["route_prefix"] for each in serve_config(objects)["applications"]] == ["/main", "/second"]
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES)
+def test_the_application_is_built_by_its_import_path(values: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    """As Serve does it, with the deployments that the file overrides."""
+    (tmp_path / "password").write_text("p")
+    (tmp_path / "tenants.yaml").write_text(f"tenants: [{{name: a, key_hashes: ['{hash_key('k')}']}}]")
+    for each in serve_config(render(values, settings))["applications"]:
+        module, _, name = each["import_path"].partition(":")
+        assert (module, name) == (builder.__name__, "application")
+        args = each["args"] | {"tenants_file": str(tmp_path / "tenants.yaml"), "tenants_digest": ""}
+        args["redis_password_file"] = str(tmp_path / "password")
+        built = build_app(call_user_app_builder_with_args_if_necessary(builder.application, args), name=each["name"])
+        assert {deployment.name for deployment in built.deployments} == {d["name"] for d in each["deployments"]}
+
+
+def test_the_tenants_that_the_chart_makes_are_the_ones_that_are_waited_for() -> None:
+    objects = render()
+    text = find(objects, "Secret", "-tenants")["stringData"]["tenants.yaml"]
+    assert application(objects)["args"]["tenants_digest"] == sha256(text.strip().encode()).hexdigest()
+    tenant = config_file.parse(text).tenants[0]
+    assert tenant.key_hashes == (hash_key("hf-example"),)
+
+
+def test_a_list_of_tenants_is_kept_as_it_was_given() -> None:
+    hashed = hash_key("x")
+    more = f"tenants: {{list: [{{name: b, key_hashes: ['{hashed}'], operator: true, limits: {{max_concurrent: 3}}}}]}}"
+    text = find(render("", (), more), "Secret", "-tenants")["stringData"]["tenants.yaml"]
+    tenants = config_file.parse(text).tenants
+    assert [(each.name, each.operator, each.limits.max_concurrent) for each in tenants] == [
+        ("b", True, 3),
+        ("first", False, None),
+    ]
+
+
+def test_prometheus_has_the_key_of_a_tenant_who_may_read_metrics_and_little_else() -> None:
+    objects = render("", ("monitoring.podMonitor.enabled=true",))
+    tenants = config_file.parse(find(objects, "Secret", "-tenants")["stringData"]["tenants.yaml"]).tenants
+    metrics = next(each for each in tenants if each.operator)
+    assert metrics.limits.requests_per_minute == 1
+    (endpoint,) = find(objects, "PodMonitor", "-routers")["spec"]["podMetricsEndpoints"]
+    named = endpoint["authorization"]["credentials"]
+    secret = next(each for each in objects if each["metadata"]["name"] == named["name"])
+    assert metrics.key_hashes == (hash_key(base64.b64decode(secret["data"][named["key"]]).decode()),)
+    assert not [each for each in tenants if each is not metrics and each.operator]
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES)
+def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ...]) -> None:
+    """What engines ask for, one worker has exactly once."""
+    objects = render(values, settings)
+    groups = find(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    for group, app in zip(groups, serve_config(objects)["applications"], strict=True):
+        assert group["groupName"] == app["name"]
+        engines, routers = app["deployments"]
+        scaling = engines.get("autoscaling_config")
+        least = scaling["min_replicas"] if scaling else engines["num_replicas"]
+        most = scaling["max_replicas"] if scaling else engines["num_replicas"]
+        assert (group["minReplicas"], group["maxReplicas"]) == (least, most)
+        limits = group["template"]["spec"]["containers"][0]["resources"].get("limits", {})
+        asked = engines["ray_actor_options"]
+        assert float(asked.get("num_gpus", 0)) == float(limits.get("nvidia.com/gpu", 0))
+        assert float(asked["num_cpus"]) == float(group["resources"].get("CPU", 0))
+        for options in (asked, routers["ray_actor_options"]):
+            assert set(options["resources"]) == {f"model_{group['groupName']}"} <= set(group["resources"])
+
+
+def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
+    """But for what concerns ports and folders that are shared, and Ray's token, which the operator makes."""
+    local = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path)
+    for where, pod in pod_templates(render()):
+        if where in ("redis", "test"):
+            continue
+        own = {each["name"]: each.get("value") for each in containers(pod)[-1]["env"]}
+        assert {name: own[name] for name in own if name in local} == {n: local[n] for n in own if n in local}, where
+        assert {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} <= own.keys() & local.keys()
+
+
+def test_pods_have_the_time_that_requests_are_given() -> None:
+    objects = render("production")
+    drain = application(objects)["args"]["config"]["server"]["drain_s"]
+    pod = dict(pod_templates(objects))["worker main"]
+    assert containers(pod)[-1]["lifecycle"]["preStop"]["exec"]["command"][-1] == str(drain)
+    assert pod["spec"]["terminationGracePeriodSeconds"] > drain

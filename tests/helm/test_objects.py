@@ -1,0 +1,199 @@
+"""Every object that the chart can make is valid, by the schemas of whoever will read it."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_chart import CHART, VALUES, containers, find, helm, pod_templates, render, staged
+from kubernetes_schemas import VERSIONS, problems
+
+# Every switch and choice, in a few renderings, for each costs half a second.
+SCALED = "modelDefaults.autoscaling.enabled=true"
+MATRIX: dict[str, tuple[str, ...]] = {
+    "everything on": (
+        SCALED,
+        "ingress.enabled=true",
+        "ingress.className=nginx",
+        "ingress.hosts={a.example.com,b.example.com}",
+        "ingress.tls[0].secretName=tls",
+        "ingress.tls[0].hosts={a.example.com}",
+        "httpRoute.enabled=true",
+        "httpRoute.parentRefs[0].name=public",
+        "httpRoute.hostnames={a.example.com}",
+        "networkPolicy.egress.enabled=true",
+        "networkPolicy.egress.allow[0].ports[0].port=443",
+        "networkPolicy.clients[0].ipBlock.cidr=10.0.0.0/8",
+        "head.minAvailable=1",
+        "monitoring.podMonitor.enabled=true",
+        "monitoring.rules.enabled=true",
+        "monitoring.dashboards.enabled=true",
+        "monitoring.podMonitor.labels.release=prometheus",
+        "kuberay-operator.enabled=true",
+        "image.pullSecrets={registry}",
+        f"image.digest=sha256:{'0' * 64}",
+        "hub.token=hf_x",
+        "modelDefaults.source.type=hub",
+        "modelDefaults.source.hub.repository=org/model",
+        "modelDefaults.source.hub.revision=abc",
+        "modelDefaults.source.hub.exclude={*.pth}",
+        "modelDefaults.volume.type=pvc",
+        "modelDefaults.volume.storageClass=fast",
+        "modelDefaults.worker.runtimeClassName=nvidia",
+        "modelDefaults.worker.priorityClassName=high",
+        "modelDefaults.worker.podAnnotations.a=b",
+        "modelDefaults.worker.podLabels.a=b",
+        "serviceAccounts.worker.annotations.role=x",
+    ),
+    "everything off": (
+        "redis.enabled=false",
+        "redis.external.address=rediss://store:6380",
+        "redis.external.username=holdfast",
+        "networkPolicy.enabled=false",
+        "gcsFaultTolerance=false",
+        "tenants.firstKey.enabled=false",
+        "tenants.existingSecret=tenants",
+        "tenants.generation=2",
+        "redis.auth.password=",
+    ),
+    "two models": (
+        "models.second.routePrefix=/other",
+        "models.second.gpus=0",
+        "models.second.autoscaling.enabled=true",
+        "models.second.source.type=init",
+        "models.second.source.init.image=docker.io/amazon/aws-cli:2.31.0",
+        "models.second.source.init.command={sh,-c,x}",
+        "models.second.source.init.envFromSecrets={s3}",
+        "models.main.config.replicas.count=3",
+        "upgrade.strategy=NewClusterWithIncrementalUpgrade",
+        "upgrade.gatewayClassName=istio",
+        "redis.persistence.enabled=false",
+        "fullnameOverride=a-name-that-is-really-much-too-long-for-the-operator",
+    ),
+}
+EXTRA = """
+extraObjects:
+  - {apiVersion: v1, kind: ConfigMap, metadata: {name: plain}}
+  - |
+    apiVersion: v1
+    kind: ConfigMap
+    metadata: {name: '{{ .Release.Name }}-text'}
+"""
+NOTES = """
+extraObjects:
+  - |
+    apiVersion: v1
+    kind: ConfigMap
+    metadata: {name: demo-holdfast-notes}
+    data:
+      notes: {{ include (print .Template.BasePath "/NOTES.txt") . | toJson }}
+"""
+CASES = [("", ()), *((values, ()) for values in VALUES), *(("", settings) for settings in MATRIX.values())]
+IDS = ["defaults", *VALUES, *MATRIX]
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
+def test_every_object_is_valid(values: str, settings: tuple[str, ...]) -> None:
+    wrong = {
+        f"{version} {each['kind']} {each['metadata']['name']}": found
+        for each in render(values, settings)
+        for version in VERSIONS
+        if (found := problems(each, version))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
+def test_every_pod_is_valid_for_kubernetes_itself(values: str, settings: tuple[str, ...]) -> None:
+    """The operator's schema knows fewer rules for pods than Kubernetes does."""
+    for where, pod in pod_templates(render(values, settings)):
+        assert problems({"apiVersion": "v1", "kind": "PodTemplate", "template": pod}) == [], where
+        mounted = {mount["name"] for each in containers(pod) for mount in each["volumeMounts"]}
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
+        assert mounted - volumes <= {"data"}, where  # the claim of the StatefulSet
+        assert volumes <= mounted, where
+
+
+@pytest.mark.parametrize(("values", "settings"), CASES, ids=IDS)
+def test_names_are_unique_and_short_enough(values: str, settings: tuple[str, ...]) -> None:
+    objects = render(values, settings)
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(set(names)) == len(names)
+    assert [name for _, name in names if len(name) > 63] == []
+    assert len(find(objects, "RayService")["metadata"]["name"]) <= 35  # the operator makes longer ones from it
+
+
+def test_what_is_switched_on_is_there_and_what_is_off_is_not() -> None:
+    on = {each["kind"] for each in render("", MATRIX["everything on"])}
+    off = {each["kind"] for each in render("", MATRIX["everything off"])}
+    switched = {"Ingress", "HTTPRoute", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "StatefulSet", "Secret"}
+    switched |= {"PersistentVolumeClaim", "Service", "Pod"}
+    assert switched <= on
+    assert off == {"RayService", "ConfigMap", "ServiceAccount"}
+    assert "operator-stand-in" in {each["metadata"]["name"] for each in render("", MATRIX["everything on"])}
+
+
+def test_extra_objects_are_rendered() -> None:
+    names = {each["metadata"]["name"] for each in render("", (), EXTRA)}
+    assert {"plain", "demo-text"} <= names
+
+
+def test_rules_and_dashboards_are_the_files_of_their_folders(tmp_path: Path) -> None:
+    """Which may be none. Braces in them are Prometheus' and Grafana's, not helm's."""
+    switches = ("monitoring.rules.enabled=true", "monitoring.dashboards.enabled=true")
+    files = sum(1 for _ in (CHART / "files").glob("rules/*.yaml")) + sum(
+        1 for _ in (CHART / "files").glob("dashboards/*.json")
+    )
+    assert len(render("", switches)) == len(render()) + files
+    chart = shutil.copytree(staged(), tmp_path / "holdfast")
+    rule = {"alert": "A", "expr": "up == 0", "annotations": {"summary": "{{ $labels.pod }}"}}
+    (chart / "files" / "rules" / "own.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
+    (chart / "files" / "dashboards" / "own.json").write_text('{"legend": "{{pod}}"}')
+    done = helm("template", "demo", str(chart), *(f"--set={each}" for each in switches))
+    objects = {each["metadata"]["name"]: each for each in yaml.safe_load_all(done.output) if each}
+    rules, dashboard = objects["demo-holdfast-own"], objects["demo-holdfast-dashboard-own"]
+    assert problems(rules) == problems(dashboard) == []
+    assert rules["spec"]["groups"][0]["rules"] == [rule]
+    assert json.loads(dashboard["data"]["own.json"]) == {"legend": "{{pod}}"}
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+@pytest.mark.parametrize("values", ["", *VALUES])
+def test_helm_finds_nothing_to_complain_of(values: str) -> None:
+    files = [f"--values={staged() / f'values-{values}.yaml'}"] if values else []
+    done = helm("lint", "--strict", str(staged()), *files)
+    assert done.status == 0, done.output + done.errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("RayService", ("spec",)),
+        ("RayService", ("spec", "rayClusterConfig", "headGroupSpec")),
+        ("RayService", ("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0)),
+        ("StatefulSet", ("spec", "template", "spec", "containers", 0, "securityContext")),
+        ("NetworkPolicy", ("spec", "ingress", 0)),
+        ("HTTPRoute", ("spec", "rules", 0)),
+        ("PodMonitor", ("spec",)),
+    ],
+)
+def test_a_misspelt_field_is_found(kind: str, path: tuple[Any, ...]) -> None:
+    """The checks above can fail."""
+    obj = copy.deepcopy(next(each for each in render("", MATRIX["everything on"]) if each["kind"] == kind))
+    inner = obj
+    for step in path:
+        inner = inner[step]
+    inner["misspelt"] = True
+    assert any("misspelt" in problem for problem in problems(obj))
+
+
+@pytest.mark.parametrize("values", ["", *VALUES])
+def test_the_notes_say_what_to_type(values: str) -> None:
+    """`helm template` does not print them, so an extra object holds them."""
+    notes = find(render(values, (), NOTES), "ConfigMap", "-notes")["data"]["notes"]
+    assert "kubectl -n agents wait rayservice/demo-holdfast" in notes
+    assert ("helm -n agents test demo" in notes) == (values != "production")
+    assert "http://127.0.0.1:8000/v1/models" in notes

@@ -1,0 +1,139 @@
+"""What the chart renders serves: its serveConfigV2 under Ray, asked by its own `helm test`."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from helm_chart import CHART, ROOT, containers, find, pod_templates, render
+
+from holdfast.cluster import environment, ports
+
+# A Redis that is not there: serving goes on without it.
+SETTINGS = (
+    "redis.enabled=false",
+    "redis.external.address=redis://127.0.0.1:1",
+    "models.other.routePrefix=/other",
+    "models.other.autoscaling.enabled=true",
+    "monitoring.podMonitor.enabled=true",
+)
+KEY = "hf-example"
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("HOLDFAST_TEST_SERVED"), reason="takes a minute: asked for by HOLDFAST_TEST_SERVED=1"
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Base URLs of the API and of what HAProxy says of itself."""
+
+    api: str
+    proxy: str
+
+
+@pytest.fixture(scope="module")
+def served(cluster: Cluster) -> str:
+    return cluster.api
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster with the two models of the rendered configuration, both of them the shipped one."""
+    with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as folder:  # names of sockets must be short
+        yield from serve(Path(folder))
+
+
+def serve(folder: Path) -> Iterator[Cluster]:
+    objects = render("cpu", SETTINGS)
+    service = find(objects, "RayService")["spec"]
+    free = ports.internal(random.Random())
+    text = service["serveConfigV2"].replace("/etc/holdfast", str(folder)).replace("8000", str(free.replica_last))
+    (folder / "serve.yaml").write_text(text)
+    for kind, secret, file in (("tenants", "-tenants", "tenants.yaml"), ("redis", "-redis", "password")):
+        (folder / kind).mkdir()
+        data = find(objects, "Secret", secret)
+        (folder / kind / file).write_text(data.get("stringData", data.get("data", {})).get(file, "x"))
+    resources = {"CPU": 4}
+    for group in service["rayClusterConfig"]["workerGroupSpecs"]:
+        resources |= {name: int(amount) for name, amount in group["resources"].items() if name != "CPU"}
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "support" / "serve_rendered.py"),
+            str(folder / "serve.yaml"),
+            json.dumps(resources),
+        ],
+        cwd=folder,
+        env=process_environment(objects, free, folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line == "serving\n":
+                break
+        assert [line.split()[1] for line in said[:-1]] == ["RUNNING", "RUNNING"], said
+        yield Cluster(f"http://127.0.0.1:{free.replica_last}", f"http://127.0.0.1:{free.metrics}")
+    finally:
+        process.stdin.close()  # which ends it
+        assert process.wait(60) == 0
+
+
+def process_environment(objects: tuple[dict[str, object], ...], free: object, folder: Path) -> dict[str, str]:
+    """Of a worker's container, with ports and folders of this machine, which others use, too."""
+    local = environment.for_ray(free, "t" * 64, folder)  # type: ignore[arg-type]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    template = dict(pod_templates(objects))["worker main"]  # type: ignore[arg-type]
+    pod = {each["name"]: each["value"] for each in containers(template)[-1]["env"] if "value" in each}
+    return kept | dict(local) | pod | {"HOME": str(folder), "PYTHONSAFEPATH": "1"}
+
+
+def test_the_chart_s_own_test_passes(served: str, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(KEY)
+    command = [sys.executable, str(CHART / "files" / "smoke.py"), str(tmp_path / "key"), f"{served}/main"]
+    done = subprocess.run([*command, f"{served}/other"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("get_weather({") == 2
+
+
+def test_without_a_key_nobody_is_served(served: str) -> None:
+    assert httpx.get(f"{served}/main/v1/models", trust_env=False).status_code == 401
+
+
+def test_the_readiness_probe_s_path_answers(served: str) -> None:
+    template = dict(pod_templates(render("cpu")))["worker main"]
+    path = containers(template)[-1]["readinessProbe"]["httpGet"]["path"]
+    assert httpx.get(served + path, trust_env=False).status_code == 200
+
+
+def test_the_monitored_paths_answer(served: str) -> None:
+    (endpoint, other) = find(render("cpu", SETTINGS), "PodMonitor", "-routers")["spec"]["podMetricsEndpoints"]
+    assert other["path"] == "/other/metrics"
+    for key, status in ((KEY, 403), ("hf-metrics", 200)):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = httpx.get(served + endpoint["path"], headers=headers, trust_env=False)
+        assert answer.status_code == status
+    assert "holdfast_requests_total" in answer.text
+
+
+def test_the_proxy_has_metrics(cluster: Cluster) -> None:
+    assert "haproxy_" in httpx.get(f"{cluster.proxy}/metrics", trust_env=False).text
+
+
+def test_models_have_the_names_of_their_configuration(served: str) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found = httpx.get(f"{served}/other/v1/models", headers=headers, trust_env=False).json()
+    assert [each["id"] for each in found["data"]] == ["pocket"]

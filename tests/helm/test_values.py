@@ -1,0 +1,110 @@
+"""Values: typing errors are found, impossible combinations say what to do, and versions agree with the project's."""
+
+import json
+import re
+import tomllib
+
+import pytest
+import yaml
+from helm_chart import CHART, ROOT, VALUES, template
+
+from holdfast.cluster import config_file
+
+
+def chart() -> dict[str, object]:
+    return yaml.safe_load((CHART / "Chart.yaml").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "imag: {}",
+        "image: {variant: tpu}",
+        "models: {main: {gpu: 1}}",
+        "models: {main: {worker: {resource: {}}}}",
+        "modelDefaults: {source: {type: s3}}",
+        "redis: {external: {address: 'redis://user:password@host:6379'}}",
+        "monitoring: {podMonitor: {enable: true}}",
+    ],
+)
+def test_a_typing_error_is_found(more: str) -> None:
+    done = template(more=more)
+    assert done.status != 0
+    assert "schema" in done.errors
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("models: {main: null}", "models"),
+        ("redis: {enabled: false}", "redis.external.address"),
+        ("tenants: {firstKey: {enabled: false}}", "nobody is served"),
+        ("tenants: {existingSecret: t}", "firstKey.enabled"),
+        ("httpRoute: {enabled: true}", "parentRefs"),
+        ("ingress: {enabled: true}", "ingress.hosts"),
+        ("upgrade: {strategy: NewClusterWithIncrementalUpgrade}", "gatewayClassName"),
+        ("upgrade: {strategy: NewClusterWithIncrementalUpgrade, gatewayClassName: g}", "autoscaling"),
+        ("models: {main: {source: {type: hub}}}", "models.main.source.hub.repository"),
+        ("models: {main: {source: {type: init}}}", "models.main.source.init"),
+        ("models: {main: {source: {type: pvc}}}", "existingClaim"),
+        ("models: {Main: {}}", "lower-case"),
+        ("models: {a: {routePrefix: /x}, b: {routePrefix: /x}}", "same routePrefix"),
+        ("modelDefaults: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas"),
+        ("config: {tenants: [{name: a}]}", "config"),
+        ("config: {redis: {url: redis://x}}", "redis.url"),
+    ],
+)
+def test_what_cannot_work_says_what_to_do(more: str, said: str) -> None:
+    done = template(more=more)
+    assert done.status != 0
+    assert said in done.errors
+
+
+def test_versions_are_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert chart()["appVersion"] == project["version"]
+    assert values["rayVersion"] == pinned["ray"]
+
+
+def test_the_operator_is_pinned_and_off_unless_asked_for() -> None:
+    (operator,) = chart()["dependencies"]  # type: ignore[misc]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", operator["version"])
+    name, _, key = operator["condition"].partition(".")
+    assert yaml.safe_load((CHART / "values.yaml").read_text())[name][key] is False
+
+
+def test_the_schema_knows_every_value_and_no_other() -> None:
+    """But for what Holdfast or Kubernetes checks: there it says no more than the kind of thing."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def differences(node: object, known: dict[str, object], path: str) -> list[str]:
+        if "$ref" in known:
+            known = schema["$defs"][str(known["$ref"]).rpartition("/")[2]]
+        if not isinstance(node, dict) or "properties" not in known:
+            return []
+        properties: dict[str, dict[str, object]] = known["properties"]  # type: ignore[assignment]
+        assert known["additionalProperties"] is False, path
+        found = [f"{path}.{key}" for key in node.keys() ^ properties.keys()]
+        return found + [
+            each for key in node for each in differences(node[key], properties.get(key, {}), f"{path}.{key}")
+        ]
+
+    found = differences(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+    optional = {".global", ".modelDefaults.worker.minAvailable"}
+    peers = {each for each in found if re.fullmatch(r"\.networkPolicy\.(operator|prometheus)\.ipBlock", each)}
+    assert set(found) - optional - peers - {each for each in found if "resources.limits" in each} == set()
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_examples_of_configuration_are_valid(values: str) -> None:
+    read = yaml.safe_load((CHART / f"values-{values}.yaml").read_text())
+    for config in (read.get("config", {}), *(each.get("config", {}) for each in read.get("models", {}).values())):
+        config_file.parse(yaml.safe_dump(config))
+
+
+def test_images_come_from_public_places_or_a_placeholder() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["image"]["repository"].startswith("registry.example.com/")
+    assert values["redis"]["image"]["repository"].startswith("docker.io/library/")

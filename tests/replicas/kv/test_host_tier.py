@@ -1,0 +1,115 @@
+"""The host tier's books: what of the evicted is kept, and for how long. The law of its use is `test_cache_law`'s."""
+
+import numpy as np
+
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.host_tier import HostTier
+from holdfast.replicas.kv.reloads import Reloads, ReloadSpeed
+
+SIZE = 4
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def run(cache: KVCache, tokens: np.ndarray, scope: str = "") -> None:
+    """A sequence from its first token to its last."""
+    holding = cache.acquire(scope, tokens, 0.0).holding
+    assert cache.grow(holding, len(tokens)) is not None
+    cache.finish(holding, tokens, len(tokens), 0.0)
+
+
+def world(pages: int, host_pages: int) -> tuple[KVCache, HostTier, Reloads]:
+    host = HostTier(host_pages, SIZE)
+    return KVCache(pages, SIZE, host=host), host, Reloads(host)
+
+
+def found(host: HostTier, tokens: np.ndarray, scope: str = "") -> int:
+    lease = host.find(scope, tokens)
+    host.let_go(lease)
+    return lease.length
+
+
+def test_what_is_evicted_is_found_with_its_path_and_copied_once():
+    cache, host, reloads = world(pages=6, host_pages=20)
+    base = np.arange(12, dtype=np.int32)
+    run(cache, np.concatenate((base, ids(50, 51, 52, 53))))
+    run(cache, np.concatenate((base, ids(60, 61, 62, 63))))
+    assert len(reloads.saves()) == 0
+    run(cache, np.arange(100, 108, dtype=np.int32))  # one page is short: the oldest leaf goes
+    assert len(reloads.saves()) == 4
+    assert found(host, np.concatenate((base, ids(50, 51, 52, 53)))) == 16
+    assert found(host, np.concatenate((base, ids(60, 61, 62, 63)))) == 12
+    run(cache, np.arange(200, 224, dtype=np.int32))  # everything goes; what they share is there already
+    assert len(reloads.saves()) == 1 + 2
+    assert host.pool.used == 7
+    cache.check()
+
+
+def test_tenants_do_not_find_each_others():
+    cache, host, _ = world(pages=2, host_pages=20)
+    run(cache, np.arange(8, dtype=np.int32), "a")
+    run(cache, np.arange(100, 108, dtype=np.int32), "b")
+    assert found(host, np.arange(8, dtype=np.int32), "a") == 8
+    assert found(host, np.arange(8, dtype=np.int32), "b") == 0
+
+
+def test_the_oldest_makes_room_and_what_is_leased_stays():
+    cache, host, _ = world(pages=2, host_pages=4)
+    texts = [np.arange(i, i + 8, dtype=np.int32) for i in (0, 100, 200, 300)]
+    run(cache, texts[0])
+    run(cache, texts[1])
+    lease = host.find("", texts[0])
+    run(cache, texts[2])
+    run(cache, texts[3])
+    assert [found(host, text) for text in texts] == [8, 0, 8, 0]
+    host.let_go(lease)
+    cache.check()
+
+
+def test_of_a_path_larger_than_the_tier_the_beginning_is_kept():
+    cache, host, reloads = world(pages=6, host_pages=3)
+    run(cache, np.arange(24, dtype=np.int32))
+    run(cache, np.arange(100, 104, dtype=np.int32))
+    assert found(host, np.arange(24, dtype=np.int32)) == 12
+    assert len(reloads.saves()) == 3
+    cache.check()
+
+
+def test_less_than_two_pages_are_not_worth_a_step():
+    cache, _, reloads = world(pages=4, host_pages=20)
+    run(cache, np.arange(8, dtype=np.int32))
+    run(cache, np.arange(100, 116, dtype=np.int32))
+    short = cache.acquire("", np.arange(8, dtype=np.int32), 1.0).holding  # its last token is computed anyway
+    assert reloads.begin(short, np.arange(8, dtype=np.int32)) == 0
+    cache.drop(short)
+    long = cache.acquire("", np.arange(9, dtype=np.int32), 1.0).holding
+    assert reloads.begin(long, np.arange(9, dtype=np.int32)) == 8
+    assert reloads.reach(long) == 8
+    reloads.lose()
+    assert reloads.reach(long) == 0
+    reloads.end(long)
+    cache.drop(long)
+    cache.check()
+
+
+def test_books_that_break_off_are_begun_anew_and_the_device_goes_on():
+    cache, host, _ = world(pages=2, host_pages=4)
+    run(cache, np.arange(8, dtype=np.int32))
+    host.tree.walk = None  # type: ignore[method-assign, assignment]
+    run(cache, np.arange(100, 108, dtype=np.int32))
+    assert cache.sound
+    assert host.pool.used == 0
+    run(cache, np.arange(200, 208, dtype=np.int32))
+    assert found(host, np.arange(100, 108, dtype=np.int32)) == 8
+    cache.check()
+
+
+def test_the_speed_is_a_moving_average():
+    speed = ReloadSpeed()
+    assert speed.cells_per_s == 0.0
+    assert speed.measured(0, 1.0) is speed
+    speed = speed.measured(100, 1.0)
+    assert speed.cells_per_s == 100.0
+    assert 0.01 < speed.measured(100, 2.0).cell_s < 0.02

@@ -1,0 +1,62 @@
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.retention.latency import RECENT, LatencyBook, LatencySnapshot, Tally, ToolLatency, tool_set
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [((), ""), (("grep",), "grep"), (("sed", "grep"), "grep,sed"), (("sed", "sed"), "sed"), (("", "ls"), "ls")],
+)
+def test_calls_at_once_are_one_set(names, key):
+    assert tool_set(names) == key
+
+
+def test_names_are_bounded():
+    assert len(tool_set(["x" * 9999])) == 64
+    assert len(tool_set([f"{i:060}" for i in range(100)])) == 256
+
+
+@given(st.lists(st.floats(0.0, 1e4), min_size=1, max_size=400))
+def test_a_tally_is_what_the_sample_says(durations):
+    tally = Tally()
+    for seconds in durations:
+        tally.add(seconds)
+    found = tally.latency()
+    assert found.count == len(durations)
+    assert found.mean == pytest.approx(statistics.fmean(durations), abs=1e-9)
+    variance = statistics.variance(durations) if len(durations) > 1 else 0.0
+    assert found.variance == pytest.approx(variance, rel=1e-6, abs=1e-6)
+    assert found.recent == tuple(sorted(durations[-RECENT:]))
+
+
+def test_an_interval_counts_for_its_tenants_tools_and_for_all():
+    book = LatencyBook()
+    book.record("a", "grep", 1.0)
+    book.record("b", "grep", 3.0)
+    book.record("b", "", 5.0)
+    book.record("b", "sed", -2.0)  # clocks that disagree
+    book.record("b", "sed", float("nan"))
+    found = book.snapshot()
+    assert found.of("a", "grep") == ToolLatency(1, 1.0, 0.0, (1.0,))
+    assert found.of("b", "sed").mean == 0.0
+    assert found.of("c", "grep").count == 0
+    assert (found.overall.count, found.overall.mean) == (4, 2.25)
+    assert set(found.tools) == {("a", "grep"), ("b", "grep"), ("b", "sed")}
+
+
+def test_a_book_forgets_the_tools_that_nobody_calls():
+    book = LatencyBook(most=2)
+    for tool in ("one", "two", "one", "three"):
+        book.record("a", tool, 1.0)
+    assert set(book.snapshot().tools) == {("a", "one"), ("a", "three")}
+
+
+def test_a_snapshot_takes_changes_in_and_stays_as_it_is():
+    old = LatencySnapshot(ToolLatency(1), {("a", "x"): ToolLatency(1)})
+    new = old.updated(ToolLatency(2), {("a", "y"): ToolLatency(1)})
+    assert (old.overall.count, set(old.tools)) == (1, {("a", "x")})
+    assert (new.overall.count, set(new.tools)) == (2, {("a", "x"), ("a", "y")})

@@ -1,0 +1,97 @@
+"""What a replica learns of its load: cost of a prefill, queue delay, turns of programs."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.retention.learned import Learned, Turns
+from holdfast.replicas.retention.restore import PrefillFit, RestoreCost
+from holdfast.replicas.scheduling.plan import Chunk, Draw, StepPlan
+
+
+def prefill(start: int, n: int) -> StepPlan:
+    return StepPlan((Chunk(0, start, np.ones(n, np.int32)),))
+
+
+def decode(drafts: int = 0) -> StepPlan:
+    return StepPlan((Chunk(0, 500, np.ones(1 + drafts, np.int32), Draw(Sampling(), 0, drafts)),))
+
+
+def seconds(cost: RestoreCost, start: int, n: int) -> float:
+    return cost.seconds(start + n) - (cost.seconds(start) if start else cost.c) + cost.c
+
+
+def test_a_polynomial_is_found_again():
+    true = RestoreCost(a=2e-8, b=3e-5, c=0.01)
+    fit, rng = PrefillFit(), np.random.default_rng(0)
+    for _ in range(64):
+        start, n = int(rng.integers(0, 20_000)), int(rng.integers(100, 4000))
+        fit.measured(prefill(start, n), seconds(true, start, n))
+    for n in (500, 5_000, 30_000):
+        assert fit.cost.seconds(n) == pytest.approx(true.seconds(n), rel=0.02)
+
+
+def test_noise_makes_no_coefficient_negative():
+    fit, rng = PrefillFit(), np.random.default_rng(1)
+    for _ in range(200):
+        fit.measured(prefill(0, int(rng.integers(1, 64))), float(rng.uniform(0.001, 0.1)))
+    assert min(fit.cost.a, fit.cost.b, fit.cost.c) >= 0.0
+    assert fit.cost.seconds(64) > 0
+
+
+def test_steps_that_only_decode_say_nothing_and_few_steps_too_little():
+    fit = PrefillFit()
+    for _ in range(50):
+        fit.measured(decode(), 9.0)
+        fit.measured(decode(drafts=3), 9.0)
+        fit.measured(prefill(0, 100), 0.0)  # no clock
+    for _ in range(7):
+        fit.measured(prefill(0, 100), 1.0)
+    assert fit.cost == RestoreCost()
+    fit.measured(prefill(0, 100), 1.0)
+    assert fit.cost.seconds(100) == pytest.approx(1.0, rel=0.01)
+
+
+def test_cells_are_had_again_the_cheaper_way():
+    cost = RestoreCost(b=1e-3, c=0.1, reload=5e-4)
+    assert cost.seconds(1000) == 0.5
+    assert cost.seconds(0) == 0.0
+
+
+def test_the_queue_delay_is_averaged_over_a_window():
+    learned = Learned(wait_window=3)
+    assert learned.conditions.wait_s == 0.0
+    for delay in (100.0, 1.0, 2.0, 3.0):
+        learned.waited(delay)
+    assert learned.conditions.wait_s == pytest.approx(2.0)
+
+
+def test_a_host_tier_is_part_of_the_conditions():
+    learned = Learned(8)
+    learned.reload = 1e-5
+    assert learned.conditions.restore.reload == 1e-5
+
+
+def test_programs_of_one_length_are_predicted_by_their_turns():
+    turns = Turns()
+    assert (turns.eta, turns.mean) == (1.0, 1.0)
+    for _ in range(5):
+        turns.ended(8)
+    assert turns.eta == pytest.approx(1.0)
+    assert turns.mean == 8.0
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_eta_is_minus_the_correlation_over_all_turns(lengths):
+    turns = Turns()
+    for length in lengths:
+        turns.ended(length)
+    done = [k for n in lengths for k in range(1, n + 1)]
+    left = [n - k for n in lengths for k in range(1, n + 1)]
+    if len(set(done)) == 1 or len(set(left)) == 1:
+        assert turns.eta == 1.0
+    else:
+        assert turns.eta == pytest.approx(min(max(-np.corrcoef(done, left)[0, 1], 0.0), 1.0), abs=1e-6)
+    assert turns.mean == pytest.approx(sum(lengths) / len(lengths))

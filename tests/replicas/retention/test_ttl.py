@@ -1,0 +1,128 @@
+"""Each policy against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.config import RetentionConfig
+from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.restore import RestoreCost
+from holdfast.replicas.retention.ttl import Conditions, Pause, best_time, policy_of, upper_bound
+
+PAUSE = Pause("acme", "grep", cells=1000, turn=1)
+COST = RestoreCost(a=1e-6, b=1e-3, c=0.5)  # 1,000 cells: 1 + 1 + 0.5 s
+NOTHING = LatencySnapshot()
+
+
+def known(mean: float, count: int = 1000, variance: float = 0.0, recent: tuple[float, ...] = ()) -> LatencySnapshot:
+    """A snapshot that knows `grep` of tenant acme alone."""
+    tool = ToolLatency(count, mean, variance, recent or (mean,))
+    return LatencySnapshot(tool, {("acme", "grep"): tool})
+
+
+def ttl(policy: str, latency: LatencySnapshot = NOTHING, pause: Pause = PAUSE, conditions=None, **settings) -> float:
+    return policy_of(RetentionConfig(policy=policy, **settings)).ttl(pause, latency, conditions or Conditions())
+
+
+def test_none_keeps_nothing():
+    assert ttl("none", known(0.1), conditions=Conditions(wait_s=100.0, restore=COST)) == 0.0
+
+
+@pytest.mark.parametrize(("mean", "expected"), [(0.3, 2.0), (2.0, 2.0), (2.01, 0.0)])
+def test_fixed_keeps_for_quick_tools_alone(mean, expected):
+    assert ttl("fixed", known(mean)) == expected
+
+
+def test_fixed_keeps_for_tools_that_nobody_knows():
+    assert ttl("fixed", known(9.0), Pause("acme", "sed", 10)) == 2.0
+    assert ttl("fixed", known(9.0), Pause("other", "grep", 10)) == 2.0, "a tenant's tools are its own"
+    assert ttl("fixed", fixed_s=5.0) == 5.0
+
+
+def test_the_bound_of_maurer_and_pontil():
+    tool = ToolLatency(count=50, mean=1.0, variance=0.25, recent=(0.5, 3.0))
+    log = math.log(2 / 0.1)  # 2.9957
+    assert upper_bound(tool, 0.1) == pytest.approx(1.0 + math.sqrt(0.5 * log / 50) + 7 * 3.0 * log / (3 * 49))
+    assert upper_bound(tool, 0.1) == pytest.approx(1.0 + 0.17308 + 0.42796, abs=1e-4)
+    assert upper_bound(ToolLatency(1, 4.0, 0.0, (4.0,)), 0.1) == 4.0
+
+
+def test_bernstein_falls_back_to_all_tools_and_then_to_a_default():
+    tool, overall = ToolLatency(10, 1.0, 0.0, (1.0,)), ToolLatency(10, 3.0, 0.0, (3.0,))
+    bound = 1.0 + 7 * 1.0 * math.log(2 / 0.05) / (3 * 9)
+    at_the_end = Pause("acme", "grep", 1000, turn=5)
+    few = ToolLatency(9, 1.0, 0.0, (1.0,))
+    for mine, everybodys, expected in ((tool, overall, bound), (few, overall, 3 * bound), (few, few, 7.5)):
+        snapshot = LatencySnapshot(everybodys, {("acme", "grep"): mine})
+        found = ttl("bernstein", snapshot, at_the_end, Conditions(mean_turns=5.0), unknown_s=7.5)
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("turn", "factor"), [(1, 1.8), (3, 1.4), (5, 1.0), (9, 1.0)])
+def test_bernstein_keeps_a_program_longer_that_has_turns_before_it(turn, factor):
+    pause = Pause("acme", "", 10, turn)
+    assert ttl("bernstein", NOTHING, pause, Conditions(mean_turns=5.0), unknown_s=2.0) == pytest.approx(2.0 * factor)
+
+
+def test_the_best_time_is_where_the_gain_is_largest():
+    tool = ToolLatency(4, 0.0, 0.0, (0.5, 1.0, 1.5, 8.0))
+    # gains at a benefit of 4: 1 - 0.5, 2 - 1, 3 - 1.5, 4 - 8
+    assert best_time(tool, 4.0) == 1.5
+    assert best_time(tool, 40.0) == 8.0
+    assert best_time(tool, 1.9) == 0.0, "no duration is worth it"
+    assert best_time(ToolLatency(2, 0.0, 0.0, (1.0, 3.0)), 4.0) == 1.0, "both gain 1: the smallest of equals"
+    assert best_time(ToolLatency(), 99.0) == 0.0
+    assert best_time(ToolLatency(2, 0.0, 0.0, (1.0, 1.0)), 1.5) == 1.0, "equal durations count together"
+
+
+def test_continuum_weighs_what_is_saved_against_what_it_holds():
+    latency = known(1.0, count=101, recent=(0.5, 1.0, 1.5, 8.0))
+    # 2.5 s to compute again; with a wait of 2 s at eta 0.75 it is 4 s.
+    assert ttl("continuum", latency, conditions=Conditions(restore=COST)) == 1.5
+    assert ttl("continuum", latency, conditions=Conditions(wait_s=50.0, eta=0.75, restore=COST)) == 8.0
+    assert ttl("continuum", latency) == 0.0, "nothing is lost without it"
+
+
+def test_continuum_takes_a_tool_it_hardly_knows_for_the_average_one():
+    few = ToolLatency(100, 9.0, 0.0, (9.0,))
+    overall = ToolLatency(500, 1.0, 0.0, (1.0,))
+    conditions = Conditions(restore=RestoreCost(c=20.0))
+    snapshot = LatencySnapshot(overall, {("acme", "grep"): few})
+    assert ttl("continuum", snapshot, conditions=conditions) == 1.0
+    assert ttl("continuum", snapshot, conditions=conditions, trusted_samples=99) == 9.0
+    assert ttl("continuum", snapshot, Pause("acme", "", 1000), conditions) == 1.0
+
+
+def test_continuum_knowing_no_tool_assumes_an_exponential_one():
+    conditions = Conditions(wait_s=math.e, restore=RestoreCost())
+    assert ttl("continuum", known(1.0, count=100), conditions=conditions) == pytest.approx(1.0)
+    assert ttl("continuum", conditions=Conditions(wait_s=1.0)) == 0.0
+
+
+def test_restore_cost_keeps_as_long_as_restoring_takes():
+    assert ttl("restore-cost", conditions=Conditions(restore=COST)) == pytest.approx(2.5)
+    reload = RestoreCost(a=1e-6, b=1e-3, c=0.5, reload=1e-4)
+    assert ttl("restore-cost", conditions=Conditions(restore=reload)) == pytest.approx(0.1)
+
+
+def test_infercept_keeps_while_that_wastes_least():
+    conditions = Conditions(others=3000, restore=COST)
+    # Computing again: 2.5 s for its own 1,000 cells and the others' 3,000, against 1,000 cells a second.
+    assert ttl("infercept", conditions=conditions) == pytest.approx(10.0)
+    reload = RestoreCost(a=1e-6, b=1e-3, c=0.5, reload=1e-3)
+    assert ttl("infercept", conditions=Conditions(others=3000, restore=reload)) == pytest.approx(2.0)
+
+
+def test_settings_that_make_no_sense_are_refused_by_name():
+    for name, value in (("share", 1.5), ("delta", 0.0), ("wait_window", 0), ("most_s", -1.0), ("tenant_share", -0.1)):
+        with pytest.raises(ConfigError) as caught:
+            RetentionConfig(**{name: value})
+        assert caught.value.field == name
+
+
+def test_policies_read_what_a_book_has_recorded():
+    book = LatencyBook()
+    for _ in range(120):
+        book.record("acme", "grep", 0.25)
+    assert ttl("continuum", book.snapshot(), conditions=Conditions(wait_s=10.0)) == 0.25

@@ -1,0 +1,292 @@
+"""Programs between their turns: what is kept, for how long, and who gives way."""
+
+import pytest
+from engine_world import World, words
+from fake_runner import complete
+
+from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnded
+from holdfast.replicas.retention.config import RetentionConfig
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.speculation.config import DraftConfig
+
+
+def make(policy: str = "fixed", cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, **settings) -> World:
+    retention = RetentionConfig(
+        policy=policy,
+        share=share,
+        tenant_share=tenant_share,
+        fixed_s=settings.pop("ttl", 20.0),
+        settle_s=settings.pop("settle", 1.0),
+    )
+    return World(
+        cells=cells,
+        context_length=256,
+        max_sequences=6,
+        session_rows=3,
+        admission_ceiling=1.0,
+        retention=retention,
+        **settings,
+    )
+
+
+def turn(
+    world: World, program: str, prompt: list[int], began: float = 0.0, number: int = 0, scope: str = "", tools=("ls",)
+) -> list[int]:
+    """One turn of a program from its arrival to the call it makes; returns its conversation so far."""
+    name = f"{scope}{program}.{len(world.out)}"
+    world.submit(name, prompt, 4, scope=scope, began=began, program=program, turns=number)
+    world.run()
+    world.assert_right(name)
+    ended(world, name, program, scope, tools, number + 1)
+    return prompt + world.out[name]
+
+
+def ended(world: World, name: str, program: str, scope: str = "", tools=("ls",), number: int = 1, last=False) -> None:
+    world.give(TurnEnded(name, scope, program, tools, last, number))
+
+
+def pinned(world: World) -> set[str]:
+    return {held.owner.name for held in world.engine._scheduler.keeping.kept}
+
+
+def flood(world: World, n: int = 200, began: float = 99.0) -> str:
+    """A prompt that needs more than what nobody keeps."""
+    name = f"flood{len(world.out)}"
+    world.submit(name, words(len(world.out) + 500, n), 4, began=began)
+    return name
+
+
+def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time():
+    world = make()
+    world.submit("a", words(1, 40), 4, program="p")
+    world.run()
+    assert pinned(world) == {"p"}, "nobody has said yet what it called"
+    ended(world, "a", "p")
+    finished = world.end("a").timing.finished
+    world.now = finished + 19.5
+    world.idle()
+    assert pinned(world) == {"p"}
+    world.now = finished + 20.0
+    world.idle()
+    assert pinned(world) == set()
+    assert world.engine.cache.stats.in_use == 0
+    assert world.engine.stats.pins == world.engine.stats.pins_expired == 1
+
+
+def test_what_nobody_speaks_of_is_let_go():
+    world = make()
+    world.submit("a", words(1, 40), 4, program="p")
+    world.run()
+    world.now += 1.5
+    world.idle()
+    assert pinned(world) == set()
+
+
+def test_the_next_turn_finds_its_cells_where_without_a_pin_they_are_gone():
+    for policy, hits in (("fixed", 1), ("none", 0)):
+        world = make(policy)
+        text = turn(world, "p", words(1, 100))
+        late = flood(world, 120)
+        world.submit("q", words(8, 60), 4, program="q")  # takes what is left, and all in turn
+        world.step()
+        world.submit("b", text + words(2, 6), 4, program="p", began=0.0, turns=1)
+        world.run()
+        world.assert_right("b")
+        world.assert_right(late)
+        stats = world.engine.stats
+        assert stats.pin_hits == hits
+        assert (world.end("b").usage.cached > 90) == bool(hits)
+
+
+@pytest.mark.parametrize("end", ["last", "flag", "program", "no tool time"])
+def test_the_last_turn_leaves_nothing(end):
+    world = make("continuum" if end == "no tool time" else "fixed")
+    world.submit("a", words(1, 40), 4, program="p", ends=end == "flag")
+    world.run()
+    if end == "flag":
+        assert pinned(world) == set()
+    elif end == "program":
+        world.give(ProgramEnded("", "p"))
+    else:
+        ended(world, "a", "p", last=end == "last")
+    assert pinned(world) == set()
+    assert world.engine.cache.stats.in_use == 0
+
+
+def test_a_notice_that_comes_late_changes_nothing():
+    world = make()
+    text = turn(world, "p", words(1, 20))
+    world.submit("b", text + words(2, 4), 4, program="p", turns=1)
+    world.run()
+    ended(world, "nobody", "p", last=True)
+    assert pinned(world) == {"p"}
+    world.give(ProgramEnded("", "unknown"))
+    world.give(ToolLatencies(LatencySnapshot(ToolLatency(1, 1.0))))
+    assert pinned(world) == {"p"}
+
+
+def test_the_snapshot_decides():
+    world = make(ttl=2.0)
+    slow = ToolLatency(9, 30.0)
+    world.give(ToolLatencies(LatencySnapshot(slow, {("", "pytest"): slow})))
+    turn(world, "p", words(1, 20), tools=("pytest",))
+    turn(world, "q", words(2, 20), tools=("ls",))
+    assert pinned(world) == {"q"}
+
+
+def test_a_pin_outlives_its_deadline_while_its_next_turn_waits():
+    world = make(ttl=5.0, completion_reserve=150)
+    text = turn(world, "p", words(1, 60), began=0.5)
+    world.submit("long", words(9, 40), 150, began=0.1)  # the ceiling lets nobody in beside it
+    world.step()
+    world.submit("b", text + words(2, 90), 40, program="p", began=0.5, turns=1)
+    world.now += 50.0
+    world.step()
+    assert pinned(world) == {"p"}
+    assert world.engine.occupancy().waiting == 1
+    world.give(Abort("b"))
+    world.step()
+    assert pinned(world) == set(), "it has gone, and the time is over"
+    world.run()
+
+
+def test_programs_that_arrived_later_give_way_the_last_one_first():
+    world = make()
+    for i, program in enumerate("abc"):
+        turn(world, program, words(i, 50), began=1.0 + i)
+    world.submit("runs", words(70, 4), 20, began=0.5)
+    world.step()
+    late = flood(world, 90, began=9.0)
+    world.step()
+    assert pinned(world) == set("abc"), "who came later waits"
+    assert world.engine.occupancy().waiting == 1
+    world.give(Abort(late))
+    early = flood(world, 90, began=1.5)
+    world.step()
+    assert pinned(world) == set("ab"), "who came before does not"
+    world.run()
+    world.assert_right(early)
+    assert world.engine.stats.pins_given_way == 1
+
+
+def test_nobody_waits_for_pins_alone():
+    world = make()
+    for i, program in enumerate("abc"):
+        turn(world, program, words(i, 50), began=1.0 + i)
+    late = flood(world, 180)
+    world.step()
+    assert pinned(world) == {"a"}
+    world.run()
+    world.assert_right(late)
+
+
+def test_its_own_cells_do_not_give_way_to_a_turn():
+    world = make()
+    texts = {program: turn(world, program, words(ord(program), 70), began=ord(program)) for program in "abc"}
+    world.submit("next", texts["c"] + words(5, 60), 4, program="c", began=ord("c"), turns=1)
+    world.step()
+    assert pinned(world) == {"a"}
+    world.run()
+    world.assert_right("next")
+    assert world.end("next").usage.cached >= 70
+
+
+def test_pins_keep_no_more_than_their_share():
+    world = make(share=0.5)
+    for i, program in enumerate("abcd"):
+        turn(world, program, words(i, 50), began=5.0 - i)
+        assert world.engine.occupancy().cells_pinned <= 128
+    assert pinned(world) == set("cd"), "who arrived first stays"
+    assert world.engine.stats.pins_refused == 2
+
+
+def test_a_tenant_keeps_no_more_than_its_share():
+    world = make(tenant_share=0.25)
+    turn(world, "other", words(9, 50), began=99.0, scope="two")
+    for i, program in enumerate("abc"):
+        turn(world, program, words(i, 50), began=1.0 + i, scope="one")
+    assert pinned(world) == {"a", "other"}
+
+
+def test_a_prefix_that_programs_share_is_counted_once():
+    world = make()
+    preamble = words(1, 80)
+    for i, program in enumerate("abcd"):
+        turn(world, program, preamble + words(10 + i, 8), began=1.0 + i)
+    assert pinned(world) == set("abcd")
+    assert world.engine.occupancy().cells_pinned <= 80 + 4 * 16
+
+
+def test_branches_of_a_program_keep_the_one_that_ended_last():
+    world = make()
+    for branch in range(3):
+        world.submit(f"b{branch}", words(1, 30) + words(50 + branch, 6), program="p")
+    world.run()
+    for branch in range(3):
+        world.assert_right(f"b{branch}")
+    assert len(world.engine._scheduler.keeping.kept) == 1
+    world.check()
+
+
+def test_a_pinned_turn_comes_before_programs_that_began_earlier():
+    retention = RetentionConfig(policy="fixed", fixed_s=50.0)
+    world = World(cells=512, max_sequences=2, session_rows=1, retention=retention)
+    text = turn(world, "late", words(1, 20), began=9.0)
+    world.submit("runs", words(3, 8), 12, began=0.1)
+    world.submit("also", words(4, 8), 12, began=0.2)
+    world.step()
+    world.submit("early", words(5, 8), 4, began=1.0)
+    world.submit("next", text + words(2, 4), 4, program="late", began=9.0, turns=1)
+    world.run()
+    assert world.end("next").timing.scheduled < world.end("early").timing.scheduled
+
+
+def test_the_row_of_a_pinned_program_goes_last():
+    world = make(cells=512)
+    turn(world, "kept", words(1, 20))
+    for program in ("x", "y"):
+        world.submit(program, words(ord(program), 20), 4, program=program)
+        world.run()
+        ended(world, program, program, last=True)
+    turn(world, "new", words(3, 20))
+    parked = {owner.name for owner in world.engine.places._parking._programs}
+    assert parked == {"kept", "y", "new"}
+
+
+def test_new_books_keep_what_was_learned_and_no_pin():
+    world = make()
+    turn(world, "p", words(1, 20))
+    world.engine._learned.waited(3.0)
+    world.engine.cache.sound = False
+    world.step()
+    assert pinned(world) == set()
+    assert world.engine._learned.conditions.wait_s == 3.0
+
+
+def talkative(n_prompt: int, n: int) -> list[int]:
+    """A prompt that is answered with `n` tokens."""
+    return next(p for seed in range(999) if len(complete(p := words(seed, n_prompt), n)) == n)
+
+
+def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever():
+    world = make(cells=160, settle=1000.0, completion_reserve=4, step_tokens=1)
+    world.submit("a", talkative(20, 90), 90, began=1.0, program="p")
+    world.submit("b", words(2, 90), 4, began=2.0)  # there was room for it, until the other wrote on
+    world.run()
+    assert world.engine.stats.pins_given_way == 1
+    world.assert_right("a")
+    world.assert_right("b")
+
+
+@pytest.mark.parametrize(("began", "given_way", "preemptions"), [(9.0, 1, 0), (0.1, 0, 1)])
+def test_cells_for_a_next_token_come_from_who_arrived_last(began, given_way, preemptions):
+    world = make(cells=160, ttl=1000.0, completion_reserve=4, speculation=DraftConfig(enabled=False))
+    turn(world, "kept", words(5, 36), began=began)  # 40 cells
+    world.submit("a", talkative(20, 60), 60, began=1.0)
+    world.submit("b", talkative(21, 60), 60, began=2.0)
+    while world.engine.busy and not world.ends["a"]:
+        world.step()
+    assert (world.engine.stats.pins_given_way, world.engine.stats.preemptions) == (given_way, preemptions)
+    world.run()
+    world.assert_right("a")
+    world.assert_right("b")

@@ -1,0 +1,138 @@
+"""The engine with a second tier: what was evicted comes back, and what goes wrong there costs no request."""
+
+import pytest
+from engine_world import World, words
+
+from holdfast.replicas.events import Abort, Failed
+
+LONG = words(1, 60)
+
+
+def small(**settings) -> World:
+    """A cache for one long prompt at a time, and a second tier for many."""
+    defaults = {"cells": 96, "host_cells": 1024, "max_sequences": 4, "admission_ceiling": 1.0}
+    return World(**(defaults | settings))
+
+
+def evict(world: World) -> None:
+    world.submit("other", words(2, 60))
+    world.run()
+
+
+def test_an_evicted_prompt_comes_back_instead_of_being_computed():
+    world = small()
+    world.submit("first", LONG)
+    world.run()
+    evict(world)
+    computed = world.engine.stats.prompt_computed
+    world.submit("again", LONG)
+    world.run()
+    world.assert_right("again")
+    stats = world.engine.stats
+    assert world.end("again").usage.cached == 59
+    assert stats.tokens_reloaded == 59
+    assert stats.pages_in == 15
+    assert stats.prompt_computed - computed == 1
+    now = world.engine.occupancy()
+    assert now.cells_host > 60
+    assert now.reload_cells_per_s == pytest.approx(4 / 0.001)
+
+
+def test_without_a_second_tier_it_is_computed_again():
+    world = small(host_cells=0)
+    world.submit("first", LONG)
+    world.run()
+    evict(world)
+    world.submit("again", LONG)
+    world.run()
+    assert world.end("again").usage.cached < 30
+    assert not any(plan.moves for plan in world.runner.plans)
+
+
+def test_a_load_goes_on_beside_others_and_in_pieces():
+    world = small(cells=160, step_tokens=16)
+    world.submit("first", LONG)
+    world.run()
+    world.submit("other", words(2, 120))
+    world.run()
+    world.submit("short", words(3, 8), 40)
+    for _ in range(3):
+        world.step()
+    before = len(world.runner.plans)
+    world.submit("again", LONG)
+    world.run()
+    world.assert_right("again")
+    world.assert_right("short")
+    loading = [plan for plan in world.runner.plans[before:] if len(plan.loads)]
+    assert len(loading) >= 3
+    assert all(plan.chunks for plan in loading), "the others go on"
+
+
+def test_a_follower_waits_for_what_its_leader_brings_back():
+    world = small(cells=160, step_tokens=16)
+    world.submit("first", LONG)
+    world.run()
+    world.submit("other", words(2, 120))
+    world.run()
+    for name in ("a", "b"):
+        world.submit(name, LONG)
+    world.run()
+    for name in ("a", "b"):
+        world.assert_right(name)
+    assert world.engine.stats.tokens_reloaded < 2 * 59, "what one brought back the other aliases"
+
+
+@pytest.mark.parametrize("when", ["saves", "loads"])
+def test_copies_that_fail_cost_the_time_to_compute_and_no_request(when):
+    world = small()
+    world.submit("first", LONG)
+    world.run()
+    world.runner.fail_moves = lambda plan: len(getattr(plan, when)) > 0
+    evict(world)
+    world.submit("again", LONG)
+    world.run()
+    world.assert_right("other")
+    world.assert_right("again")
+    stats = world.engine.stats
+    assert stats.failed_moves > 0
+    assert stats.tokens_reloaded == 0
+    world.runner.fail_moves = lambda plan: False
+    evict_again = words(5, 60)
+    world.submit("more", evict_again)
+    world.run()
+    world.submit("third", LONG)
+    world.run()
+    world.assert_right("third")
+    assert stats.tokens_reloaded > 0, "the tier is used again"
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_second_tier():
+    world = small()
+    world.submit("first", LONG)
+    world.run()
+    world.runner.fail = lambda plan: len(plan.saves) > 0
+    world.submit("other", words(2, 60))
+    world.run()
+    assert isinstance(world.end("other"), Failed)
+    assert world.engine.occupancy().cells_host == 0
+    world.runner.fail = lambda plan: False
+    world.submit("again", LONG)
+    world.run()
+    world.assert_right("again")
+
+
+def test_who_goes_while_cells_come_back_leaves_nothing_behind():
+    world = small(step_tokens=16)
+    world.submit("first", LONG)
+    world.run()
+    evict(world)
+    world.submit("again", LONG)
+    world.step()
+    assert len(world.runner.plans[-1].loads) > 0
+    world.give(Abort("again"))
+    world.check()
+    world.assert_idle()
+    assert len(world.engine._scheduler._running.reloads) == 0
+    world.submit("third", LONG)
+    world.run()
+    world.assert_right("third")

@@ -1,0 +1,103 @@
+"""Text and engine together: what a reply called reaches the engine, which keeps or lets go of its cells."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import ProgramEnded, Sampling, ToolLatencies
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.config import RetentionConfig
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.service import Service
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKS = [{"role": "user", "content": "What is the weather in Oslo?"}]
+
+
+@asynccontextmanager
+async def serving(policy: str = "fixed"):
+    retention = RetentionConfig(policy=policy, fixed_s=600.0, most_s=600.0)
+    service = Service.load(EngineConfig(cells=8192, threads=1, retention=retention))
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def turn(name: str, *, forced: bool, ends: bool = False, most: int = 60) -> GenerateRequest:
+    """A turn that calls the tool, or one that cannot."""
+    prompt = ChatPrompt(ASKS, (TOOL,), "required", forced_tool="get_weather") if forced else ChatPrompt(HELLO)
+    return GenerateRequest(name, prompt, Sampling(most), program_id="p", program_end=ends)
+
+
+async def settled(service: Service) -> tuple[int, int]:
+    """Programs kept, once the engine has heard everything that was sent to it: another request comes behind it."""
+    await service.generate(GenerateRequest("behind", RawPrompt([5, 6]), Sampling(1)))
+    now = service.engine.occupancy()
+    return now.pins, service.engine.stats.pins
+
+
+def test_a_turn_that_calls_a_tool_is_kept_until_its_program_ends():
+    async def main() -> None:
+        async with serving() as service:
+            answer = await service.generate(turn("a", forced=True))
+            assert answer.called == Called(("get_weather",))
+            assert await settled(service) == (1, 1)
+            service.notice(ProgramEnded("", "p"))
+            assert await settled(service) == (0, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("forced", "ends"), [(False, False), (True, True)])
+def test_a_last_turn_is_not_kept(forced, ends):
+    async def main() -> None:
+        async with serving() as service:
+            answer = await service.generate(turn("a", forced=forced, ends=ends, most=200))
+            assert answer.reason != "length"
+            assert answer.called.last
+            assert await settled(service) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_the_engine_decides_by_what_the_cluster_knows():
+    async def main() -> None:
+        async with serving("fixed") as service:
+            slow = ToolLatency(5, 9999.0)
+            service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
+            await service.generate(turn("a", forced=True))
+            assert await settled(service) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_was_cut_is_no_final_answer():
+    async def main() -> None:
+        async with serving() as service:
+            answer = await service.generate(turn("a", forced=False, most=1))
+            assert answer.reason == "length"
+            assert answer.called == Called()
+
+    asyncio.run(main())
+
+
+def test_notices_that_nobody_hears_any_more_end_nothing():
+    async def main() -> None:
+        async with serving() as service:
+            await service.close()
+            service.notice(ProgramEnded("", "p"))
+            assert service.n_live == 0
+
+    asyncio.run(main())

@@ -1,0 +1,104 @@
+"""The gate on an event loop: who gets a slot, and that none is lost."""
+
+import asyncio
+
+import pytest
+
+from holdfast.replicas.errors import OverloadedError
+from holdfast.router.gate import Gate
+
+LONG = 60.0
+
+
+async def turns() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def gate(most: int = 100, **capacity: int) -> Gate:
+    made = Gate(most)
+    made.replicas(capacity)
+    return made
+
+
+def test_slots_go_to_who_waits_in_order() -> None:
+    async def live() -> None:
+        made, served = gate(a=1), []
+        assert made.take(["a"], "first") == "a"
+
+        async def request(key: float) -> None:
+            name = f"r{key}"
+            replica = await made.wait((key,), None, name, LONG)
+            assert replica == "a"
+            served.append(key)
+            made.give_back(replica, name)
+
+        tasks = [asyncio.create_task(request(key)) for key in (3.0, 1.0, 2.0)]
+        await turns()
+        assert made.take(["a"], "late") is None
+        assert len(made) == 3
+        made.give_back("a", "first")
+        await asyncio.gather(*tasks)
+        assert served == [1.0, 2.0, 3.0]
+        assert len(made) == 0
+        assert made.load("a") == 0
+
+    asyncio.run(live())
+
+
+def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
+    async def live() -> None:
+        made = gate(a=1)
+        made.take(["a"], "first")
+        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+        await turns()
+        made.give_back("a", "first")  # the slot is given up's now, who has not seen it yet
+        given_up.cancel()
+        assert await other == "a"
+        made.give_back("a", "other")
+        assert made.load("a") == 0
+
+    asyncio.run(live())
+
+
+def test_who_waited_in_vain_leaves_the_line() -> None:
+    async def live() -> None:
+        made = gate(most=1, a=1)
+        made.take(["a"], "first")
+        assert await made.wait((1.0,), "a", "late", 0.0) is None
+        assert len(made) == 0
+        waiting = asyncio.create_task(made.wait((1.0,), None, "only", LONG))
+        await turns()
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "more", LONG)
+        made.give_back("a", "first")
+        assert await waiting == "a"
+
+    asyncio.run(live())
+
+
+def test_a_new_replica_takes_those_who_wait_for_any() -> None:
+    async def live() -> None:
+        made = gate(a=1)
+        made.take(["a"], "first")
+        loyal = asyncio.create_task(made.wait((1.0,), "a", "loyal", LONG))
+        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+        await turns()
+        made.replicas({"a": 1, "b": 1})
+        assert await other == "b"
+        made.replicas({"b": 2})  # a has gone
+        assert await loyal == "b"
+
+    asyncio.run(live())
+
+
+def test_a_replica_full_with_others_requests_is_tried_again() -> None:
+    async def live() -> None:
+        made = gate(a=1)
+        made.told("a", 1)
+        assert made.take(["a"], "r") is None
+        assert await made.wait((1.0,), None, "r", LONG) == "a"
+
+    asyncio.run(live())

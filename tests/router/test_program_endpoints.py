@@ -1,0 +1,121 @@
+"""Programs over HTTP: their pauses are measured, shown to whom they belong, and a program can be ended."""
+
+from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+
+from holdfast.replicas.requests import Completed, ToolCallDelta
+from holdfast.replicas.retention.calls import Called
+from holdfast.router.config import RouterConfig
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+TOOLS = ("get_weather", "search")
+
+
+def calling(*tools: str, last: bool = False):
+    return (
+        (ToolCallDelta(0, "call_1", tools[0] if tools else "x", "{}"),),
+        (Completed("tool_calls", DONE.usage, DONE.timing, Called(tools, last)),),
+    )
+
+
+def make(script=None, **settings) -> World:
+    return World(FakeBackend(script or calling(*TOOLS)), config=RouterConfig(response_cache=False), **settings)
+
+
+def chat(world: World, **body):
+    return world.chat(program_id="p", **body)
+
+
+def shown(world: World, **arguments):
+    return world.call("GET", "/v1/tools/latency", **arguments).json()
+
+
+def test_the_interval_from_a_turns_end_to_the_next_counts_once_for_its_set_of_tools():
+    world = make()
+    chat(world)
+    world.now += 1.5
+    chat(world, stream=True)
+    world.now += 2.5
+    chat(world)
+    found = shown(world)
+    (tool,) = found["data"]
+    assert tool["tools"] == ["get_weather", "search"]
+    assert (tool["count"], tool["mean_s"], tool["p50_s"], tool["p99_s"]) == (2, 2.0, 1.5, 2.5)
+    assert found["overall"]["count"] == 2
+
+
+def test_a_turn_that_calls_nothing_has_no_interval():
+    for script in (HELLO, calling(*TOOLS, last=True)):
+        world = make(script)
+        chat(world)
+        world.now += 9.0
+        chat(world)
+        assert shown(world) == {
+            "object": "list",
+            "data": [],
+            "overall": {"count": 0, "mean_s": 0.0, "std_s": 0.0, "p50_s": None, "p90_s": None, "p99_s": None},
+        }
+
+
+def test_turns_at_once_end_a_pause_once():
+    world = make()
+    chat(world)
+    world.now += 1.0
+    pauses = [world.programs.resume("default/p") for _ in range(3)]
+    assert [pause is None for pause in pauses] == [False, True, True]
+
+
+def test_replicas_are_told_how_many_turns_a_program_had_and_when_it_ends():
+    world = make()
+    chat(world)
+    chat(world)
+    chat(world, program_end=True)
+    assert [(r.program_turns, r.program_end) for r in world.backend.requests] == [(0, False), (1, False), (2, True)]
+
+
+def test_a_response_from_the_cache_ends_a_pause_too():
+    world = World(FakeBackend(calling("ls")))
+    chat(world)
+    world.now += 3.0
+    assert chat(world).headers["x-holdfast-cache"] == "hit"
+    assert shown(world)["data"][0]["mean_s"] == 3.0
+
+
+def test_tenants_see_their_own_tools_and_what_all_have_together():
+    tenants = TenantDirectory(
+        [Tenant("one", key_hashes=(hash_key("k1"),)), Tenant("two", key_hashes=(hash_key("k2"),))], exposed=True
+    )
+    world = make(tenants=tenants)
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+    for headers in (one, one, two, one):
+        world.call("POST", "/v1/chat/completions", json=chat_body(program_id="p"), headers=headers)
+        world.now += 1.0
+    mine, theirs = shown(world, headers=one), shown(world, headers=two)
+    assert [tool["count"] for tool in mine["data"]] == [2]
+    assert theirs["data"] == []
+    assert mine["overall"]["count"] == theirs["overall"]["count"] == 2
+    assert world.call("GET", "/v1/tools/latency").status_code == 401
+    assert world.call("DELETE", "/v1/programs/p").status_code == 401
+    assert world.call("DELETE", "/v1/programs/nope", headers=two).status_code == 404
+
+
+def test_a_program_that_is_ended_is_forgotten_everywhere():
+    world = make()
+    chat(world)
+    world.now += 1.0
+    answer = world.call("DELETE", "/v1/programs/p")
+    assert answer.json() == {"id": "p", "object": "program.deleted", "deleted": True}
+    assert world.backend.ended_programs == [("default", "default/p")]
+    again = world.call("DELETE", "/v1/programs/p")
+    assert again.status_code == 404
+    assert again.json()["error"]["code"] == "program_not_found"
+    chat(world)
+    assert world.backend.requests[-1].program_turns == 0
+    assert world.backend.requests[-1].program_arrival == world.now
+    assert shown(world)["data"] == [], "a new program of that name waited for nothing"
+
+
+def test_a_programs_name_may_hold_anything_that_a_url_can_say():
+    world = make()
+    world.chat(program_id="a/b c~")
+    assert world.call("DELETE", "/v1/programs/a%2Fb%20c~").status_code == 200
+    assert world.call("DELETE", "/v1/programs/" + "x" * 999).status_code == 400

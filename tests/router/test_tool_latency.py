@@ -1,0 +1,191 @@
+"""The cluster's statistics of tools, against a real Redis: right, shared, and none the worse for its loss."""
+
+import asyncio
+import random
+
+import pytest
+from redis_server import RedisServer
+
+from holdfast.replicas.retention.latency import RECENT, LatencyBook, ToolLatency
+from holdfast.router import tool_latency
+from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.tool_latency import Reader, ToolLatencies
+
+PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
+RETRY = 0.01
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def store_at(server: RedisServer) -> RedisStore:
+    return RedisStore(server.url, MemoryStore(10, 1000), PATIENT, RETRY)
+
+
+def close_to(found: ToolLatency, expected: ToolLatency) -> bool:
+    return (
+        found.count == expected.count
+        and found.mean == pytest.approx(expected.mean, rel=1e-4)
+        and found.variance == pytest.approx(expected.variance, rel=1e-3, abs=1e-9)
+        and found.recent == pytest.approx(expected.recent, rel=1e-4)
+    )
+
+
+async def until_away(store: RedisStore) -> None:
+    async with asyncio.timeout(PATIENT):
+        while not store.degraded:  # noqa: ASYNC110 (a real server has no event to wait for)
+            await asyncio.sleep(RETRY)
+
+
+async def written(latencies: ToolLatencies) -> None:
+    async with asyncio.timeout(PATIENT):
+        while latencies._pending:  # noqa: ASYNC110
+            await asyncio.sleep(RETRY)
+        await latencies.drain()
+
+
+def test_redis_and_a_process_come_to_the_same_figures(server):
+    async def scenario():
+        store, other = store_at(server), store_at(server)
+        writers = [ToolLatencies(store, RETRY), ToolLatencies(other, RETRY)]
+        book, rng = LatencyBook(), random.Random(1)
+        for i in range(RECENT + 90):
+            tenant, tools, seconds = rng.choice("ab"), rng.choice(["ls", "grep,sed", "x/y"]), rng.expovariate(1.0)
+            writers[i % 2].record(tenant, tools, seconds)
+            book.record(tenant, tools, float(f"{seconds:.6g}"))
+            if i % 50 == 0:  # two routers write at once, each in its own order
+                await asyncio.sleep(0)
+        for writer in writers:
+            await written(writer)
+        reader, expected = Reader(other), book.snapshot()
+        assert await reader.refresh()
+        found = reader.snapshot
+        assert set(found.tools) == set(expected.tools)
+        assert all(close_to(found.tools[key], latency) for key, latency in expected.tools.items())
+        assert (found.overall.count, len(found.overall.recent)) == (expected.overall.count, RECENT)
+        assert found.overall.mean == pytest.approx(expected.overall.mean, rel=1e-4)
+        for each in (*writers, store, other):
+            await each.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_reads_what_has_changed(server, monkeypatch):
+    monkeypatch.setattr(tool_latency, "BATCH", 2)
+
+    async def scenario():
+        store = store_at(server)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        assert not await reader.refresh()
+        for i in range(5):  # more sets than one script reads
+            latencies.record("a", f"tool{i}", 1.0)
+        await written(latencies)
+        assert await reader.refresh()
+        assert set(reader.snapshot.tools) == {("a", f"tool{i}") for i in range(5)}
+        before = reader.snapshot
+        assert not await reader.refresh()
+        latencies.record("a", "tool3", 3.0)
+        await written(latencies)
+        assert await reader.refresh()
+        changed = {key for key, latency in reader.snapshot.tools.items() if latency is not before.tools[key]}
+        assert changed == {("a", "tool3")}
+        assert reader.snapshot.of("a", "tool3").mean == 2.0
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_sets_of_tools_are_bounded(server, monkeypatch):
+    monkeypatch.setattr(tool_latency, "MOST_SETS", 3)
+
+    async def scenario():
+        store = store_at(server)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        for tool in ("one", "two", "three", "one", "four"):
+            latencies.record("a", tool, 1.0)
+            await written(latencies)
+        await reader.refresh()
+        assert set(reader.snapshot.tools) == {("a", "three"), ("a", "one"), ("a", "four")}
+        assert len(await store._redis.keys("*of/*")) == 2 * 3
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_intervals_of_the_time_without_redis_are_added_when_it_is_back(server):
+    async def scenario():
+        store = store_at(server)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        latencies.record("a", "ls", 1.0)
+        await written(latencies)
+        await reader.refresh()
+        server.kill()
+        latencies.record("a", "ls", 3.0)
+        latencies.record("a", "sed", 5.0)
+        await until_away(store)
+        assert (await latencies.known()).of("a", "sed").mean == 5.0, "what this process knows"
+        assert not await reader.refresh()
+        assert reader.snapshot.of("a", "ls").mean == 1.0, "the last snapshot stands"
+        server.socket.unlink(missing_ok=True)
+        server.start()  # and has lost what it had
+        await written(latencies)
+        assert await reader.refresh()
+        assert reader.snapshot.of("a", "ls").mean == 3.0
+        assert reader.snapshot.of("a", "sed").mean == 5.0
+        assert (await latencies.known()).of("a", "ls").mean == 3.0
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_recording_waits_for_nobody_and_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool_latency, "PENDING", 7)
+
+    async def scenario():
+        store = store_at(RedisServer(tmp_path))  # there never was one
+        latencies = ToolLatencies(store, RETRY)
+        for i in range(50):
+            latencies.record("a", "ls", float(i))
+        assert len(latencies._pending) == 7
+        assert latencies._pending[-1] == ("a/ls", "49")
+        await until_away(store)
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_store_a_process_knows_its_own():
+    async def scenario():
+        latencies = ToolLatencies()
+        latencies.record("a", "ls", 2.0)
+        latencies.record("a", "", 9.0)
+        latencies.record("a", "ls", float("inf"))
+        found = await latencies.known()
+        assert found.overall == found.of("a", "ls") == ToolLatency(1, 2.0, 0.0, (2.0,))
+        await latencies.close()
+
+    asyncio.run(scenario())
+
+
+def test_foreign_bytes_in_redis_do_no_harm(server):
+    async def scenario():
+        store = store_at(server)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        latencies.record("a", "ls", 2.0)
+        await written(latencies)
+        await store._redis.delete("holdfast/{tools}/of/a/ls")  # evicted, for the server was full
+        await reader.refresh()
+        assert reader.snapshot.of("a", "ls") == ToolLatency()
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())

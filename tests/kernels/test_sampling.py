@@ -31,8 +31,11 @@ def keys_of(seeds, positions):
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
 def test_noise_is_its_reference(seed, position):
     keys = row_keys([seed, seed + 1], [position, position])
-    noise = gumbel_noise(torch.from_numpy(keys), 300)
-    np.testing.assert_allclose(noise.numpy(), gumbel_noise_reference(keys, 300), rtol=2e-4, atol=2e-5)
+    noise, exact = gumbel_noise(torch.from_numpy(keys), 300).numpy(), gumbel_noise_reference(keys, 300)
+    # Near v = 1 float32 knows v to 2^-25; what that does to g = -log(-log(1 - v)) there is below 0.05.
+    low = exact < -2.2
+    np.testing.assert_allclose(noise[~low], exact[~low], rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(noise[low], exact[low], rtol=0, atol=0.05)
 
 
 def test_noise_is_standard_gumbel_and_never_infinite():

@@ -89,10 +89,10 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--chain", type=int, default=3, help="calls a user message asks for (default: 3)")
     add("--jobs", type=int, default=20, help="programs that arrive by a schedule (default: 20)")
     add("--rate", type=float, default=0.2, help="of those, a second (default: 0.2)")
-    add("--rates", type=_numbers, default=(), metavar="R,R,..", help="each of these rates in turn, as --rate")
+    add("--rates", type=numbers, default=(), metavar="R,R,..", help="each of these rates in turn, as --rate")
     add(
         "--concurrencies",
-        type=_counts,
+        type=counts,
         default=(),
         metavar="N,N,..",
         help="each of these in turn, as --programs and --burst",
@@ -107,18 +107,20 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     compare.set_defaults(run=_compare)
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
+    """An argument's numbers, with commas between."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between") from error
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    numbers = _numbers(text)
-    if any(number != int(number) for number in numbers):
+def counts(text: str) -> tuple[int, ...]:
+    """The same for whole numbers."""
+    found = numbers(text)
+    if any(number != int(number) for number in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers")
-    return tuple(int(number) for number in numbers)
+    return tuple(int(number) for number in found)
 
 
 def _add_traces(kinds: "Commands[argparse.ArgumentParser]") -> None:

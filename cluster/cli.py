@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from holdfast.cluster import bench, config, config_file
+from holdfast.cluster import bench, config, config_file, simulate
 from holdfast.cluster.bench import Commands
 from holdfast.cluster.config import Settings
 from holdfast.replicas.errors import HoldfastError
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_key(commands)
     _add_inflate(commands)
     bench.add(commands)
+    simulate.add(commands)
     return parser
 
 

@@ -5,9 +5,7 @@ Text stays text and takes the page's colour, the ground is left transparent: one
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -17,39 +15,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from holdfast.loadgen.measure import Estimate
-from holdfast.loadgen.report.palette import PHASES, SERVERS
+from holdfast.loadgen.report.palette import PHASES
 from holdfast.loadgen.report.series import Lane, Value, by_turn, cumulative
+from holdfast.loadgen.report.style import INK, LINES, MARKS, STYLE, WIDTH, colour, legend, svg
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary
 from holdfast.loadgen.timeline import Phase
 
 Figured = Callable[[Summary], Estimate | None]
-INK = "#010203"  # stands for the page's own colour until the picture is text
-WIDTH = 9.6  # inches; a picture is scaled to the page
-_STYLE: dict[Any, Any] = {
-    "text.parse_math": False,  # names are no formulas
-    "svg.fonttype": "none",
-    "svg.hashsalt": "holdfast",
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": INK,
-    "grid.alpha": 0.16,
-    "grid.linewidth": 0.6,
-    "figure.facecolor": "none",
-    "legend.frameon": False,
-}
-_LINES = ("-", "--", "-.", ":")
-_MARKS = ("o", "s", "^", "D", "v", "P")
 MEASURES: tuple[tuple[str, Value], ...] = (
     ("latency", lambda row: row.latency),
     ("time to first token", lambda row: row.ttft),
@@ -69,7 +42,7 @@ def overview(summaries: Sequence[Summary]) -> str | None:
     workloads = list(dict.fromkeys(told.workload for told in summaries))
     if not others:
         return None
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure((WIDTH, 1.0 + 0.24 * len(workloads) * len(others)), layout="constrained")
         panels = figure.subplots(1, len(RATIOS), sharex=True, sharey=True)
         for axes, name in zip(panels, RATIOS, strict=True):
@@ -81,34 +54,34 @@ def overview(summaries: Sequence[Summary]) -> str | None:
         _ratio_axis(panels[0])
         panels[0].set_yticks(range(len(workloads)), workloads)
         panels[0].set_ylim(len(workloads) - 0.5, -0.5)
-        _legend(figure, panels[0])
-        return _svg(figure)
+        legend(figure, panels[0])
+        return svg(figure)
 
 
 def against_turn(rows: Sequence[Row]) -> str | None:
     """Latency and time to the first token by turn, median and 10th to 90th percentile; None where turns are single."""
     if all(row.turn == 0 for row in rows):
         return None
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure((WIDTH, 3.0), layout="constrained")
         panels = figure.subplots(1, len(MEASURES))
         for axes, (name, value) in zip(panels, MEASURES, strict=True):
             for place, server in enumerate(_servers(rows)):
                 found = by_turn((row for row in rows if row.server == server), value)
-                axes.fill_between(found.turns, found.low, found.high, color=_colour(place), alpha=0.18, linewidth=0)
-                mark, line = _MARKS[place % len(_MARKS)], _LINES[place % len(_LINES)]
-                axes.plot(found.turns, found.middle, line + mark, color=_colour(place), label=server, markersize=3.5)
+                axes.fill_between(found.turns, found.low, found.high, color=colour(place), alpha=0.18, linewidth=0)
+                mark, line = MARKS[place % len(MARKS)], LINES[place % len(LINES)]
+                axes.plot(found.turns, found.middle, line + mark, color=colour(place), label=server, markersize=3.5)
             axes.set(title=f"{name} (s)", xlabel="turn", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(True)
-        _legend(figure, panels[0])
-        return _svg(figure)
+        legend(figure, panels[0])
+        return svg(figure)
 
 
 def against_load(summaries: Sequence[Summary], loads: Mapping[str, float], unit: str) -> str:
     """Figures of the workloads of one sweep over ``loads``, with intervals; dashed: the 99th percentile."""
     servers = _servers(summaries)
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure((WIDTH, 5.2), layout="constrained")
         panels = figure.subplots(2, 2, sharex=True).flat
         for axes, (name, curves) in zip(panels, AGAINST_LOAD, strict=True):
@@ -126,12 +99,12 @@ def against_load(summaries: Sequence[Summary], loads: Mapping[str, float], unit:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         handles += [Line2D([], [], color=INK), Line2D([], [], color=INK, linestyle="--")]
         figure.legend(handles, [*labels, "median or mean", "p99"], loc="outside upper left", ncols=8)
-        return _svg(figure)
+        return svg(figure)
 
 
 def distributions(rows: Sequence[Row]) -> str:
     """The share of requests that took no longer than so many seconds, for latency and time to the first token."""
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure((WIDTH, 2.9), layout="constrained")
         panels = figure.subplots(1, len(MEASURES), sharey=True)
         for axes, (name, value) in zip(panels, MEASURES, strict=True):
@@ -139,8 +112,8 @@ def distributions(rows: Sequence[Row]) -> str:
             for place, server in enumerate(_servers(rows)):
                 seconds, share = cumulative((row for row in rows if row.server == server), value)
                 seen += seconds
-                line = _LINES[place % len(_LINES)]
-                axes.step(seconds, share, line, where="post", color=_colour(place), label=server)
+                line = LINES[place % len(LINES)]
+                axes.step(seconds, share, line, where="post", color=colour(place), label=server)
             if seen and max(seen) > 30 * min(seen) > 0:
                 axes.set_xscale("log")
                 _log_ticks(axes, LogLocator(10, subs=(1, 2, 5)), "")
@@ -150,14 +123,14 @@ def distributions(rows: Sequence[Row]) -> str:
             axes.yaxis.set_major_formatter(PercentFormatter(1))
             axes.grid(True)
         panels[0].set_ylabel("share of requests")
-        _legend(figure, panels[0])
-        return _svg(figure)
+        legend(figure, panels[0])
+        return svg(figure)
 
 
 def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
     """What each program was doing, a panel for each server, over the seconds of the server's own repetition."""
     lengths = [max(len(lanes), 1) for lanes in servers.values()]
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure((WIDTH, 0.9 + sum(0.26 * length + 0.45 for length in lengths)), layout="constrained")
         panels = figure.subplots(len(servers), 1, sharex=True, squeeze=False, height_ratios=lengths)[:, 0]
         seen: set[Phase] = set()
@@ -174,19 +147,19 @@ def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
             axes.grid(True, axis="x")
         panels[-1].set_xlabel("seconds")
         panels[-1].set_xlim(0, None)
-        keys = [Patch(facecolor=colour, label=phase) for phase, colour in PHASES.items() if phase in seen]
+        keys = [Patch(facecolor=shade, label=phase) for phase, shade in PHASES.items() if phase in seen]
         figure.legend(handles=keys, loc="outside upper left", ncols=len(PHASES), handlelength=1.2, columnspacing=1.4)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int, label: str, tail: bool) -> None:
     loads, values = [load for load, _ in points], [found.value for _, found in points]
-    colour, style = _colour(place), ("--" if tail else "-") + _MARKS[place % len(_MARKS)]
-    axes.plot(loads, values, style, color=colour, label=None if tail else label, markersize=4, linewidth=1.2)
+    shade, style = colour(place), ("--" if tail else "-") + MARKS[place % len(MARKS)]
+    axes.plot(loads, values, style, color=shade, label=None if tail else label, markersize=4, linewidth=1.2)
     if not tail:
         low = [found.value if found.low is None else found.low for _, found in points]
         high = [found.value if found.high is None else found.high for _, found in points]
-        axes.fill_between(loads, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(loads, low, high, color=shade, alpha=0.18, linewidth=0)
 
 
 def _load_axis(axes: Axes, loads: Sequence[float]) -> None:
@@ -210,8 +183,8 @@ def _ratio_points(
             points.append((workloads.index(told.workload) + offset, estimate.value, low, high))
     if points:
         heights, values, lows, highs = zip(*points, strict=True)
-        axes.hlines(heights, lows, highs, color=_colour(place), linewidth=1.6)
-        axes.plot(values, heights, _MARKS[place % len(_MARKS)], color=_colour(place), label=server, markersize=5)
+        axes.hlines(heights, lows, highs, color=colour(place), linewidth=1.6)
+        axes.plot(values, heights, MARKS[place % len(MARKS)], color=colour(place), label=server, markersize=5)
 
 
 def _ratio_axis(axes: Axes) -> None:
@@ -229,19 +202,3 @@ def _log_ticks(axes: Axes, locator: LogLocator, unit: str) -> None:
 
 def _servers(told: Sequence[Row] | Sequence[Summary]) -> list[str]:
     return list(dict.fromkeys(each.server for each in told))
-
-
-def _colour(place: int) -> str:
-    return SERVERS[place % len(SERVERS)]
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=6)
-
-
-def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = file.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")

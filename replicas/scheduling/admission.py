@@ -105,7 +105,7 @@ class Admission:
         need = self._budget.need(sequence, n_cached)
         if not self._budget.admits(needed + pinned, need, alone=not len(self._running)):
             return None
-        if not self._fits_beside_pins(sequence, needed + need):
+        if not self._has_room(sequence, needed + need):
             return None
         if not self._running.start(builder, sequence, now):
             return None
@@ -116,21 +116,23 @@ class Admission:
             self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _fits_beside_pins(self, sequence: Sequence, needed: int) -> bool:
-        """Whether there are `needed` cells beside those kept for programs that pause; those that can give way do.
+    def _has_room(self, sequence: Sequence, needed: int) -> bool:
+        """Whether `needed` cells are to be had beside the sequence's cached prefix, which is evicted for nobody then.
 
-        Programs that arrived later give way, the last one first. Where nothing runs all do, for nobody else would make
-        room: so a queue never waits for pins alone (Continuum, section 5.3).
+        What is kept for programs that pause can give way: those that arrived later, the last one first. Where nothing
+        runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
+        never waits for pins alone (Continuum, section 5.3).
         """
         keeping, owner = self._running.keeping, sequence.owner
-        to = sequence.submit.program_arrival if len(self._running) else None
-        while len(keeping.kept) > keeping.holds(owner):
+        alone = not len(self._running)
+        to = None if alone else sequence.submit.program_arrival
+        while True:
             prefix = claimed(self._cache, sequence.submit.scope, sequence.tokens)
             if needed + prefix <= self._cache.stats.to_be_had:
                 return True
-            if not keeping.give_way(to, besides=owner):
-                return False
-        return True
+            others = len(keeping.kept) > keeping.holds(owner)
+            if not (others and keeping.give_way(to, besides=owner)):
+                return alone
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config

@@ -130,7 +130,11 @@ class Sequence:
         """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
         if self.first_token is None:
             self.first_token = now
-        matcher = self.matcher
+        matcher, end = self.matcher, self.length + len(drawn)
+        if matcher is None and end < len(self.buffer) and self.stop_ids.isdisjoint(drawn):
+            self.buffer[self.length : end] = drawn
+            self.length = end
+            return drawn, None
         for i, token in enumerate(drawn):
             self.buffer[self.length] = token
             self.length += 1

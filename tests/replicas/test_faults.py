@@ -56,7 +56,7 @@ class Faults:
 class FaultyWorld(World):
     def __init__(self, which, at: int | None) -> None:
         super().__init__(
-            cells=80,
+            cells=96,
             context_length=64,
             max_sequences=5,
             session_rows=2,

@@ -215,3 +215,20 @@ def test_asking_again_or_branching_is_no_rewriting():
     world.run()
     assert world.engine.stats.tokens_rewritten == other
     world.assert_right("back")
+
+
+def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_each_other():
+    """What is cached of a prompt takes room as well, once its request runs and nobody may evict it."""
+    world = World(cells=256, retention=RetentionConfig(policy="none"))
+    for i in range(3):
+        world.submit(f"a{i}", words(i, 70), max_tokens=2, program=f"p{i}")
+    world.run()
+    for i in range(3):
+        history = world.prompts[f"a{i}"][0] + world.out[f"a{i}"]
+        world.submit(f"b{i}", history + words(10 + i, 6), max_tokens=16, program=f"p{i}", turns=1)
+    world.step()
+    assert world.engine.occupancy().running == 2
+    world.run()
+    assert world.engine.stats.preemptions == 0
+    for i in range(3):
+        world.assert_right(f"b{i}")

@@ -1,0 +1,55 @@
+"""What is compared: an order of requests and a way to keep cells, each pair under one name; all else is alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.loadgen.simulator.profile import Profile
+from holdfast.loadgen.simulator.programs import CONTEXT
+from holdfast.replicas.config import EngineConfig, OrderName
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.config import PolicyName, RetentionConfig
+
+PAGE = 16
+_ENDLESS = 1e12  # seconds, and requests: what comes waits as long as it has to
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """An order and a retention policy."""
+
+    order: OrderName
+    retention: PolicyName
+
+
+POLICIES = {
+    "request": Policy("request", "none"),
+    "plas": Policy("plas", "none"),
+    "infercept": Policy("infercept", "infercept"),
+    "program": Policy("program", "none"),
+    "fixed": Policy("program", "fixed"),
+    "bernstein": Policy("program", "bernstein"),
+    "restore-cost": Policy("program", "restore-cost"),
+    "continuum": Policy("program", "continuum"),
+}
+USUAL = ("request", "plas", "infercept", "program", "fixed", "continuum")
+
+
+def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
+    """One replica under the policy of that name, with a second tier or without. Raises ConfigError."""
+    if name not in POLICIES:
+        raise ConfigError(f"there is no policy {name!r}; there are {', '.join(POLICIES)}", "policy")
+    policy = POLICIES[name]
+    return EngineConfig(
+        model=profile.name,
+        context_length=CONTEXT,
+        cells=profile.cells // PAGE * PAGE,
+        host_cells=profile.host_cells // PAGE * PAGE if host else 0,
+        page_size=PAGE,
+        max_sequences=256,
+        session_rows=128,
+        max_waiting=int(_ENDLESS),
+        queue_timeout_s=_ENDLESS,
+        order=policy.order,
+        retention=RetentionConfig(policy=policy.retention),
+    )

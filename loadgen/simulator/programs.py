@@ -1,0 +1,170 @@
+"""Agent programs as numbers: when they arrive, how many tokens each turn adds and draws, how long its tools take.
+
+Turns and tool times are drawn to the figures of Sutradhara's traces, as those of `workloads.papers` are. Lengths are
+ours: neither paper tells them, but that a program fits a context of 128k and takes over 100 seconds alone. All that is
+drawn of a program depends on the seed and its number, so every policy meets the same programs and the same tools.
+
+    tokens   |<- system, same for all ->|<- program ->|<- reply ->|<- result ->|<- reply ->| ...
+             0                        shared                                   turn 2
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from holdfast.loadgen.workloads.papers import BFCL, SWE, Figures
+from holdfast.loadgen.workloads.tooltime import log_normal
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.tokens import TokenIds
+
+CONTEXT = 1 << 17  # no program has more tokens; texts of neighbouring programs are so far apart
+MAX_TOKENS = 2048  # of a reply, as the client asks for it; where it ends nobody knows beforehand
+PAGES = 64  # cells that a request needs beside its own, at most: pages that are not full
+_BASES, _NAMES = 8191, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool: how much of the calls go to it, and how long it takes against the others."""
+
+    name: str
+    share: float
+    times: float
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens, log-normal with this mean; `spread` is of the logarithm."""
+
+    mean: float
+    spread: float
+
+    def draw(self, rng: random.Random, scale: float = 1.0) -> int:
+        return max(1, round(rng.lognormvariate(math.log(self.mean * scale) - self.spread**2 / 2, self.spread)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of agent."""
+
+    figures: Figures
+    tools: tuple[Tool, ...]
+    shared: int  # tokens of the system prompt and the tools' schemas
+    task: Length  # what the user asks for
+    reply: Length
+    result: Length
+
+    def tool(self, rng: random.Random) -> tuple[str, float]:
+        """A tool and the seconds it takes. Mean and variance over all tools are those of `figures`."""
+        shares, figures = [tool.share for tool in self.tools], self.figures
+        mean = sum(tool.share * tool.times for tool in self.tools)
+        square = sum(tool.share * (tool.times / mean) ** 2 for tool in self.tools)
+        within = (figures.tool_variance + figures.tool_s**2) / square - figures.tool_s**2
+        tool = rng.choices(self.tools, shares)[0]
+        return tool.name, tool.times / mean * log_normal(rng, figures.tool_s, within)
+
+
+_SHELL = (Tool("cat", 0.3, 0.35), Tool("sed", 0.25, 0.3), Tool("grep", 0.25, 0.4), Tool("python", 0.13, 2.0),
+          Tool("pytest", 0.07, 7.0))  # fmt: skip
+KINDS = {
+    "swe": Kind(SWE, _SHELL, 1500, Length(1000, 0.5), Length(300, 0.6), Length(900, 1.0)),
+    "bfcl": Kind(BFCL, (Tool("web_search", 1.0, 1.0),), 1500, Length(200, 0.4), Length(400, 0.6), Length(8000, 0.7)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`prompt` tokens are added before it, `reply` are drawn, then `tool` runs for `tool_s`; "" after the last."""
+
+    prompt: int
+    reply: int
+    tool: str = ""
+    tool_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One agent's run. `arrived` in seconds; the first `shared` tokens are every program's."""
+
+    number: int
+    arrived: float
+    shared: int
+    turns: tuple[Turn, ...]
+
+    @property
+    def name(self) -> str:
+        return f"program-{self.number}"
+
+    @property
+    def length(self) -> int:
+        return sum(turn.prompt + turn.reply for turn in self.turns)
+
+    def tokens(self, vocabulary: int | None = None) -> TokenIds:
+        """The whole text, int32: behind its second part each token is the one before it and 1, up to a `vocabulary`."""
+        base = self.number % _BASES * CONTEXT
+        text = np.arange(base, base + self.length, dtype=np.int32)
+        text[: self.shared] = np.arange(self.shared)
+        text[self.shared] = _NAMES + self.number % _NAMES
+        return text if vocabulary is None else text % vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Which programs, how many of them and how fast they come: `rate` a second, by a Poisson process.
+
+    `turns_times` multiplies the turns and divides the lengths of replies and results (Continuum, section 6.3). `scale`
+    is of all lengths.
+    """
+
+    kind: str
+    programs: int
+    rate: float
+    turns_times: int = 1
+    scale: float = 1.0
+    context: int = CONTEXT
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"there is no workload {self.kind!r}; there are {', '.join(KINDS)}", "workload")
+        for name in ("programs", "turns_times", "rate", "scale"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be more than 0", name)
+        least = KINDS[self.kind].shared * self.scale + 2 * MAX_TOKENS
+        if not least <= self.context <= CONTEXT:
+            raise ConfigError(f"context must be from {least:.0f} to {CONTEXT}, not {self.context}", "context")
+
+    def within(self, cells: int) -> Workload:
+        """The same where no program is longer than a cache of so many cells has room for. Raises ConfigError."""
+        return replace(self, context=min(self.context, cells - PAGES))
+
+    def draw(self, seed: int) -> Iterator[Program]:
+        """The programs in order of arrival."""
+        arrivals, now = random.Random(f"{seed}/{self.kind}/arrivals"), 0.0
+        for number in range(self.programs):
+            now += arrivals.expovariate(self.rate)
+            yield self._program(number, now, random.Random(f"{seed}/{self.kind}/{number}"))
+
+    def _program(self, number: int, arrived: float, rng: random.Random) -> Program:
+        kind, times = KINDS[self.kind], self.turns_times
+        shared = max(1, round(kind.shared * self.scale))
+        count = kind.figures.turns(rng) * times
+        turns: list[Turn] = []
+        room = self.context - MAX_TOKENS
+        for index in range(count):
+            if index:
+                prompt = kind.result.draw(rng, self.scale / times)
+            else:
+                prompt = min(shared + kind.task.draw(rng, self.scale), room - MAX_TOKENS)
+            reply = min(kind.reply.draw(rng, self.scale / times), MAX_TOKENS - 1)
+            name, tool_s = kind.tool(rng)
+            room -= prompt + reply
+            if room < 0:  # the context is full: the agent ends with what it has
+                break
+            turns.append(Turn(prompt, reply, name, tool_s))
+        turns[-1] = replace(turns[-1], tool="", tool_s=0.0)
+        return Program(number, arrived, shared, tuple(turns))

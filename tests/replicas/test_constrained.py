@@ -34,7 +34,10 @@ def tool(name: str, strict: bool = False, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
 
 
-WEATHER = tool("get_weather", strict=True, city={"type": "string"}, unit={"enum": ["celsius", "fahrenheit"]})
+# Strings have an end here: a small model that may not say what it would may go on for ever.
+WEATHER = tool(
+    "get_weather", strict=True, city={"type": "string", "maxLength": 20}, unit={"enum": ["celsius", "fahrenheit"]}
+)
 FLIGHTS = tool(
     "search_flights", origin={"type": "string", "maxLength": 20}, seats={"type": "integer", "minimum": 1, "maximum": 9}
 )

@@ -34,6 +34,9 @@ SAVED: dict[str, Callable[[EngineStats], float]] = {
     "memory": lambda stats: stats.drafts.drafted[Source.MEMORY],
 }
 
+SHOWS_AT = {"prompt_seed": 0.8, "memory": 0.0}
+"""The temperature at which a mechanism has something to do in this workload, where it is not both."""
+
 
 @cache
 def loaded(decoder: str, device_sampling: bool) -> LoadedRunner:
@@ -83,8 +86,11 @@ def test_a_switch_changes_no_output_and_stops_its_metric(variant: Variant, tempe
     found, off = workload(variant, temperature)
     if variant.same_output or temperature == 0:
         assert found == expected
-    if variant.name in SAVED and (temperature or variant.name != "prompt_seed"):
-        assert SAVED[variant.name](off) == 0 < SAVED[variant.name](on)
+    if variant.name in SAVED:
+        assert SAVED[variant.name](off) == 0
+    # Greedy prompts have no seeds, and what was sampled from random words hardly comes again for a memory to know.
+    if variant.name in SAVED and temperature == SHOWS_AT.get(variant.name, temperature):
+        assert SAVED[variant.name](on) > 0
 
 
 @pytest.mark.parametrize("name", ["render_cache", "tokenize_cache"])

@@ -8,9 +8,11 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from holdfast.cluster import bench, config, config_file, simulate
-from holdfast.cluster.bench import Commands
+from holdfast.cluster import config, config_file
 from holdfast.cluster.config import Settings
+from holdfast.loadgen import cli as bench
+from holdfast.loadgen.cli import Commands
+from holdfast.loadgen.simulator import cli as simulate
 from holdfast.replicas.errors import HoldfastError
 
 MISUSE = 2  # exit status of a wrong setting or argument

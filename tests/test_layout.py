@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "cluster": {"cluster", "router", "replicas"},
     "loadgen": {"loadgen", "replicas"},
 }
-COMMAND_LINE = ("cluster.cli", "cluster.bench", "cluster.simulate")  # what of `cluster` may import `loadgen`
+COMMAND_LINE = ("cluster.cli",)  # what of `cluster` may import `loadgen`
 PURE = {"router.placement"}  # of `router`, what the simulator may import: decisions that know no server
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
 ONE_FILE = {"llguidance": "replicas.constraints.library", "gguf": "replicas.pocket.gguf_file"}  # imported nowhere else

@@ -1,4 +1,4 @@
-"""`holdfast bench`: its arguments, and which part of `loadgen` they go to, imported when needed."""
+"""`holdfast bench`: its arguments, and which part of the load generator they go to, imported when needed."""
 
 import argparse
 from dataclasses import fields

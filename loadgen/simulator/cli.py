@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from holdfast.cluster.bench import Commands, counts, numbers
+from holdfast.loadgen.cli import Commands, counts, numbers
 
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:

@@ -12,6 +12,7 @@ read: what unused pages hold does not matter. The order of every sum is fixed: t
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -184,9 +185,8 @@ def make_plan(q: Tensor, batch: PagedBatch, kv_heads: int, window: int, cascade:
     """Work out the items of a forward over queries like `q` and copy them to its device, in one copy."""
     _, heads, dim = q.shape
     work = attention_work(batch, heads // kv_heads, kv_heads, window, cascade)
-    positions = [range(start, start + length) for start, length in zip(batch.starts, batch.lengths, strict=True)]
-    flat = torch.tensor([p for span in positions for p in span], dtype=torch.int32).numpy()
-    arrays = (work.narrow, work.wide, work.order, work.merges, flat)
+    spans = [np.arange(s, s + n, dtype=np.int32) for s, n in zip(batch.starts, batch.lengths, strict=True)]
+    arrays = (work.narrow, work.wide, work.order, work.merges, np.concatenate(spans))
     buffer, offsets = spread(arrays)
     device = torch.from_numpy(buffer).to(q.device, non_blocking=True)
     narrow, wide, order, merges, placed = (

@@ -72,7 +72,7 @@ def attention_work(
     is_narrow = lengths * group <= NARROW_ROWS
     narrow = np.flatnonzero(is_narrow)
     prefixes = np.zeros(len(lengths), np.int32)
-    groups = _shared_prefixes(batch, narrow.tolist(), group) if cascade and not window else []
+    groups = _shared_prefixes(batch, narrow.tolist()) if cascade and not window else []
     for shared in groups:
         prefixes[shared.members] = shared.cells
     low = np.maximum(starts - window + 1, 0) if window else prefixes
@@ -196,7 +196,7 @@ def _shared_items(
     return partials + (len(edges) - 1) * len(tokens)
 
 
-def _shared_prefixes(batch: PagedBatch, chunks: list[int], group: int) -> list[_Shared]:
+def _shared_prefixes(batch: PagedBatch, chunks: list[int]) -> list[_Shared]:
     """Groups of chunks that begin with the same pages for at least `SHARED` cells, each chunk in one group.
 
     One level deep: chunks with the same first page share what all of them have in common. A prefix ends at a multiple

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096
-_HASH = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 
 
 @triton.jit

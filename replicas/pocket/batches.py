@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holdfast.replicas.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
 from holdfast.replicas.pocket.drills import drill
+from holdfast.replicas.pocket.pointing import NO_POINTING, Pointing, RowPointing, collate_pointing, row_pointing
 from holdfast.replicas.pocket.render import spans
 from holdfast.replicas.pocket.tokenizer import CONTEXT
 from holdfast.replicas.pocket.words import Lexicon, Split
@@ -22,21 +23,26 @@ POOL = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tokenized conversation: tokens, rotary positions, and which tokens the assistant wrote."""
+    """One tokenized conversation: tokens, rotary positions, which tokens the assistant wrote, the tools it chose."""
 
     ids: list[int]
     positions: list[int]
     learned: list[bool]
+    pointing: RowPointing = NO_POINTING
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``ids`` and ``positions`` ``[rows, length]``; flat ``where`` of predicting tokens; their ``targets``."""
+    """``ids`` and ``positions`` ``[rows, length]``; flat ``where`` of predicting tokens; their ``targets``.
+
+    ``pointing`` are the choices of tools.
+    """
 
     ids: Tensor
     positions: Tensor
     where: Tensor
     targets: Tensor
+    pointing: Pointing
 
     @property
     def tokens(self) -> int:
@@ -45,7 +51,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``."""
-        return Batch(self.ids.to(device), self.positions.to(device), self.where.to(device), self.targets.to(device))
+        return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
 
 
 def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Random, context: int = CONTEXT) -> Row:
@@ -54,7 +60,7 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
     The jumps let short rows show every rotary distance up to the context without its cost.
     """
     pieces = spans(conversation)
-    encoded = tokenizer.encode_batch_fast([span.text for span in pieces])
+    encoded = tokenizer.encode_batch([span.text for span in pieces])
     ids: list[int] = []
     positions: list[int] = []
     learned: list[bool] = []
@@ -69,7 +75,8 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
         positions += range(at, at + len(piece.ids))
         learned += [span.learned] * len(piece.ids)
         at += len(piece.ids)
-    return Row(ids[:context], positions[:context], learned[:context])
+    pointing = row_pointing(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
+    return Row(ids[:context], positions[:context], learned[:context], pointing.within(context))
 
 
 def collate(rows: list[Row]) -> Batch:
@@ -86,7 +93,8 @@ def collate(rows: list[Row]) -> Batch:
             if row.learned[at]:
                 where.append(index * length + at - 1)
                 targets.append(row.ids[at])
-    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets))
+    pointing = collate_pointing([row.pointing for row in rows], length)
+    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), pointing)
 
 
 def word_pieces(tokenizer: Tokenizer) -> list[str]:

@@ -254,6 +254,7 @@ def ask_back(w: Writer) -> None:
     w.say("user", sentence(request, w.rng))
     missing = [p for p in tool.parameters if p.required]
     w.say("assistant", f"Please tell me the {' and the '.join(p.words for p in missing)}.")
+    w.messages[-1]["asks_for"] = tool.name
     arguments: Json = {p.name: p.draw(w.rng, w.lex) for p in missing}
     only = arguments[missing[0].name]
     short = len(missing) == 1 and isinstance(only, str) and w.rng.random() < 0.5

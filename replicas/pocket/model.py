@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from holdfast.replicas.pocket.tokenizer import CONTEXT, VOCABULARY
 
+ABOVE = 2
+"""Layers above the residual that pointing reads."""
+
 STRIPE = 256
 """Queries per stripe of CPU attention."""
 
@@ -122,12 +125,16 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed output, and the residual below the last ``ABOVE`` layers, each ``[rows, length, hidden]``."""
         x: Tensor = self.embed_tokens(ids)
-        for layer in self.layers:
+        below = x
+        for number, layer in enumerate(self.layers, start=1):
             x = layer(x, cos, sin)
+            if number == len(self.layers) - ABOVE:
+                below = x
         out: Tensor = self.norm(x)
-        return out
+        return out, below
 
 
 class Pocket(nn.Module):
@@ -148,19 +155,22 @@ class Pocket(nn.Module):
                     generator=generator,
                 )
 
-    def forward(self, ids: Tensor, positions: Tensor, where: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss over the learned tokens; see ``logits``."""
-        return F.cross_entropy(self.logits(ids, positions, where), targets)
-
-    def logits(self, ids: Tensor, positions: Tensor, where: Tensor) -> Tensor:
-        """Logits ``[chosen, vocabulary]`` in float32.
+    def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[chosen, vocabulary]`` in float32, and the residual below the top ``[rows * length, hidden]``.
 
         ``ids`` and ``positions`` are ``[rows, length]``; ``where`` are flat indices of the tokens that predict a
         learned one, so the head is computed for nothing else.
         """
         cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
-        x: Tensor = self.model(ids, cos, sin).flatten(0, 1)[where]
-        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float()
+        x, below = self.model(ids, cos, sin)
+        x = x.flatten(0, 1)[where]
+        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), below.flatten(0, 1)
+
+    def logits(self, ids: Tensor, positions: Tensor, where: Tensor) -> Tensor:
+        """The logits alone."""
+        logits, _ = self(ids, positions, where)
+        assert isinstance(logits, Tensor)
+        return logits
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

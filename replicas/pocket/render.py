@@ -55,9 +55,14 @@ def _spans(messages: Sequence[Json], tools: Sequence[Json]) -> Iterator[Span]:
 
 def system_turn(system: str | None, tools: Sequence[Json]) -> str:
     """The system prompt followed by the tools, one JSON object a line."""
-    listed = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
+    listed = "".join("\n" + line for line in tool_lines(tools))
     block = f"# Tools\n<tools>{listed}\n</tools>" if tools else ""
     return "\n\n".join(part for part in (system, block) if part)
+
+
+def tool_lines(tools: Sequence[Json]) -> list[str]:
+    """Each tool as it stands in the system prompt."""
+    return [json.dumps(tool, ensure_ascii=False) for tool in tools]
 
 
 def assistant_text(message: Json) -> str:

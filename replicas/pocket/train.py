@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from holdfast.replicas.pocket.batches import Batch, Mix, Row
 from holdfast.replicas.pocket.conversations import MOST_TOOLS
 from holdfast.replicas.pocket.feed import Order, feed
 from holdfast.replicas.pocket.model import Pocket, PocketShape
+from holdfast.replicas.pocket.pointing import Pointer
 from holdfast.replicas.pocket.probe import probe, probe_rows
 from holdfast.replicas.pocket.tokenizer import load, train_tokenizer
 
@@ -57,6 +59,7 @@ class TrainConfig:
     echo_share: float = 0.4
     long_share: float = 0.0
     drill_share: float = 0.6
+    pointing: float = 0.1
     average: float = 0.998
     tokenizer_conversations: int = 6000
     checkpoint_every: int = 200
@@ -70,6 +73,7 @@ class Run:
 
     config: TrainConfig
     model: Pocket
+    pointer: Pointer
     optimizers: list[torch.optim.Optimizer]
     average: dict[str, Tensor]
     step: int = 0
@@ -83,6 +87,7 @@ class Run:
             "config": asdict(self.config),
             "shape": self.model.shape.as_dict(),
             "model": self.model.state_dict(),
+            "pointer": self.pointer.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "average": self.average,
             "step": self.step,
@@ -94,6 +99,7 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
         self.model.load_state_dict(state["model"])
+        self.pointer.load_state_dict(state["pointer"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.average = state["average"]
@@ -103,13 +109,15 @@ class Run:
 def new_run(config: TrainConfig, shape: PocketShape, device: torch.device) -> Run:
     """A run at step zero."""
     model = Pocket(shape, config.seed).to(device)
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    pointer = Pointer(shape.hidden_size, config.seed).to(device)
+    named = [*model.named_parameters(), *pointer.named_parameters()]
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=config.rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=config.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
-    return Run(config, model, optimizers, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Run(config, model, pointer, optimizers, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def rate_at(config: TrainConfig, step: int) -> float:
@@ -120,13 +128,14 @@ def rate_at(config: TrainConfig, step: int) -> float:
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One update; returns the loss before it, a scalar on the model's device."""
+    """One update; returns the loss per learned token and that of pointing before it, on the model's device."""
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.config, run.step)
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
-        loss: Tensor = run.model(batch.ids, batch.positions, batch.where, batch.targets)
-    loss.backward()  # type: ignore[no-untyped-call]
+        logits, below = run.model(batch.ids, batch.positions, batch.where)
+        losses = torch.stack((F.cross_entropy(logits, batch.targets), run.pointer.loss(below, batch.pointing)))
+    (losses[0] + run.config.pointing * losses[1]).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
@@ -137,7 +146,7 @@ def train_step(run: Run, batch: Batch) -> Tensor:
     weights = dict(run.model.named_parameters())
     with torch.no_grad():
         torch._foreach_lerp_([run.average[name] for name in weights], list(weights.values()), 1 - keep)
-    return loss.detach()
+    return losses.detach()
 
 
 def mix_at(config: TrainConfig, pool: int) -> Mix:
@@ -189,14 +198,22 @@ def train(
     tokenizer = load(folder)
     run = open_run(config, shape, folder, device)
     rows = probe_rows(tokenizer, config.probe_count, PROBE_SEED)
-    started, mean = time.monotonic(), torch.zeros((), device=device)
+    started, mean = time.monotonic(), torch.zeros(2, device=device)
     first_tokens, first_step = run.tokens, run.step
     for batch in data(run, folder, workers) if run.step < config.steps else ():
         mean = mean.lerp(train_step(run, batch.to(device)), max(0.05, 1 / (run.step - first_step)))
         last = run.step >= config.steps or (stop is not None and stop.is_set())
         if run.step % 20 == 0 or last:
             speed = (run.tokens - first_tokens) / (time.monotonic() - started)
-            log(folder, step=run.step, tokens=run.tokens, loss=round(float(mean), 4), tokens_per_second=round(speed))
+            loss, pointing = (round(value, 4) for value in mean.tolist())
+            log(
+                folder,
+                step=run.step,
+                tokens=run.tokens,
+                loss=loss,
+                pointing=pointing,
+                tokens_per_second=round(speed),
+            )
         if run.step % config.checkpoint_every == 0 or last:
             save(run, folder)
         if run.step % config.probe_every == 0 or last:

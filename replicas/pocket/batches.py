@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tokenizers import Tokenizer
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from holdfast.replicas.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
 from holdfast.replicas.pocket.drills import drill
-from holdfast.replicas.pocket.pointing import NO_POINTING, Pointing, RowPointing, collate_pointing, row_pointing
+from holdfast.replicas.pocket.pointing import Choice, Pointing, collate_pointing, row_pointing
 from holdfast.replicas.pocket.render import spans
 from holdfast.replicas.pocket.tokenizer import CONTEXT
 from holdfast.replicas.pocket.words import Lexicon, Split
@@ -28,7 +28,7 @@ class Row:
     ids: list[int]
     positions: list[int]
     learned: list[bool]
-    pointing: RowPointing = NO_POINTING
+    choices: list[Choice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
         positions += range(at, at + len(piece.ids))
         learned += [span.learned] * len(piece.ids)
         at += len(piece.ids)
-    pointing = row_pointing(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
-    return Row(ids[:context], positions[:context], learned[:context], pointing.within(context))
+    choices = row_pointing(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
+    return Row(ids[:context], positions[:context], learned[:context], [c for c in choices if c.at < context])
 
 
 def collate(rows: list[Row]) -> Batch:
@@ -93,7 +93,7 @@ def collate(rows: list[Row]) -> Batch:
             if row.learned[at]:
                 where.append(index * length + at - 1)
                 targets.append(row.ids[at])
-    pointing = collate_pointing([row.pointing for row in rows], length)
+    pointing = collate_pointing([row.choices for row in rows])
     return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), pointing)
 
 

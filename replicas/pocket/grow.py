@@ -1,7 +1,8 @@
-"""A deeper Pocket that says what the old one does: ``python -m holdfast.replicas.pocket.grow --checkpoint OLD --out NEW``.
+"""A deeper Pocket that says what the old one does.
 
-The layers on top start with output projections of zero, so they add nothing until training moves them. Weights are the
-old run's average; optimizers, steps and the place in the data start anew.
+``python -m holdfast.replicas.pocket.grow --checkpoint OLD --out NEW``. The layers on top start with output projections
+of zero, so they add nothing until training moves them. Weights are the old run's average; optimizers, steps and the
+place in the data start anew.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ from torch import Tensor, nn
 
 from holdfast.replicas.pocket.tokenizer import CONTEXT, VOCABULARY
 
-ABOVE = 2
-"""Layers above the residual that pointing reads."""
-
 STRIPE = 256
 """Queries per stripe of CPU attention."""
 
@@ -102,8 +99,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self.after(x, attend(*self.before(x, cos, sin)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The residual behind the layer; its queries and keys ``[rows, heads, length, head_dim]``."""
+        q, k, v = self.before(x, cos, sin)
+        return self.after(x, attend(q, k, v)), (q, k)
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From the residual to queries, keys and values."""
@@ -125,16 +124,15 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed output, and the residual below the last ``ABOVE`` layers, each ``[rows, length, hidden]``."""
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The normed output ``[rows, length, hidden]``; pointing's queries and keys ``[rows, length, head_dim]``."""
         x: Tensor = self.embed_tokens(ids)
-        below = x
         for number, layer in enumerate(self.layers, start=1):
-            x = layer(x, cos, sin)
-            if number == len(self.layers) - ABOVE:
-                below = x
+            x, (q, k) = layer(x, cos, sin)
+            if number == max(1, len(self.layers) - 1):
+                pointing = q[:, 0], k[:, 0]
         out: Tensor = self.norm(x)
-        return out, below
+        return out, *pointing
 
 
 class Pocket(nn.Module):
@@ -155,21 +153,20 @@ class Pocket(nn.Module):
                     generator=generator,
                 )
 
-    def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[chosen, vocabulary]`` in float32, and the residual below the top ``[rows * length, hidden]``.
+    def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits ``[chosen, vocabulary]`` in float32; pointing's queries and keys ``[rows, length, head_dim]``.
 
         ``ids`` and ``positions`` are ``[rows, length]``; ``where`` are flat indices of the tokens that predict a
         learned one, so the head is computed for nothing else.
         """
         cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
-        x, below = self.model(ids, cos, sin)
+        x, q, k = self.model(ids, cos, sin)
         x = x.flatten(0, 1)[where]
-        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), below.flatten(0, 1)
+        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), q, k
 
     def logits(self, ids: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """The logits alone."""
-        logits, _ = self(ids, positions, where)
-        assert isinstance(logits, Tensor)
+        logits: Tensor = self(ids, positions, where)[0]
         return logits
 
 

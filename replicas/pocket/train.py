@@ -27,7 +27,7 @@ from holdfast.replicas.pocket.batches import Batch, Mix, Row
 from holdfast.replicas.pocket.conversations import MOST_TOOLS
 from holdfast.replicas.pocket.feed import Order, feed
 from holdfast.replicas.pocket.model import Pocket, PocketShape
-from holdfast.replicas.pocket.pointing import Pointer
+from holdfast.replicas.pocket.pointing import pointing_loss
 from holdfast.replicas.pocket.probe import probe, probe_rows
 from holdfast.replicas.pocket.tokenizer import load, train_tokenizer
 
@@ -73,7 +73,6 @@ class Run:
 
     config: TrainConfig
     model: Pocket
-    pointer: Pointer
     optimizers: list[torch.optim.Optimizer]
     average: dict[str, Tensor]
     step: int = 0
@@ -87,7 +86,6 @@ class Run:
             "config": asdict(self.config),
             "shape": self.model.shape.as_dict(),
             "model": self.model.state_dict(),
-            "pointer": self.pointer.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "average": self.average,
             "step": self.step,
@@ -99,7 +97,6 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a saved state."""
         self.model.load_state_dict(state["model"])
-        self.pointer.load_state_dict(state["pointer"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.average = state["average"]
@@ -109,15 +106,13 @@ class Run:
 def new_run(config: TrainConfig, shape: PocketShape, device: torch.device) -> Run:
     """A run at step zero."""
     model = Pocket(shape, config.seed).to(device)
-    pointer = Pointer(shape.hidden_size, config.seed).to(device)
-    named = [*model.named_parameters(), *pointer.named_parameters()]
-    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=config.rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=config.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
-    return Run(config, model, pointer, optimizers, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Run(config, model, optimizers, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def rate_at(config: TrainConfig, step: int) -> float:
@@ -133,8 +128,8 @@ def train_step(run: Run, batch: Batch) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.config, run.step)
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
-        logits, below = run.model(batch.ids, batch.positions, batch.where)
-        losses = torch.stack((F.cross_entropy(logits, batch.targets), run.pointer.loss(below, batch.pointing)))
+        logits, q, k = run.model(batch.ids, batch.positions, batch.where)
+        losses = torch.stack((F.cross_entropy(logits, batch.targets), pointing_loss(q, k, batch.pointing)))
     (losses[0] + run.config.pointing * losses[1]).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:

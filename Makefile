@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(CONFIG),--config $(CONFIG))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint format types check chart clean
+.PHONY: serve test lint format types check chart docs options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -34,8 +34,22 @@ types: $(STAMP_DEV)
 
 check: lint types test
 
-# What is made from the chart: its README, and the rendered objects that reviews look at.
+# The site, into build/site; a dead link or a page that is not in its menu is an error.
+docs: $(STAMP_DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The page of all options, from the configuration classes.
+options: $(STAMP_DEV)
+	mkdir -p build
+	$(BIN)/holdfast config options > build/options.md
+	mv build/options.md docs/options.md
+
+# What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; its README, and the rendered
+# objects that reviews look at.
 chart: $(STAMP_DEV)
+	$(BIN)/python -m holdfast.cluster.metrics_page docs/metrics.md
+	$(BIN)/python -m holdfast.cluster.dashboards --out helm/holdfast/files/dashboards
+	$(BIN)/python -m holdfast.cluster.rules --out helm/holdfast/files/rules
 	$(BIN)/python helm/readme.py
 	$(BIN)/python tests/helm/snapshots.py
 

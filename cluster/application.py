@@ -5,6 +5,8 @@
 Imported after the environment is set (`environment.for_ray`), because it imports Ray. Starting it is `serve`'s.
 """
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,17 +18,22 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.cluster import checks
-from holdfast.cluster.backend import ServeBackend
+from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
 from holdfast.cluster.engine_replica import EngineReplica
+from holdfast.replicas import logs
+from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
+from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
+from holdfast.router.turn_report import TurnReports
+from holdfast.router.watching import watch_line, watch_redis
 
 APPLICATION = "holdfast"
 REPLICAS = "replicas"
@@ -38,6 +45,8 @@ class Ingress:
     """The router in a Serve replica. Ready when an engine has answered."""
 
     async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, redis_url: str) -> None:  # type: ignore[misc]
+        logs.configure(settings.logging, ROUTER)
+        self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
         await backend.start(settings.server.ready_timeout_s)
         # Trap: HAProxy sends no X-Forwarded-For, so behind it every peer is a local one. Whether strangers can
@@ -45,7 +54,12 @@ class Ingress:
         exposed = await proxy_host() not in LOOPBACK_HOSTS
         config = settings.router
         memory = MemoryStore(config.store_entries, config.store_memory)
-        self._store = RedisStore(redis_url, memory, config.store_timeout_s, config.store_retry_s)
+        context = serve.get_replica_context()
+        self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
+        self._routers = (context.deployment, context.app_name)
+        self._store = RedisStore(redis_url, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        watch_line(self._metrics, line_stats)
+        watch_redis(self._metrics, self._store)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
         model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine.dtype)
@@ -54,19 +68,32 @@ class Ingress:
             TenantDirectory(settings.tenants, exposed),
             self._programs,
             ResponseCache(self._store, config, model),
-            RouterMetrics(CollectorRegistry()),
+            self._metrics,
             config,
             self._latencies,
+            TurnReports(self._spans),
+            self._peers,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         self._app.add_middleware(OneRequestId)
         return self._app
 
+    async def metrics(self, only: str | None = None) -> tuple[str, str]:
+        """This router's id and what it counts; nothing of that where `only` another one is asked."""
+        own = self._metrics.router
+        return own, await self._metrics.exposition() if only in (None, own) else ""
+
+    async def _peers(self, only: str | None) -> Mapping[str, str]:
+        deployment, application = self._routers
+        return await expositions(serve.get_deployment_handle(deployment, application), only)
+
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._programs.drain()
         await self._latencies.close()
         await self._store.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
 
 class OneRequestId:
@@ -108,4 +135,5 @@ def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.drain_s,
     )
-    return ingress.bind(replicas.bind(settings.engine, redis_url, settings.router), settings, redis_url)
+    engines = replicas.bind(settings.engine, redis_url, settings.router, settings.logging, settings.tracing)
+    return ingress.bind(engines, settings, redis_url)

@@ -6,7 +6,7 @@ was passed on is simply sent again; after that it ends with an error.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
+from holdfast.replicas.status import ReplicaStatus
 from holdfast.router.affinity import HINT, own_request
 from holdfast.router.backend import Batch, Routed
 
@@ -27,6 +28,7 @@ ATTEMPTS = 3
 
 # What crosses is our own plain data; cloudpickle, Serve's default, takes several times as long for it.
 _PICKLE = {"request_serialization": "pickle", "response_serialization": "pickle"}
+STATUS_S = 2.0  # a replica that takes longer is left out
 HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
 
 
@@ -97,10 +99,13 @@ class ServeBackend:
     async def models(self) -> Sequence[ModelCard]:
         return self._cards
 
-    async def metrics(self) -> Sequence[str]:
+    async def metrics(self, only: str | None = None) -> Mapping[str, str]:
+        return await expositions(self._handle, only)
+
+    async def status(self) -> Sequence[ReplicaStatus]:
         with own_request(), suppress(DeploymentUnavailableError):
-            answers = await self._handle.broadcast("metrics").results_async(timeout_s=5.0, return_exceptions=True)
-            return [answer for answer in answers if isinstance(answer, str)]
+            answers = await self._handle.broadcast("status").results_async(timeout_s=STATUS_S, return_exceptions=True)
+            return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
         return ()
 
     async def healthy(self) -> bool:
@@ -118,6 +123,14 @@ class ServeBackend:
             with own_request(), suppress(*LOST):
                 return await handle.remote(*args)
         raise UnavailableError("no replica answered")
+
+
+async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mapping[str, str]:
+    """What `metrics` of each replica of a deployment says, by its id; those that do not answer are left out."""
+    with own_request(), suppress(DeploymentUnavailableError):
+        answers = await handle.broadcast("metrics", only).results_async(timeout_s=5.0, return_exceptions=True)
+        return dict(answer for answer in answers if isinstance(answer, tuple))
+    return {}
 
 
 def lost() -> Errored:

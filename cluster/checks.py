@@ -15,6 +15,8 @@ def check(settings: Settings) -> None:
     check_tenants(settings)
     model_folder(settings.engine.model)
     ports.check(settings.server.host, settings.server.port)
+    if settings.server.ray_metrics_port:
+        ports.check("0.0.0.0", settings.server.ray_metrics_port, "server.ray_metrics_port")
     if settings.redis.url:
         redis.ping(settings.redis.url, settings.redis.timeout_s)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from holdfast.cluster import config, config_file
+from holdfast.cluster import config, config_file, environment, operating_cli, sources
 from holdfast.cluster.config import Settings
 from holdfast.loadgen import cli as bench
 from holdfast.loadgen.cli import Commands
@@ -44,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_config(commands)
     _add_key(commands)
+    operating_cli.add(commands)
+    operating_cli.add_checked(commands, _add_settings, _settings)
     _add_inflate(commands)
     bench.add(commands)
     simulate.add(commands)
@@ -62,6 +64,7 @@ def _add_config(commands: "Commands[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("config", help=text, description=text)
     _add_settings(command)
     command.set_defaults(run=_config)
+    operating_cli.add_config(command, _add_settings, _loaded)
 
 
 def _add_key(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -86,9 +89,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    settings = config_file.read(options.config) if options.config else Settings()
+    return _loaded(options).settings
+
+
+def _loaded(options: argparse.Namespace) -> sources.Loaded:
     overrides = config.Overrides(options.host, options.port, options.model, options.replicas)
-    return config.apply(settings, overrides)
+    return sources.load(options.config, environment.settings_variables(), overrides)
 
 
 def _say(text: str) -> None:

@@ -4,9 +4,11 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.logs import LoggingConfig
 from holdfast.router.config import RouterConfig
 from holdfast.router.placement import PlacementConfig
 from holdfast.router.tenants import Tenant, TenantDirectory
+from holdfast.router.tracing import TracingConfig
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost"})
 
@@ -15,14 +17,19 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost"})
 class ServerConfig:
     """Where the cluster listens, and how patient its start and stop are (seconds)."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # the address to listen on; any but this machine's own needs tenants
+    port: int = 8000  # for clients
     ready_timeout_s: float = 300.0  # replicas that are not up by then fail the start
     drain_s: float = 30.0  # running requests have this long to end when a replica is stopped
+    ray_metrics_port: int = 0  # of what Ray and Serve say of themselves, for Prometheus; 0: they are not asked
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port must be from 1 to 65535, not {self.port}", "port")
+        if not 0 <= self.ray_metrics_port <= 65535:
+            raise ConfigError(f"ray_metrics_port must be from 0 to 65535: {self.ray_metrics_port}", "ray_metrics_port")
+        if self.ray_metrics_port == self.port:
+            raise ConfigError(f"ray_metrics_port must not be that of the server: {self.port}", "ray_metrics_port")
         if not self.host or ":" in self.host:
             raise ConfigError(f"host must be a name or an IPv4 address, not {self.host!r}", "host")
 
@@ -36,8 +43,8 @@ class ServerConfig:
 class ReplicasConfig:
     """How many engines run, and how many requests each has in hand at most (running and in its own queue)."""
 
-    count: int = 1
-    max_ongoing_requests: int = 1024
+    count: int = 1  # engines; a CPU's cores are shared out among them, a GPU takes one
+    max_ongoing_requests: int = 1024  # of one engine, running and in its queue; beyond it requests wait in the router
 
     def __post_init__(self) -> None:
         for name in ("count", "max_ongoing_requests"):
@@ -49,9 +56,9 @@ class ReplicasConfig:
 class RedisConfig:
     """`url` empty: an embedded server of at most `memory_mb` MiB, which only this machine reaches."""
 
-    url: str = ""
-    timeout_s: float = 2.0
-    memory_mb: int = 256
+    url: str = ""  # redis://HOST:PORT/DB or unix://PATH; a cluster of several machines needs one
+    timeout_s: float = 2.0  # of the check before a start
+    memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -71,6 +78,8 @@ class Settings:
     router: RouterConfig = field(default_factory=RouterConfig)
     tenants: tuple[Tenant, ...] = ()
     redis: RedisConfig = field(default_factory=RedisConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 @dataclass(frozen=True, slots=True)

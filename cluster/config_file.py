@@ -4,7 +4,7 @@ pydantic checks types here and nowhere else; unknown keys are found first, so th
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -20,33 +20,53 @@ from holdfast.replicas.errors import ConfigError
 
 def read(path: Path) -> Settings:
     """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted) and the file."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "config") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: {error}", "config") from error
+    text = read_text(path)
     try:
         return parse(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", error.field) from error
 
 
+def read_text(path: Path) -> str:
+    """The text of the file at `path`. Raises ConfigError."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "config") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error}", "config") from error
+
+
 def parse(text: str) -> Settings:
     """The settings in a YAML text. Raises ConfigError."""
+    return settings_of(mapping(text))
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """The sections in a YAML text, their contents as they are. Raises ConfigError."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"not YAML: {error}", "config") from error
     if data is None:
-        return Settings()
+        return {}
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a mapping of sections, not {type(data).__name__}", "config")
+    return data
+
+
+def settings_of(data: Mapping[str, Any]) -> Settings:
+    """The settings in these sections. Raises ConfigError for the first fault."""
+    for fault in unknown(data):
+        raise fault
+    return Settings(**{name: section(name, value) for name, value in data.items()})
+
+
+def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """One error for each key that is none, naming the nearest one."""
     for field, known in unknown_keys(data, Settings):
-        name = field.rpartition(".")[2]
-        close = get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown key {field!r}; the nearest known one is {close[0]!r}", field)
-    return Settings(**{name: _section(name, value) for name, value in data.items()})
+        close = get_close_matches(field.rpartition(".")[2], known, n=1, cutoff=0.0)
+        yield ConfigError(f"unknown key {field!r}; the nearest known one is {close[0]!r}", field)
 
 
 def dump(settings: Settings) -> str:
@@ -54,7 +74,8 @@ def dump(settings: Settings) -> str:
     return yaml.safe_dump(orjson.loads(orjson.dumps(settings)), sort_keys=False)
 
 
-def _section(name: str, value: Any) -> Any:
+def section(name: str, value: Any) -> Any:
+    """The section called `name`, checked. Raises ConfigError."""
     kind = get_type_hints(Settings)[name]
     try:
         # Through JSON, because strict mode then still takes a list for a tuple.

@@ -6,17 +6,24 @@ take seconds to import, come in with the constructor.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from ray import serve
 
+from holdfast.cluster import replica_spans
 from holdfast.cluster.tool_watch import ToolWatch
+from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
+from holdfast.replicas.status import ReplicaStatus
+from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
+from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from holdfast.replicas.actor import Replica
@@ -25,20 +32,46 @@ if TYPE_CHECKING:
 class EngineReplica:
     """A replica that says with each answer which one it is. Serve awaits the constructor on the loop it uses."""
 
-    async def __init__(self, config: EngineConfig, redis_url: str, router: RouterConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: EngineConfig,
+        redis_url: str,
+        router: RouterConfig,
+        logging: LoggingConfig | None = None,
+        tracing_config: TracingConfig | None = None,
+    ) -> None:
         from holdfast.replicas.actor import Replica
 
         self._id = serve.get_replica_context().replica_id.unique_id
+        logs.configure(logging or LoggingConfig(), f"replica {self._id}")
+        self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._replica: Replica = Replica(config, self._id)
         self._tools = ToolWatch(redis_url, router, self._replica.learn)
 
     async def generate(self, request: GenerateRequest) -> Routed:
-        return Routed(self._id, await self._replica.generate(request))
+        _serving(request)
+        span = replica_spans.begin(self._spans, request)
+        if span is None:
+            return Routed(self._id, await self._replica.generate(request))
+        try:
+            reply = await self._replica.generate(request)
+            span.reply(reply)
+            return Routed(self._id, reply)
+        finally:
+            span.end()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
-        async with aclosing(self._replica.stream(request)) as batches:
-            async for pieces in batches:
-                yield Batch(self._id, pieces)
+        _serving(request)
+        span = replica_spans.begin(self._spans, request)
+        try:
+            async with aclosing(self._replica.stream(request)) as batches:
+                async for pieces in batches:
+                    if span is not None:
+                        span.pieces(pieces)
+                    yield Batch(self._id, pieces)
+        finally:
+            if span is not None:
+                span.end()
 
     async def end_program(self, scope: str, program_id: str) -> None:
         await self._replica.end_program(scope, program_id)
@@ -52,8 +85,12 @@ class EngineReplica:
     async def card(self) -> ModelCard:
         return await self._replica.card()
 
-    async def metrics(self) -> str:
-        return await self._replica.metrics()
+    async def metrics(self, only: str | None = None) -> tuple[str, str]:
+        """Its id and what it counts; nothing of that where `only` another one is asked."""
+        return self._id, await self._replica.metrics() if only in (None, self._id) else ""
+
+    async def status(self) -> ReplicaStatus:
+        return await self._replica.status()
 
     def record_routing_stats(self) -> dict[str, float]:
         return self._replica.record_routing_stats()
@@ -64,3 +101,10 @@ class EngineReplica:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._tools.close()
         await self._replica.shutdown()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
+
+
+def _serving(request: GenerateRequest) -> None:
+    trace_id = request.trace.get("traceparent", "--").split("-")[1]
+    logs.serving(About(request.request_id, request.program_id, request.scope, trace_id))

@@ -36,8 +36,11 @@ def machine() -> Machine:
     return Machine(len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()))
 
 
-def for_ray(ports: InternalPorts, token: str, folder: Path) -> Mapping[str, str]:
-    """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster."""
+def for_ray(ports: InternalPorts, token: str, folder: Path, metrics: bool = False) -> Mapping[str, str]:
+    """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
+
+    `metrics`: whether Ray collects its own.
+    """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -56,17 +59,29 @@ def for_ray(ports: InternalPorts, token: str, folder: Path) -> Mapping[str, str]
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+        # Trap: a proxy that is not ready within 5 s, three times, is killed; on a busy machine it takes longer.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Trap: Ray's and Serve's own ports run pickled code for anyone who can connect; with a token, only for us.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         # Trap: workers run at niceness 15, the proxy with them, so that anything else on the machine goes first.
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_enable_metrics_collection": "0",
+        "RAY_enable_metrics_collection": str(int(metrics)),
         "RAY_DEDUP_LOGS": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
+
+
+def api_key() -> str:
+    """The key that commands show to a running server, "" where none is set."""
+    return os.environ.get("HOLDFAST_API_KEY", "")
+
+
+def settings_variables() -> Mapping[str, str]:
+    """Variables that set a key of the configuration: `HOLDFAST_SERVER__PORT` sets `server.port`."""
+    return {name: value for name, value in os.environ.items() if name.startswith("HOLDFAST_") and "__" in name}
 
 
 def apply(variables: Mapping[str, str]) -> None:

@@ -27,14 +27,14 @@ def free(host: str, port: int) -> bool:
     return True
 
 
-def check(host: str, port: int) -> None:
+def check(host: str, port: int, field: str = "server.port") -> None:
     """Raises ConfigError naming the field when `host` and `port` cannot be served on."""
     try:
         if free(host, port):
             return
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror or error}", "server.host") from error
-    raise ConfigError(f"port {port} on {host} is in use or not allowed; choose another one", "server.port")
+    raise ConfigError(f"port {port} on {host} is in use or not allowed; choose another one", field)
 
 
 def internal(rng: random.Random) -> InternalPorts:

@@ -7,9 +7,12 @@ import ctypes
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
@@ -41,6 +44,32 @@ def ping(url: str, timeout_s: float) -> None:
         raise ConfigError(f"no Redis answers at {url}: {error}", "redis.url") from error
     finally:
         client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a Redis says of itself. `limited`: it may use only so much memory, and `policy` says what goes then."""
+
+    text: str
+    version: tuple[int, int]
+    policy: str
+    limited: bool
+
+
+def inspect(url: str, timeout_s: float) -> ServerFacts:
+    """Facts about the server at `url`. Raises ConfigError unless it answers in time."""
+    ping(url, timeout_s)
+    with redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s) as client:
+        told: dict[str, Any] = client.info()
+    text = str(told.get("redis_version", "0.0"))
+    major, minor = (int(part) for part in text.split(".")[:2])
+    return ServerFacts(text, (major, minor), str(told.get("maxmemory_policy", "")), bool(told.get("maxmemory")))
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 class EmbeddedRedis:

@@ -101,7 +101,8 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
         say("starting Redis")
         redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
     internal = ports.internal(random.Random())
-    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder))
+    told = bool(settings.server.ray_metrics_port)
+    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder, told))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")
@@ -143,6 +144,7 @@ def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
             object_store_memory=OBJECT_STORE,
             _node_ip_address=_node_address(settings),
             _temp_dir=str(folder / "ray"),
+            _metrics_export_port=settings.server.ray_metrics_port or None,
         )
         signals.install()
         yield
@@ -157,7 +159,8 @@ def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
     from ray.serve.schema import LoggingConfig
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    encoding = "JSON" if settings.logging.format == "json" else "TEXT"
+    quiet = LoggingConfig(encoding=encoding, log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
         logging_config=quiet,

@@ -1,6 +1,7 @@
-"""Prints the project's dependencies, one a line, so that an image can install them before the code is copied."""
+"""Prints what an image installs before the code is copied, one a line: dependencies, and those of tracing."""
 
 import tomllib
 from pathlib import Path
 
-print(*tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"], sep="\n")
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["tracing"], sep="\n")

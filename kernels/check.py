@@ -47,6 +47,9 @@ def verify(device: str, large: bool) -> Iterator[Verified]:
             first, second = call(), call()
             error = relative_error(first, exact())
             yield Verified(name, str(dtype).removeprefix("torch."), error, tolerance, torch.equal(first, second))
+    for name, call, exact in _draw_cases(device):
+        first, second = call(), call()
+        yield Verified(name, "float32", relative_error(first, exact()), 0.0, torch.equal(first, second))
 
 
 Case = tuple[str, Callable[[], Tensor], Callable[[], Tensor]]
@@ -75,6 +78,60 @@ def _attention_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[C
                 return paged_attention_reference(w.q, w.kv, 0, w.batch, 0.2, n or None, s or None, torch.float64)
 
             yield f"{name}, {kv_heads} x {group} x {dim}", call, exact
+            if not window and not softcap and (large or name.endswith("mixed")):
+                yield f"{name}, {kv_heads} x {group} x {dim}, as in a graph", partial(_as_in_a_graph, world), exact
+
+
+def _as_in_a_graph(world: Paged) -> Tensor:
+    """Attention with room for more items and merges than there are, and few programs that share them."""
+    from holdfast.kernels.attention_gpu import launch_items, make_plan
+
+    plan = make_plan(world.q, world.batch, world.kv.shape[4], 0)
+    counts = [
+        torch.tensor([len(items)], dtype=torch.int32, device=world.q.device) for items in (plan.narrow, plan.wide)
+    ]
+    more = torch.full((5, 6), 1 << 20, dtype=torch.int32, device=world.q.device)  # would lead far outside
+    plan.narrow, plan.wide = torch.cat((plan.narrow, more)), torch.cat((plan.wide, more))
+    plan.merges = torch.cat((plan.merges, torch.zeros_like(plan.merges[:1]).expand(3, -1)))
+    plan.counts, plan.programs = (counts[0], counts[1]), 3
+    out = torch.full_like(world.q, torch.nan)
+    launch_items(world.q, world.kv, 0, world.batch, plan, out, 0.2, 0, 0.0)
+    return out
+
+
+def _draw_cases(device: str) -> Iterator[Case]:
+    """Drawn tokens and accepted drafts, against the same maths in float64; what filters keep, against a sort."""
+    from holdfast.kernels.sampling import Filters, filter_logits, gumbel_argmax_reference, row_keys
+    from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify, draw_and_verify_reference
+
+    logits = 3 * torch.randn(7, 5000, generator=torch.Generator().manual_seed(1))
+    hot, seeds = torch.tensor([0.7, 0.9, 1.3, 0.7, 1.0, 0.5, 2.0]), list(range(7))
+    keys = torch.from_numpy(row_keys(seeds, seeds))
+    first = torch.tensor([0, 1, 4, 7], dtype=torch.int32)
+    drawn = gumbel_argmax_reference(logits, hot[:, None], keys).int()
+    drafts = drawn.clone()
+    drafts[2] += 1
+    top_k, top_p = torch.tensor([0, 3, 50, 0, 1, 0, 9]), torch.tensor([1.0, 1.0, 0.8, 0.5, 0.9, 0.2, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3])
+
+    def draw() -> Tensor:
+        settings = (hot.to(device), keys.to(device))
+        return torch.cat(draw_and_verify(logits.to(device), first.to(device), drafts.to(device), *settings)).double()
+
+    def exact() -> Tensor:
+        scores = torch.nn.functional.one_hot(drawn.long(), 5000).float()
+        return torch.cat(draw_and_verify_reference(logits, first, drafts, scores)).to(device).double()
+
+    def kept() -> Tensor:
+        found = cutoffs(logits.to(device), *(each.to(device) for each in (top_k.int(), top_p, min_p)))
+        return (logits.to(device) >= found[:, None]).sum(1).double()
+
+    def sorted_kept() -> Tensor:
+        filters = Filters(top_k[:, None], top_p[:, None], min_p[:, None])
+        return filter_logits(logits, filters).isfinite().sum(1).to(device).double()
+
+    yield "draw and verify", draw, exact
+    yield "cutoffs of top_k, top_p and min_p", kept, sorted_kept
 
 
 def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Case]:

@@ -55,7 +55,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     if SAMPLE:
         temperature = tl.load(temperatures + row)
         if temperature > 0.0:
-            score = score / temperature
+            score = tl.div_rn(score, temperature)  # to the bit what a cutoff was compared with
             if FILTER:
                 score = tl.where(score >= tl.load(cutoff + row), score, float("-inf"))
             a = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
@@ -102,26 +102,23 @@ def draw_and_verify(
     temperatures: Tensor | None = None,
     keys: Tensor | None = None,
     cutoff: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw a token for every row and verify every sequence's drafts: (drawn [R] int32, accepted [S] int32).
 
     `logits` [R, vocabulary]; `first_rows` [S + 1] int32: sequence s has rows first_rows[s] to first_rows[s + 1];
     `drafts` [R] int32: the draft that row r checks, not used in a sequence's last row. `temperatures` [R] float32, 0:
     greedy, with `keys` [R, 2] int32 from `sampling.row_keys`; None: all greedy. `cutoff` [R] float32: the least scaled
-    logit that a sampled row may draw. Raises ValueError for settings of another number of rows.
+    logit that a sampled row may draw. `out`: where the results are put. Raises ValueError for settings of another
+    number of rows.
     """
     rows, vocabulary = logits.shape
-    if len(drafts) != rows or logits.stride(1) != 1:
-        raise ValueError(f"{rows} rows with strides {logits.stride()}, but {len(drafts)} drafts")
-    if (temperatures is None) != (keys is None) or (cutoff is not None and keys is None):
-        raise ValueError("temperatures, keys and cutoffs belong together")
-    if temperatures is not None and keys is not None and (len(temperatures) != rows or keys.shape != (rows, 2)):
-        raise ValueError(f"{rows} rows, but {len(temperatures)} temperatures and keys {tuple(keys.shape)}")
+    _check_rows(logits, drafts, temperatures, keys, cutoff)
     parts = triton.cdiv(vocabulary, _TILE)
     best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     best_token = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    drawn = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    accepted = torch.empty(len(first_rows) - 1, dtype=torch.int32, device=logits.device)
+    drawn, accepted = out or torch.empty(2, max(rows, 1), dtype=torch.int32, device=logits.device).unbind(0)
+    drawn, accepted = drawn[:rows], accepted[: len(first_rows) - 1]
     if not rows:
         return drawn, accepted.zero_()
     unused = best
@@ -153,6 +150,18 @@ def draw_and_verify(
         num_warps=1,
     )
     return drawn, accepted
+
+
+def _check_rows(
+    logits: Tensor, drafts: Tensor, temperatures: Tensor | None, keys: Tensor | None, cutoff: Tensor | None
+) -> None:
+    rows = len(logits)
+    if len(drafts) != rows or logits.stride(1) != 1:
+        raise ValueError(f"{rows} rows with strides {logits.stride()}, but {len(drafts)} drafts")
+    if (temperatures is None) != (keys is None) or (cutoff is not None and keys is None):
+        raise ValueError("temperatures, keys and cutoffs belong together")
+    if temperatures is not None and keys is not None and (len(temperatures) != rows or keys.shape != (rows, 2)):
+        raise ValueError(f"{rows} rows, but {len(temperatures)} temperatures and keys {tuple(keys.shape)}")
 
 
 def draw_and_verify_reference(

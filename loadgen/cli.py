@@ -27,6 +27,7 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     _add_drafts(kinds)
     _add_ablation(kinds)
     _add_compare(kinds)
+    _add_scheduling(kinds)
     _add_traces(kinds)
     _add_reports(kinds)
     _add_serve_peer(kinds)
@@ -105,6 +106,30 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--tenant-key-file", action="append", default=[], metavar="NAME=FILE", help="API key of noisy, quiet-0, ...")
     add("--record", type=Path, metavar="FILE", help="write the run as a mooncake_trace")
     compare.set_defaults(run=_compare)
+
+
+def _add_scheduling(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Orders and retention policies side by side on the real engine: starts a server for each, with a small and "
+    text += "a large KV cache."
+    scheduling = kinds.add_parser("scheduling", help=text, description=text)
+    add = scheduling.add_argument
+    add("--policy", action="append", help="as for simulate; may come several times, the first is what the others are "
+        "compared to (default: request, continuum)")  # fmt: skip
+    add("--cells", type=counts, default=(8192, 65536), metavar="N,N", help="of both caches (default: 8192,65536)")
+    add("--model", default="pocket", help="as for serve (default: pocket)")
+    add("--threads", type=int, default=1, help="of each engine (default: 1)")
+    add("--workload", default="swe", help="swe or bfcl (default: swe)")
+    add("--cache", action="append", help="small or large (default: both)")
+    add("--jobs", type=int, default=12, help="programs of a repetition (default: 12)")
+    add("--rate", type=float, default=1.0, help="of those, a second (default: 1)")
+    add("--prompt-tokens", type=int, default=600, help="words that tools tell a program in all (default: 600)")
+    add("--turns-times", type=int, default=1, help="turns, multiplied (default: 1)")
+    add("--max-tokens", type=int, default=96, help="of every answer (default: 96)")
+    add("--repetitions", type=int, default=3, help="each of other programs (default: 3)")
+    add("--seed", type=int, default=0, help="another seed, other programs (default: 0)")
+    add("--folder", type=Path, metavar="DIR", help="write small.json and large.json there, as compare does")
+    add("--json", type=Path, metavar="FILE", help="write the ratios")
+    scheduling.set_defaults(run=_scheduling)
 
 
 def numbers(text: str) -> tuple[float, ...]:
@@ -243,6 +268,31 @@ def _compare(options: argparse.Namespace) -> int:
         tenant_keys=tuple(parse_tenant_key(text) for text in options.tenant_key_file),
     )
     return compare.main(wanted)
+
+
+def _scheduling(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import scheduling
+    from holdfast.loadgen.workloads.script import Sizes
+
+    asked = scheduling.Asked(
+        policies=tuple(options.policy or scheduling.PAIR),
+        caches=tuple(options.cache or scheduling.TARGETS),
+        cells=options.cells,
+        model=options.model,
+        threads=options.threads,
+        workload=options.workload,
+        sizes=Sizes(
+            jobs=options.jobs,
+            rate=options.rate,
+            prompt_tokens=options.prompt_tokens,
+            turns_times=options.turns_times,
+        ),
+        max_tokens=options.max_tokens,
+        repetitions=options.repetitions,
+        seed=options.seed,
+        folder=options.folder,
+    )
+    return scheduling.main(asked, options.json)
 
 
 def _replay(options: argparse.Namespace) -> int:

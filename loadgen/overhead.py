@@ -6,20 +6,15 @@ message of its own: the dearest case.
 """
 
 import asyncio
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.progress import bar
+from holdfast.loadgen.serving import serving
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import Sampling
@@ -65,7 +60,8 @@ class Samples:
 
 def main(model: str, requests: int) -> int:
     """Measure with `requests` of each kind and print the report; the exit status."""
-    with _server(model) as url, Client(url) as client:
+    engine = {"threads": 1, "kv_memory": 0.1, "speculation": {"enabled": False}}
+    with serving(model, engine) as url, Client(url) as client:
         samples = asyncio.run(_measure(model, client, requests))
     for line in report(samples):
         print(line)
@@ -161,25 +157,3 @@ def _body(model: str, i: int, tokens: int) -> dict[str, Any]:
         "ignore_eos": True,
         "program_id": "overhead",
     }
-
-
-@contextmanager
-def _server(model: str) -> Iterator[str]:
-    """A server of one replica with one thread, on a port of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        settings = Path(folder) / "settings.yaml"
-        settings.write_text("engine: {threads: 1, kv_memory: 0.1, speculation: {enabled: false}}\n")
-        command = [sys.executable, "-m", "holdfast.cluster.cli", "serve", "--config", str(settings)]
-        command += ["--port", str(port), "--model", model]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                if not any(line.startswith("Holdfast serves") for line in server.stdout):
-                    raise UnavailableError("the server did not start")
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                server.terminate()
-                server.communicate()

@@ -5,23 +5,25 @@ The only file of this folder that knows prometheus_client. `cluster/engine_repli
 
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import ProgramEnded, ToolLatencies
+from holdfast.replicas.histogram import Histogram
+from holdfast.replicas.metrics.definition import OWNER, Kind
+from holdfast.replicas.metrics.definition import Metric as Definition
+from holdfast.replicas.metrics.listed import ALL
+from holdfast.replicas.metrics.process_usage import process_usage
+from holdfast.replicas.metrics.reading import Reading, Value
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
-from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
-
-Sample: TypeAlias = tuple[str, str, float]
-"""Name, help and value."""
+from holdfast.replicas.status import ReplicaStatus, replica_status
 
 
 class Replica:
@@ -52,6 +54,12 @@ class Replica:
         """Prometheus text exposition of the engine, every sample labelled with this replica."""
         return generate_latest(self._registry).decode()
 
+    async def status(self) -> ReplicaStatus:
+        """What is in use, and what was done since the start."""
+        engine = self._service.engine
+        name = self._service.card.name
+        return replica_status(self._id, name, engine.config.device, engine.stats, engine.occupancy())
+
     async def learn(self, latency: LatencySnapshot) -> None:
         """How long tools take, as the cluster knows it now."""
         self._service.notice(ToolLatencies(latency))
@@ -74,98 +82,26 @@ class Replica:
 
 
 class EngineCollector(Collector):
-    """The engine's counters and gauges as Prometheus families, read when scraped."""
+    """Everything in `metrics.listed` as Prometheus families, read when scraped."""
 
     def __init__(self, service: Service, replica: str) -> None:
         self._service = service
         self._labels = (service.card.name, replica)
 
     def collect(self) -> Iterator[Metric]:
-        stats, now = self._service.engine.stats, self._service.engine.occupancy()
-        for name, help_text, value in (*_engine_counters(stats), *_text_counters(self._service.text_stats)):
-            yield self._family(CounterMetricFamily, name, help_text, {"": value})
-        for name, help_text, value in _gauges(now):
-            yield self._family(GaugeMetricFamily, name, help_text, {"": value})
-        drafted = {source.name.lower(): n for source, n in stats.drafts.drafted.items()}
-        accepted = {source.name.lower(): n for source, n in stats.drafts.accepted.items()}
-        phases = {phase: getattr(stats, f"{phase}_s") for phase in ("schedule", "forward", "sample", "commit")}
-        cells = {state: getattr(now, f"cells_{state}") for state in ("free", "tree", "held")}
-        for kind, name, help_text, label, values in (
-            (CounterMetricFamily, "drafter_tokens", "Drafts verified by where they came from", "source", drafted),
-            (CounterMetricFamily, "drafter_tokens_accepted", "Of these, drafts the model drew too", "source", accepted),
-            (CounterMetricFamily, "step_seconds", "Time in the parts of a step", "phase", phases),
-            (CounterMetricFamily, "engine_requests", "Requests by how they ended", "outcome", stats.ended),
-            (GaugeMetricFamily, "cells", "KV cells by state; one cell holds one token", "state", cells),
-        ):
-            yield self._family(kind, f"holdfast_{name}", help_text, values, label)
+        engine = self._service.engine
+        reading = Reading(engine.stats, engine.occupancy(), self._service.text_stats, process_usage())
+        for each in ALL:
+            yield self._family(each.metric, each.read(reading))
 
-    def _family(
-        self,
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
-        name: str,
-        help_text: str,
-        values: Mapping[str, float],
-        label: str = "",
-    ) -> Metric:
-        """One family: a sample for each value of `label`, or the one there is."""
-        family = kind(name, help_text, labels=("model", "replica", *((label,) if label else ())))
-        for key, value in values.items():
-            family.add_metric((*self._labels, *((key,) if label else ())), value)
-        return family
-
-
-def _engine_counters(stats: EngineStats) -> tuple[Sample, ...]:
-    return (
-        ("holdfast_prompt_tokens_computed", "Prompt tokens run through the model", stats.prompt_computed),
-        ("holdfast_prompt_tokens_cached", "Prompt tokens found in the KV cache", stats.prompt_cached),
-        ("holdfast_prompt_tokens_grouped", "Prompt tokens a leader computed for others", stats.prompt_grouped),
-        ("holdfast_turns_continued", "Turns that took over the row of the one before", stats.turns_continued),
-        ("holdfast_tokens_continued", "Cached tokens of these turns", stats.tokens_continued),
-        ("holdfast_tokens_rewritten", "Computed tokens that a rewritten history lost", stats.tokens_rewritten),
-        ("holdfast_completion_tokens", "Tokens drawn", stats.completion),
-        ("holdfast_prompt_seeds", "Sampled requests seeded by their prompt", stats.prompt_seeds),
-        ("holdfast_draft_tokens", "Tokens drafted by speculation", stats.drafted),
-        ("holdfast_draft_tokens_accepted", "Drafted tokens that the model drew too", stats.accepted),
-        ("holdfast_draft_tokens_withheld", "Drafts not verified, for it would not pay", stats.drafts.withheld),
-        ("holdfast_preemptions", "Sequences sent back to the queue for lack of cells", stats.preemptions),
-        ("holdfast_tokens_recomputed", "Tokens computed again after a preemption", stats.tokens_recomputed),
-        ("holdfast_prefill_chunks_deferred", "Prefill chunks put off at the high-water mark", stats.chunks_deferred),
-        ("holdfast_pins", "Turns whose cells were kept for their program's next one", stats.pins),
-        ("holdfast_pin_hits", "Follow-up turns that came while their program's cells were kept", stats.pin_hits),
-        ("holdfast_pin_misses", "Follow-up turns that came when they were not", stats.pin_misses),
-        ("holdfast_pins_expired", "Pins dropped at their deadline", stats.pins_expired),
-        ("holdfast_pins_given_way", "Pins dropped for others that needed the cells", stats.pins_given_way),
-        ("holdfast_pins_refused", "Pins dropped beyond the share that may be kept", stats.pins_refused),
-        ("holdfast_host_pages_out", "Evicted pages copied to host memory", stats.pages_out),
-        ("holdfast_host_pages_in", "Pages copied back from host memory", stats.pages_in),
-        ("holdfast_tokens_reloaded", "Tokens that came back instead of being computed", stats.tokens_reloaded),
-        ("holdfast_host_moves_failed", "Steps whose copies from or to the host failed", stats.failed_moves),
-        ("holdfast_engine_steps", "Steps run", stats.steps),
-        ("holdfast_engine_steps_failed", "Steps that failed", stats.failed_steps),
-    )
-
-
-def _text_counters(stats: TextStats) -> tuple[Sample, ...]:
-    return (
-        ("holdfast_render_cache_hits", "Prompts whose rendering was known", stats.render_hits),
-        ("holdfast_render_cache_misses", "Prompts rendered", stats.render_misses),
-        ("holdfast_prompt_characters_reused", "Characters whose tokens were known", stats.characters_reused),
-        ("holdfast_prompt_characters_tokenized", "Characters tokenized", stats.characters_tokenized),
-        ("holdfast_replies_stopped", "Replies ended where their tool calls did", stats.stopped),
-        ("holdfast_replies_rewritten", "Replies whose undeclared call was written again", stats.rewritten),
-    )
-
-
-def _gauges(now: Occupancy) -> tuple[Sample, ...]:
-    return (
-        ("holdfast_sequences_running", "Sequences in the batch", now.running),
-        ("holdfast_sequences_waiting", "Requests waiting for a place in the batch", now.waiting),
-        ("holdfast_sequence_rows_taken", "Rows of the sequence pool in use", now.rows_taken),
-        ("holdfast_sequence_rows_parked", "Rows kept for programs between turns", now.rows_parked),
-        ("holdfast_programs_pinned", "Programs whose cells are kept between turns", now.pins),
-        ("holdfast_cells_pinned", "KV cells that they keep", now.cells_pinned),
-        ("holdfast_sessions", "Sessions that clients have open", now.sessions),
-        ("holdfast_cell_capacity", "KV cells there are", now.cells_total),
-        ("holdfast_host_cells", "KV cells in host memory", now.cells_host),
-        ("holdfast_reload_cells_per_second", "How fast cells came back from the host lately", now.reload_cells_per_s),
-    )
+    def _family(self, metric: Definition, value: Value) -> Metric:
+        labels = (*OWNER, *metric.labels)
+        if isinstance(value, Histogram):
+            family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
+            family.add_metric(self._labels, value.cumulative(), value.total)
+            return family
+        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        found = kind(metric.name.removesuffix("_total"), metric.help, labels=labels)
+        for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
+            found.add_metric((*self._labels, *((key,) if metric.labels else ())), number)
+        return found

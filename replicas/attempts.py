@@ -5,13 +5,21 @@ grammar forbids it draws what the first would have drawn. There is no third: onl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from holdfast.replicas.events import Finished, Submit, Timing, Usage
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.text.reply import Reply
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of the text side, of all submissions of a request."""
+
+    render_s: float = 0.0
+    validate_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +29,7 @@ class Attempt:
     submit: Submit
     reply: Reply
     earlier: Finished | None = None
+    spent: Spent = field(default_factory=Spent)
 
     def again(self, ended: Finished, reply: Callable[[], Reply]) -> "Attempt | None":
         """What to submit next, with a new reader from `reply`; None where the reply stands as it is."""
@@ -39,7 +48,7 @@ class Attempt:
         )
         fresh = reply()
         fresh.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
-        return Attempt(submit, fresh, ended)
+        return Attempt(submit, fresh, ended, self.spent)
 
     def usage(self, ended: Finished) -> Usage:
         """Of the reply as the client has it: tokens that were withdrawn are not in it."""
@@ -48,4 +57,5 @@ class Attempt:
 
     def timing(self, ended: Finished) -> Timing:
         first = (self.earlier or ended).timing
-        return Timing(first.arrived, first.scheduled, first.first_token, ended.timing.finished)
+        end, spent = ended.timing.finished, self.spent
+        return Timing(first.arrived, first.scheduled, first.first_token, end, spent.render_s, spent.validate_s)

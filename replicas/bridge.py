@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[list[Event]], None]
 Ended = Callable[[], None]
 
+_LONGEST_S = 3600.0  # of one wait
+
 
 class EngineThread:
     """Runs an engine until told to stop. When it ends, for whatever reason, it ends every request it knows."""
@@ -69,7 +71,13 @@ class EngineThread:
         while True:
             events: list[Event] = []
             while not self._inbox.empty() or not engine.busy:
-                entry = self._inbox.get()
+                try:
+                    entry = self._inbox.get(timeout=self._patience())
+                except queue.Empty:
+                    events += engine.step(clock(), clock)  # nothing runs: it only ends what its time is over for
+                    if events:
+                        break
+                    continue
                 if entry is None:
                     return
                 command, sent = entry
@@ -80,6 +88,11 @@ class EngineThread:
                 events += engine.step(clock(), clock)
             if events:
                 self._deliver(events)
+
+    def _patience(self) -> float | None:
+        """For how long an engine that has nothing to do may be left alone, in seconds; None: for ever."""
+        due = self._engine.due
+        return None if due is None or self._engine.busy else min(max(due - self._clock(), 0.0), _LONGEST_S)
 
     def _end(self, farewell: HoldfastError) -> list[Event]:
         events: list[Event] = []

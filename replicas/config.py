@@ -10,6 +10,7 @@ from holdfast.replicas.speculation.config import DraftConfig
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Undeclared: TypeAlias = Literal["text", "regenerate"]
+Overlap: TypeAlias = Literal["auto", "on", "off"]
 OrderName: TypeAlias = Literal["program", "request", "plas", "infercept"]
 
 POCKET = "pocket"  # the name of the shipped model
@@ -28,8 +29,8 @@ class EngineConfig:
 
     context_length: int = 0  # 0: the model's own
     cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
-    kv_memory: float = 1.0  # GiB of KV where `cells` is 0
-    page_size: int = 16
+    kv_memory: float = 1.0  # GiB of KV where `cells` is 0; on a GPU it gets what is left instead
+    page_size: int = 16  # cells a page; cells are handed out in pages
 
     max_sequences: int = 64  # rows of the sequence pool
     session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
@@ -48,8 +49,8 @@ class EngineConfig:
     latency_max_tokens: int = 32  # what counts as latency-sensitive
 
     # Switches, one for each mechanism, so that its worth can be measured.
-    prefix_cache: bool = True
-    grouped_prefill: bool = True
+    prefix_cache: bool = True  # computed prefixes are found again and not computed twice
+    grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
     sessions: bool = True  # a program keeps its row between turns; sessions that clients open are not affected
     adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
@@ -63,8 +64,8 @@ class EngineConfig:
     undeclared: Undeclared = "text"  # a call of a tool that the request does not declare: as text, or written again
     grammar_cache: int = 64  # compiled grammars of constrained replies
     forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
-    render_cache: int = 256
-    tokenize_cache: int = 64
+    render_cache: int = 256  # prompts whose rendering is remembered; 0: none
+    tokenize_cache: int = 64  # conversations whose tokens are remembered; 0: none
 
     # Evicted cells go to host memory, and come back from there.
     host_cells: int = 0  # its capacity in tokens; 0: from `host_memory`
@@ -74,11 +75,15 @@ class EngineConfig:
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 
+    overlap_steps: Overlap = "auto"  # the next step is planned while one runs; auto: on a GPU
+    gpu_memory: float = 0.9  # share of a GPU's memory that weights, steps and KV together may take
+    cuda_graphs: bool = True  # decoding and verifying replay graphs on a GPU, captured at the start
+
     def __post_init__(self) -> None:
         for name in ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in ("admission_ceiling", "high_water"):
+        for name in ("admission_ceiling", "high_water", "gpu_memory"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
         for name in (
@@ -97,6 +102,9 @@ class EngineConfig:
             raise ConfigError(f"session_idle_s must be positive, not {self.session_idle_s}", "session_idle_s")
         if self.kv_memory <= 0:
             raise ConfigError(f"kv_memory must be positive, not {self.kv_memory}", "kv_memory")
+        if self.order == "infercept" and self.retention.policy != "infercept":
+            told = f"order infercept goes with InferCept's own rule, not with {self.retention.policy!r}"
+            raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
 
@@ -148,4 +156,5 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         cells=cells,
         host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
+        overlap_steps=config.overlap_steps if config.overlap_steps != "auto" else "on" if device != "cpu" else "off",
     )

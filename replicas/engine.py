@@ -6,7 +6,6 @@ Whatever happens inside a step, every submitted request ends in exactly one term
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
@@ -34,7 +33,7 @@ from holdfast.replicas.scheduling.order import order_of
 from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.scheduling.plan import Runner
 from holdfast.replicas.scheduling.running import BooksError
-from holdfast.replicas.scheduling.scheduler import Scheduler, Step
+from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sequences.pool import SequencePool
 from holdfast.replicas.sequences.sequence import Sequence, Status
@@ -42,12 +41,11 @@ from holdfast.replicas.sessions import Sessions
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.steps import Steps, Stopwatch, expect_sound
 from holdfast.replicas.tokens import TokenIds
 from holdfast.replicas.validation import check_room, check_submit
 
 log = logging.getLogger(__name__)
-
-Stopwatch = Callable[[], float]
 
 
 class Engine:
@@ -68,14 +66,13 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self.config = config
-        self._runner = runner
         self._eos = eos
         self._vocabulary = vocabulary
-        self._stopwatch = stopwatch
         self._order = order_of(config.order)
         self._learned = Learned(config.retention.wait_window)
         self._drafter = drafter or Drafter(config.speculation, cost)
         self.stats = EngineStats(drafts=self._drafter.counts)
+        self._steps = Steps(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
         self._live: dict[str, Sequence] = {}
         self._events: list[Event] = []
@@ -85,10 +82,17 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        return self._scheduler.busy
+        return self._scheduler.busy or self._steps.flying
+
+    @property
+    def due(self) -> float | None:
+        """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
+        return self._scheduler.keeping.due
 
     def occupancy(self) -> Occupancy:
-        return replace(self._scheduler.occupancy(), sessions=len(self._sessions))
+        return replace(
+            self._scheduler.occupancy(), sessions=len(self._sessions), cells_host_total=self.config.host_cells
+        )
 
     def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
         """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
@@ -103,31 +107,27 @@ class Engine:
                 self._scheduler.keeping.notice(command, now)
             else:
                 self._accept(command, now, now if arrived is None else arrived)
-            _expect_sound(self.cache)
+            expect_sound(self.cache)
         except Exception as failure:
             coming = None if isinstance(command, Stop | Abort | Notice) else command.request_id
             self._start_anew(failure, now, coming)
         return self._flush(now)
 
     def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
-        """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`."""
-        stats, watch = self.stats, self._stopwatch
+        """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
+
+        Where steps overlap its events come with the next call.
+        """
         try:
             self._sessions.expire(now)
-            t0 = watch()
-            step = self._scheduler.schedule(now)
-            stats.schedule_s += watch() - t0
-            _expect_sound(self.cache)
-            if step.plan.busy:
-                self._run(step, now, clock)
-                stats.steps += 1
-                _expect_sound(self.cache)
+            self._steps.advance(self._scheduler, self.cache, now, clock)
         except Exception as failure:
             self._start_anew(failure, now)
         return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
 
     def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
         """End every request with `error`: the engine is stopping."""
+        self._steps.forget()
         for sequence in self._scheduler.everything():
             try:
                 self._scheduler.ends.fail(sequence, error.info, now)
@@ -204,7 +204,7 @@ class Engine:
         try:
             if request_id in self._live or request_id in self._sessions:
                 raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
-            waiting = self._scheduler.n_waiting + self._sessions.n_queued
+            waiting = len(self._scheduler.admission) + self._sessions.n_queued
             if isinstance(command, Submit) and waiting >= self.config.max_waiting:
                 raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
             if not isinstance(command, Submit) or command.session_id:
@@ -214,23 +214,6 @@ class Engine:
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
 
-    def _run(self, step: Step, now: float, clock: Stopwatch | None) -> None:
-        stats, watch = self.stats, self._stopwatch
-        try:
-            output = self._runner.run(step.plan)
-            if len(output.drawn) != len(step.plan.chunks):
-                raise EngineError(f"{len(output.drawn)} results for {len(step.plan.chunks)} chunks")
-        except Exception as failure:
-            # The supervisor of a step: whatever a model or a kernel raises fails the requests in it, no others.
-            log.exception("step failed")
-            self._scheduler.fail(step, EngineError(f"the engine failed: {failure}"), now)
-            return
-        stats.forward_s += output.forward_s
-        stats.sample_s += output.sample_s
-        t0 = watch()
-        self._scheduler.commit(step, output, clock() if clock else now)
-        stats.commit_s += watch() - t0
-
     def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
         """The last resort, when it is not known any more what is free: new books over the same memory.
 
@@ -238,6 +221,7 @@ class Engine:
         need no care: every row is written again before it is read.
         """
         log.error("the engine starts anew", exc_info=failure)
+        self._steps.forget()
         error = EngineError(f"the engine failed: {failure}").info
         told = {event.request_id for event in self._events if isinstance(event, Terminal)}
         if coming is not None and not (coming in told or coming in self._live or coming in self._sessions):
@@ -267,9 +251,3 @@ class Engine:
         events = self._events[:]
         self._events.clear()
         return events
-
-
-def _expect_sound(cache: KVCache) -> None:
-    """Raise BooksError after an operation on the cache broke off: which page is whose is not sure any more."""
-    if not cache.sound:
-        raise BooksError("an operation on the cache broke off")

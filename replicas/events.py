@@ -57,12 +57,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When things happened, in seconds of the engine's clock; None: never came that far."""
+    """When things happened, in seconds of the engine's clock; None: never came that far.
+
+    `render_s` is what rendering and tokenizing took before `arrived`, `validate_s` what reading the reply took (text,
+    stops, tool calls) beside its decoding. The text side tells them, the engine does not.
+    """
 
     arrived: float
     scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    render_s: float = 0.0
+    validate_s: float = 0.0
 
 
 # ---- commands ----

@@ -53,7 +53,8 @@ class GenerateRequest:
     """One accepted request, validated by the router.
 
     `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one;
-    `program_end`: the program will not come back after it.
+    `program_end`: the program will not come back after it. `trace` is the W3C trace context in which it is served
+    (`traceparent`, `tracestate`), empty without tracing.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class GenerateRequest:
     program_arrival: float = 0.0
     program_turns: int = 0
     program_end: bool = False
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

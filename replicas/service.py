@@ -1,11 +1,12 @@
 """One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from holdfast.replicas.attempts import Attempt
+from holdfast.replicas.attempts import Attempt, Spent
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
@@ -84,8 +85,10 @@ class Service:
         Closing the generator early aborts the request.
         """
         try:
+            began = time.perf_counter()
             encoded = self._text.encode(request.prompt, request.scope)
-            attempt: Attempt | None = await self._first(request, encoded, turn)
+            spent = Spent(render_s=time.perf_counter() - began)
+            attempt: Attempt | None = await self._first(request, encoded, turn, spent)
             while attempt is not None:
                 async with aclosing(self._bridge.run(attempt.submit)) as steps:
                     async for events in steps:
@@ -104,12 +107,12 @@ class Service:
                 fold.add(pieces)
         return fold.answer() or fold.error()
 
-    async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn) -> Attempt:
+    async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn, spent: Spent) -> Attempt:
         limits = await asyncio.to_thread(self._text.constraints, request.prompt)  # a grammar may take long to compile
         submit = replace(
             self._submit(request, encoded.tokens), matcher=limits.matcher, session_id=turn.session_id, keep=turn.keep
         )
-        return Attempt(submit, self._text.reply(request, encoded, limits.declared))
+        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent=spent)
 
     def _next(self, request: GenerateRequest, encoded: Encoded, attempt: Attempt, ended: Event) -> Attempt | None:
         """What is submitted after an attempt that `ended`; None: the reply is complete, or has failed."""
@@ -145,7 +148,9 @@ class Service:
         if isinstance(event, Tokens):
             if reply.done:
                 return []  # drawn after the text had ended, before the engine heard of it
+            began = time.perf_counter()
             pieces: list[Piece] = list(reply.feed(event.tokens, event.logprobs))
+            attempt.spent.validate_s += time.perf_counter() - began
             if reply.done:
                 self._text.stopped += reply.calls_done
                 self._bridge.stop(event.request_id)

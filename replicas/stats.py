@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from holdfast.replicas.histogram import Histogram
 from holdfast.replicas.speculation.drafter import DraftCounts
+
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(slots=True)
@@ -42,6 +45,7 @@ class EngineStats:
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
     )
+    step_times: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))  # whole steps, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class Occupancy:
     reload_cells_per_s: float = 0.0  # how fast they came back lately; 0: none has
     pins: int = 0  # programs whose cells are kept between turns
     cells_pinned: int = 0  # of `cells_tree`, those that they keep
+    cells_host_total: int = 0  # room in host memory; 0: no second tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.router.gate import Gate
+from holdfast.router.line_stats import LineStats, show
 from holdfast.router.placement import PlacementConfig, ReplicaView, rank
 
 HINT = "last_replica"  # keyword argument of a call that names the replica of the program's last turn
@@ -67,6 +68,14 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
         self._gate = Gate(self._config.max_waiting)
+        self._tally = LineStats()
+        self._known: frozenset[str] = frozenset()
+        # Trap: Serve copies this module into the process by value, so what is to be found there stands in another one.
+        show(self)
+
+    @property
+    def line_stats(self) -> LineStats:
+        return replace(self._tally, waiting=len(self._gate), replicas=len(self._known))
 
     # ---- choosing ----
 
@@ -97,7 +106,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         home = ranking[0] if len(ranking) == 1 and 0 < patience < left else None
         key = (_arrival(pending_request), pending_request.created_at)
         request_id = pending_request.metadata.internal_request_id
-        chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
+        began = time.monotonic()
+        try:
+            chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
+        finally:
+            self._tally = self._tally.waited(time.monotonic() - began, again=waited >= self._config.patience_s)
         if chosen is None and home is None:
             raise OverloadedError("the request waited too long for a replica with room")
         return chosen
@@ -161,6 +174,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def _replicas_changed(self) -> None:
         replicas = _by_id(self._replicas.values())
+        now = frozenset(replicas)
+        self._tally = self._tally.changed(joined=len(now - self._known), lost=len(self._known - now))
+        self._known = now
         self._gate.replicas({each: replica.max_ongoing_requests for each, replica in replicas.items()})
 
 

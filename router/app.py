@@ -12,7 +12,9 @@ from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
+from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
+from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.http import (
     AnswerHeadersMiddleware,
@@ -23,7 +25,8 @@ from holdfast.router.http import (
     read_body,
     supervised,
 )
-from holdfast.router.metrics import RouterMetrics, exposition
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.body import decode, validate
@@ -41,9 +44,8 @@ from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
+from holdfast.router.turn_report import TurnReports
 from holdfast.router.turns import CHAT, COMPLETION, Turns
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(
@@ -54,14 +56,19 @@ def create_app(
     metrics: RouterMetrics,
     config: RouterConfig | None = None,
     latencies: ToolLatencies | None = None,
+    reports: TurnReports | None = None,
+    peers: Peers | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies()
-    metrics.degraded.set_function(lambda: float(cache.degraded))
-    turns = Turns(backend, tenants, programs, cache, metrics, config, latencies)
+    metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
+    reports = reports or TurnReports()
+    turns = Turns(backend, tenants, programs, cache, metrics, config, latencies, reports)
     agents = ProgramEndpoints(backend, tenants, programs, latencies)
-    small = SmallEndpoints(backend, tenants, metrics, config)
+    small = SmallEndpoints(backend, tenants, config)
+    status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded)
+    told = MetricsEndpoints(backend, tenants, metrics, peers)
 
     async def chat(request: Request) -> Response:
         return await turns.serve(request, CHAT)
@@ -75,13 +82,16 @@ def create_app(
         ("POST", "/v1/completions", completion),
         ("DELETE", "/v1/programs/{program_id:path}", agents.end),
         ("GET", "/v1/tools/latency", agents.tool_latency),
+        ("GET", "/v1/cluster/status", status.show),
         ("POST", "/tokenize", small.tokenize),
         ("POST", "/detokenize", small.detokenize),
         ("GET", "/v1/models", small.models),
         ("GET", "/v1/models/{name:path}", small.model),
         ("GET", "/version", small.version),
         ("GET", "/health", small.health),
-        ("GET", "/metrics", small.metrics),
+        ("GET", "/metrics", told.all),
+        ("GET", "/metrics/targets", told.targets),
+        ("GET", "/metrics/processes/{process}", told.process),
     )
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
@@ -94,12 +104,9 @@ def create_app(
 class SmallEndpoints:
     """Everything that generates nothing."""
 
-    def __init__(
-        self, backend: Backend, tenants: TenantDirectory, metrics: RouterMetrics, config: RouterConfig
-    ) -> None:
+    def __init__(self, backend: Backend, tenants: TenantDirectory, config: RouterConfig) -> None:
         self._backend = backend
         self._tenants = tenants
-        self._metrics = metrics
         self._config = config
         self._started = int(time.time())
 
@@ -134,11 +141,6 @@ class SmallEndpoints:
         if not await self._backend.healthy():
             raise UnavailableError("No replica is ready")
         return json_response(b'{"status":"ok"}')
-
-    async def metrics(self, request: Request) -> Response:
-        self._tenants.authorize_metrics(caller(request))
-        text = exposition(self._metrics, await self._backend.metrics())
-        return Response(text, headers={"content-type": METRICS_TYPE})
 
     async def _body(self, request: Request) -> dict[str, object]:
         self._tenants.authenticate(caller(request))

@@ -3,11 +3,12 @@
 Nothing here knows Ray or HTTP. `cluster` implements it with Serve handles, the tests with a fake.
 """
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+from holdfast.replicas.status import ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,15 @@ class Backend(Protocol):
         """What is served, one card a model. Asked on every request, so answered from memory; () before start-up."""
         ...
 
-    async def metrics(self) -> Sequence[str]:
-        """One Prometheus text exposition a replica, each sample labelled with its replica."""
+    async def metrics(self, only: str | None = None) -> Mapping[str, str]:
+        """The Prometheus text exposition of each replica by its id, each sample labelled with it.
+
+        With `only` the others' are empty.
+        """
+        ...
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        """What each replica that answers in time says of itself."""
         ...
 
     async def healthy(self) -> bool:

@@ -12,20 +12,21 @@ class RouterConfig:
     max_body_bytes: int = 32 * 2**20  # a larger request body is refused (413)
     max_in_flight: int = 4096  # generation requests of all tenants at once; one more is refused (429)
 
-    response_cache: bool = True
+    response_cache: bool = True  # exact repeats are answered without an engine
     cache_entries: int = 1024  # answers in this process
-    cache_memory: int = 64 * 2**20
+    cache_memory: int = 64 * 2**20  # of the answers in this process
     cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
-    cache_ttl_s: float = 3600.0
+    cache_ttl_s: float = 3600.0  # an answer is forgotten after this
 
     program_entries: int = 65536  # programs in this process
-    program_ttl_s: float = 86400.0
+    program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
 
     store_timeout_s: float = 0.05  # of one Redis operation
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
+    metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"
     store_entries: int = 65536  # kept in memory where there is no Redis
-    store_memory: int = 256 * 2**20
+    store_memory: int = 256 * 2**20  # of these
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -31,6 +31,9 @@ class Limiter:
     def in_flight(self) -> int:
         return self._in_flight.total()
 
+    def in_flight_of(self, tenant: str) -> int:
+        return self._in_flight[tenant]
+
     def enter(self, tenant: Tenant, now: float) -> None:
         """Raises OverloadedError or RefusedError (429) where there is no room, and then counts nothing."""
         if self.in_flight >= self._max_in_flight:

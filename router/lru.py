@@ -1,6 +1,7 @@
 """A bounded map with deadlines: least recently used first out. One thread, time comes in as `now`."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -32,6 +33,13 @@ class Lru(Generic[V]):
             return None
         self._entries.move_to_end(key)
         return entry[0]
+
+    def latest(self, now: float) -> Iterator[tuple[str, V]]:
+        """Keys and values, the most recently used first; using one while this goes on is not allowed."""
+        for key in reversed(self._entries):
+            value, deadline, _ = self._entries[key]
+            if now < deadline:
+                yield key, value
 
     def put(self, key: str, value: V, deadline: float, weight: int = 1) -> None:
         """Keep `value` until `deadline`. One that is heavier than the whole map is not kept."""

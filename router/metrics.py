@@ -1,23 +1,28 @@
-"""What the router counts and times, and one exposition made of its own and the replicas'.
+"""What the router counts and times. What there is stands in `metric_list`, its text is made in `exposition`.
 
 Labels come from configuration only (tenant, served model), never from what a client sends.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
 
 from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.metrics.definition import Metric
+from holdfast.replicas.metrics.process_usage import process_usage
+from holdfast.router import metric_list as listed
 from holdfast.router.event_stream import ClientGoneError
-from holdfast.router.protocol.errors import api_error
+from holdfast.router.exposition import Read, Watched, own_exposition
+from holdfast.router.programs import Run
+from holdfast.router.protocol.errors import api_error, reason
 
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
-WAIT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")  # of samples, after their family's name
-TURN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OTHER = "other"  # the tenant whose series are those of all that have none of their own
+
+Refresh: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class Outcome(StrEnum):
@@ -40,51 +45,65 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 class RouterMetrics:
-    """The router's metrics in `registry`."""
+    """The router's metrics in `registry`; `router` is this process's id, and a label of all of them."""
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic, router: str = "router"
+    ) -> None:
         self.registry = registry
         self.clock = clock
-        who = ("tenant", "model")
-        self.requests = Counter(
-            "holdfast_requests_total",
-            "Generation requests by how they ended: completed, cached, rejected, failed or aborted.",
-            (*who, "endpoint", "outcome"),
-            registry=registry,
-        )
-        self.in_flight = Gauge("holdfast_requests_in_flight", "Generation requests being served.", registry=registry)
-        self.first_token = Histogram(
-            "holdfast_time_to_first_token_seconds",
-            "From a request's arrival at the router to its first token.",
-            who,
-            buckets=WAIT_SECONDS,
-            registry=registry,
-        )
-        self.per_token = Histogram(
-            "holdfast_time_per_output_token_seconds",
-            "Mean time between the output tokens of a request after its first.",
-            who,
-            buckets=TOKEN_SECONDS,
-            registry=registry,
-        )
-        self.turn = Histogram(
-            "holdfast_turn_seconds",
-            "From a completed request's arrival at the router to its last token; without response-cache hits.",
-            who,
-            buckets=TURN_SECONDS,
-            registry=registry,
-        )
-        self.cache = Counter(
-            "holdfast_response_cache_lookups_total",
-            "Response cache look-ups by result: hit, miss or bypass.",
-            ("tenant", "result"),
-            registry=registry,
-        )
-        self.degraded = Gauge(
-            "holdfast_store_degraded",
-            "1 while Redis is away and values are kept in this process's memory.",
-            registry=registry,
-        )
+        self.router = router
+        self._named: frozenset[str] | None = None
+        self._refreshed: list[Refresh] = []
+        self.requests = self._counter(listed.REQUESTS)
+        self.errors = self._counter(listed.ERRORS)
+        self.in_flight = Gauge(listed.IN_FLIGHT.name, listed.IN_FLIGHT.help, registry=registry)
+        self.first_token = self._histogram(listed.FIRST_TOKEN)
+        self.per_token = self._histogram(listed.PER_TOKEN)
+        self.turn = self._histogram(listed.TURN)
+        self.queue = self._histogram(listed.QUEUE)
+        self.program = self._histogram(listed.PROGRAM)
+        self.program_turns = self._histogram(listed.PROGRAM_TURNS)
+        self.tool = self._histogram(listed.TOOL)
+        self.bubble = self._histogram(listed.BUBBLE)
+        self.tokens = self._counter(listed.TENANT_TOKENS)
+        self.cache = self._counter(listed.CACHE)
+        self.store = self._counter(listed.STORE_OPERATIONS)
+        self.store_seconds = self._histogram(listed.STORE_SECONDS_TAKEN)
+        self.watch(listed.CPU, lambda: process_usage().cpu_s)
+        self.watch(listed.MEMORY, lambda: process_usage().memory)
+        self.watch(listed.STARTED, lambda: process_usage().started)
+
+    def watch(self, metric: Metric, read: Read, refresh: Refresh | None = None) -> None:
+        """Show a value that stands elsewhere; `refresh` is awaited before it is read."""
+        self.registry.register(Watched(metric, read))
+        if refresh is not None:
+            self._refreshed.append(refresh)
+
+    def name_tenants(self, names: Sequence[str], most: int) -> None:
+        """The first `most` of these tenants have series of their own, the others share those of one."""
+        self._named = frozenset(names[:most])
+
+    def tenant(self, name: str) -> str:
+        """The label of a tenant; "" where it is not known who called."""
+        return name if not name or self._named is None or name in self._named else OTHER
+
+    def stored(self, seconds: float, done: bool) -> None:
+        """An operation on Redis has ended."""
+        self.store.labels("done" if done else "failed").inc()
+        self.store_seconds.observe(seconds)
+
+    async def exposition(self) -> str:
+        """What this process has, in Prometheus' text."""
+        for refresh in self._refreshed:
+            await refresh()
+        return own_exposition(self.registry, {"router": self.router})
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry)
 
 
 class Meter:
@@ -96,8 +115,10 @@ class Meter:
         self._started = metrics.clock()
         self._first: float | None = None
         self._ended = False
+        self._follows = False
         self.tenant = ""  # empty until they are known
         self.model = ""
+        self.on_end: Callable[[Outcome], None] = lambda outcome: None
         metrics.in_flight.inc()
 
     def first_token(self) -> None:
@@ -105,19 +126,44 @@ class Meter:
         if self._first is None:
             self._first = self._metrics.clock()
 
-    def answered(self, tokens: int, first_token_s: float | None = None) -> None:
-        """The request completed with `tokens` output tokens.
+    def resumed(self, pause_s: float) -> None:
+        """The request is the next turn of a program whose tools took so long."""
+        self._follows = True
+        self._metrics.tool.labels(*self._who).observe(pause_s)
 
-        `first_token_s` is how long its first token took, for a request that was not streamed.
-        """
-        now = self._metrics.clock()
-        first = self._started + first_token_s if first_token_s is not None else self._first
-        self._metrics.turn.labels(self.tenant, self.model).observe(now - self._started)
+    def looked_up(self, result: str) -> None:
+        """What the response cache said."""
+        self._metrics.cache.labels(self._who[0], result).inc()
+
+    def answered(self, usage: Usage, timing: Timing) -> None:
+        """The request completed; `timing` is on its replica's clock."""
+        metrics, who, now = self._metrics, self._who, self._metrics.clock()
+        first = self._first
+        if first is None and timing.first_token is not None:  # not streamed
+            first = self._started + timing.first_token - timing.arrived
+        metrics.turn.labels(*who).observe(now - self._started)
         if first is not None:
-            self._metrics.first_token.labels(self.tenant, self.model).observe(first - self._started)
-            if tokens > 1:
-                self._metrics.per_token.labels(self.tenant, self.model).observe((now - first) / (tokens - 1))
+            metrics.first_token.labels(*who).observe(first - self._started)
+            if usage.completion > 1:
+                metrics.per_token.labels(*who).observe((now - first) / (usage.completion - 1))
+        for kind, n in (("prompt", usage.prompt), ("cached", usage.cached), ("completion", usage.completion)):
+            metrics.tokens.labels(*who, kind).inc(n)
+        if timing.scheduled is not None:
+            metrics.queue.labels(*who).observe(timing.scheduled - timing.arrived)
+            if self._follows:
+                metrics.bubble.labels(*who).observe(max(self._unserved(timing, timing.scheduled, now), 0.0))
         self.end(Outcome.COMPLETED)
+
+    def program_ended(self, run: Run) -> None:
+        """The request was the last of its program's turns, for now."""
+        self._metrics.program.labels(*self._who).observe(run.seconds)
+        self._metrics.program_turns.labels(*self._who).observe(run.turns)
+
+    def failed(self, error: BaseException) -> None:
+        """The request ended in `error`."""
+        if not self._ended and isinstance(error, HoldfastError):
+            self._metrics.errors.labels(self._who[0], reason(error)).inc()
+        self.end(outcome_of(error))
 
     def end(self, outcome: Outcome) -> None:
         """The request has ended. Only the first call counts."""
@@ -125,32 +171,18 @@ class Meter:
             return
         self._ended = True
         self._metrics.in_flight.dec()
-        self._metrics.requests.labels(self.tenant, self.model, self._endpoint, outcome.value).inc()
+        self._metrics.requests.labels(*self._who, self._endpoint, outcome.value).inc()
+        self.on_end(outcome)
 
+    @property
+    def _who(self) -> tuple[str, str]:
+        return self._metrics.tenant(self.tenant), self.model
 
-def exposition(metrics: RouterMetrics, others: Iterable[str]) -> str:
-    """The text exposition of the router's own metrics and of `others`, each family once."""
-    return merge_expositions([generate_latest(metrics.registry).decode(), *others])
+    def _unserved(self, timing: Timing, scheduled: float, now: float) -> float:
+        """Seconds in which the engine did not work on the request: all but those of its first token, or of its all.
 
-
-def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition of several: samples of a family stand together under one HELP and TYPE, as scrapers demand."""
-    headings: dict[str, dict[str, str]] = {}
-    samples: dict[str, list[str]] = {}
-    for text in texts:
-        family = ""
-        for line in text.splitlines():
-            if line.startswith(("# HELP ", "# TYPE ")):
-                _, word, family, *_ = line.split(" ", 3)
-                headings.setdefault(family, {}).setdefault(word, line)
-                samples.setdefault(family, [])
-            elif line and not line.startswith("#"):
-                name = line.split("{", 1)[0].split(" ", 1)[0]
-                if name.removeprefix(family) not in SUFFIXES:
-                    family = name
-                samples.setdefault(family, []).append(line)
-    lines: list[str] = []
-    for family, found in samples.items():
-        lines.extend(headings.get(family, {}).values())
-        lines.extend(found)
-    return "\n".join(lines) + "\n"
+        A stream's last tokens may wait for their client, so there it counts to the first one.
+        """
+        if self._first is not None and timing.first_token is not None:
+            return self._first - self._started - (timing.first_token - scheduled)
+        return now - self._started - ((timing.finished or scheduled) - scheduled)

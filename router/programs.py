@@ -7,6 +7,7 @@ answers from memory and writes to the store behind the requests.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import orjson
 
@@ -19,7 +20,8 @@ from holdfast.router.store import Store
 class Program:
     """Times are in seconds since the epoch; `last_replica` is None before the first finished turn.
 
-    Between two turns `paused` is when the last one ended, and `tools` the key of what it called.
+    Between two turns `paused` is when the last one ended, and `tools` the key of what it called. From its first turn,
+    or the first one after an answer, to the next answer `began` is when that turn came, and `run_turns` how many have.
     """
 
     arrival: float
@@ -27,6 +29,16 @@ class Program:
     last_replica: str | None = None
     paused: float | None = None
     tools: str = ""
+    began: float | None = None
+    run_turns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A program's way from a question to the answer that calls no tool."""
+
+    seconds: float
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +74,26 @@ class ProgramTable:
         """A turn of a known program comes in: the pause that ends with it, told once. None: there was none."""
         now = self._clock()
         program = self._known.get(key, now)
-        if program is None or program.paused is None:
+        if program is None:
             return None
-        self._known.put(key, replace(program, paused=None, tools=""), now + self._ttl_s)
-        return Pause(program.tools, max(now - program.paused, 0.0))
+        came = replace(
+            program,
+            paused=None,
+            tools="",
+            began=now if program.began is None else program.began,
+            run_turns=program.run_turns + 1,
+        )
+        self._known.put(key, came, now + self._ttl_s)
+        return None if program.paused is None else Pause(program.tools, max(now - program.paused, 0.0))
+
+    def over(self, key: str) -> Run | None:
+        """A known program has its answer: the run that ends with it, told once."""
+        now = self._clock()
+        program = self._known.get(key, now)
+        if program is None or program.began is None:
+            return None
+        self._known.put(key, replace(program, began=None, run_turns=0), now + self._ttl_s)
+        return Run(max(now - program.began, 0.0), program.run_turns)
 
     def finish(self, key: str, replica_id: str, tools: str = "") -> None:
         """Count a turn that `replica_id` served and that called `tools`. The store learns of it in the background."""
@@ -75,6 +103,10 @@ class ProgramTable:
         program = replace(program, turns=program.turns + 1, last_replica=replica_id, paused=paused, tools=tools)
         self._known.put(key, program, now + self._ttl_s)
         self._background.start(self._write(key, program))
+
+    def latest(self, limit: int) -> list[tuple[str, Program]]:
+        """At most so many of the programs that this process knows, the last one that had a turn first."""
+        return list(islice(self._known.latest(self._clock()), limit))
 
     def note(self, key: str) -> None:
         """Enter `key` in the background where it is new: its turn needed no replica."""
@@ -115,12 +147,28 @@ def _store_key(key: str) -> str:
 
 
 def _encode(program: Program) -> bytes:
-    return orjson.dumps([program.arrival, program.turns, program.last_replica, program.paused, program.tools])
+    return orjson.dumps(
+        [
+            program.arrival,
+            program.turns,
+            program.last_replica,
+            program.paused,
+            program.tools,
+            program.began,
+            program.run_turns,
+        ]
+    )
 
 
 def _decode(value: bytes, now: float) -> Program:
     try:
-        arrival, turns, last_replica, paused, tools = orjson.loads(value)
-        return Program(float(arrival), int(turns), last_replica, None if paused is None else float(paused), str(tools))
+        arrival, turns, last_replica, paused, tools, began, run_turns = orjson.loads(value)
+        return Program(
+            float(arrival), int(turns), last_replica, _time(paused), str(tools), _time(began), int(run_turns)
+        )
     except (ValueError, TypeError):  # written by something else: the turn goes on as the program's first
         return Program(now)
+
+
+def _time(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from holdfast.router.lru import Lru
+from holdfast.router.redis_info import RedisInfo
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,11 +84,20 @@ class RedisStore:
     probed in the background, at once and then every `retry_s`, and used again as soon as it answers.
     """
 
-    def __init__(self, url: str, fallback: Store, timeout_s: float = 0.05, retry_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        fallback: Store,
+        timeout_s: float = 0.05,
+        retry_s: float = 1.0,
+        observe: Callable[[float, bool], None] | None = None,
+    ) -> None:
+        """`observe` is told of every operation how many seconds it took and whether it was done."""
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._probe: asyncio.Task[None] | None = None
+        self._observe = observe
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=CONNECTIONS,
@@ -105,6 +115,14 @@ class RedisStore:
     async def ping(self) -> bool:
         """Whether Redis answers now, for a check at start-up."""
         return await self._attempt(self._redis.ping) is not None
+
+    async def info(self) -> RedisInfo | None:
+        """What the server says of itself; None where it does not answer."""
+
+        async def work() -> RedisInfo:
+            return RedisInfo.of(await self._redis.info())
+
+        return await self._attempt(work)
 
     async def get(self, key: str) -> bytes | None:
         async def work() -> tuple[bytes | None]:
@@ -171,12 +189,15 @@ class RedisStore:
         return done
 
     async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T | None:
+        began, done = time.monotonic(), None
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await work()
+                done = await work()
         except (RedisError, OSError, TimeoutError) as error:
             log.debug("Redis operation failed: %s", error)
-            return None
+        if self._observe is not None:
+            self._observe(time.monotonic() - began, done is not None)
+        return done
 
     async def _wait_for_redis(self) -> None:
         while True:

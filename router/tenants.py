@@ -23,8 +23,8 @@ def hash_key(key: str) -> str:
 class TenantLimits:
     """None: no limit."""
 
-    requests_per_minute: int | None = None
-    max_concurrent: int | None = None
+    requests_per_minute: int | None = None  # requests beyond it are refused with 429
+    max_concurrent: int | None = None  # requests being served at once; one more is refused with 429
 
     def __post_init__(self) -> None:
         for name in ("requests_per_minute", "max_concurrent"):
@@ -37,11 +37,11 @@ class TenantLimits:
 class Tenant:
     """Who pays. `weight` is the share among tenants; an `operator` may read the metrics of all of them."""
 
-    name: str
-    key_hashes: tuple[str, ...] = ()
-    weight: float = 1.0
+    name: str  # letters, digits, `.`, `_` and `-`; a label of metrics
+    key_hashes: tuple[str, ...] = ()  # `sha256:` and the hash of each of its keys, as `holdfast key` prints them
+    weight: float = 1.0  # its share among tenants; kept for later, nothing uses it yet
     limits: TenantLimits = TenantLimits()
-    operator: bool = False
+    operator: bool = False  # may read the metrics and the status of the whole cluster
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -94,6 +94,7 @@ class TenantDirectory:
         if tenants and not self._by_key:
             raise ConfigError("there are tenants, but none has an API key", "tenants")
         self._exposed = exposed
+        self.tenants = tuple(tenants) or (DEFAULT_TENANT,)
 
     @property
     def has_keys(self) -> bool:

@@ -8,7 +8,7 @@ from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.replicas.fold import Fold
 from holdfast.replicas.requests import Answer, Completed, Errored
 from holdfast.router.backend import Batch
-from holdfast.router.metrics import Meter, Outcome, outcome_of
+from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.streaming import Encoder, error_event
 
@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class TurnStream:
-    """A `Source` of events. `on_answer` gets the replica and the whole answer once it is complete.
+    """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
+    `on_answer` after that.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
     """
@@ -27,6 +28,7 @@ class TurnStream:
         encoder: Encoder,
         meter: Meter,
         on_answer: Callable[[str, Answer], None],
+        note: Callable[[str, Answer], None] | None = None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -34,6 +36,7 @@ class TurnStream:
         self._encoder = encoder
         self._meter = meter
         self._on_answer = on_answer
+        self._note = note
         self._fold = Fold()
         self._opening = b""
 
@@ -81,17 +84,19 @@ class TurnStream:
         fold = self._fold
         fold.add(batch.pieces)
         if isinstance(fold.terminal, Errored):
-            self._meter.end(outcome_of(ReplyError(fold.terminal.error)))
+            self._meter.failed(ReplyError(fold.terminal.error))
         elif isinstance(fold.terminal, Completed):
             answer = fold.answer()
             assert answer is not None  # the fold has completed
-            self._meter.answered(answer.usage.completion)
+            if self._note is not None:
+                self._note(batch.replica_id, answer)
+            self._meter.answered(answer.usage, answer.timing)
             self._on_answer(batch.replica_id, answer)
         return self._encoder.encode(batch.pieces)
 
     def _fail(self, error: HoldfastError) -> bytes:
         self._fold.terminal = Errored(error.info)
-        self._meter.end(outcome_of(error))
+        self._meter.failed(error)
         return error_event(error.info)
 
 

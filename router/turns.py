@@ -26,7 +26,7 @@ from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disco
 from holdfast.router.http import answer_headers, caller, json_response, read_body
 from holdfast.router.identity import program_key
 from holdfast.router.limits import Limiter
-from holdfast.router.metrics import Meter, Outcome, RouterMetrics, outcome_of
+from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.chat import ChatBody, chat_reply, chat_turn
@@ -37,7 +37,9 @@ from holdfast.router.response_cache import CacheResult, ResponseCache
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
+from holdfast.router.turn_report import TurnReport, TurnReports
 from holdfast.router.turn_stream import TurnStream
+from holdfast.router.watching import watch_tenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Accepted:
     cache_key: str | None
     unique: str
     created: int
+    report: TurnReport
 
     @property
     def encoder(self) -> Encoder:
@@ -102,6 +105,7 @@ class Turns:
         metrics: RouterMetrics,
         config: RouterConfig,
         latencies: ToolLatencies,
+        reports: TurnReports | None = None,
     ) -> None:
         self._backend = backend
         self._tenants = tenants
@@ -110,22 +114,26 @@ class Turns:
         self._metrics = metrics
         self._config = config
         self._limiter = Limiter(config.max_in_flight)
+        watch_tenants(metrics, tenants.tenants, self._limiter, config.metrics_tenants)
         self._latencies = latencies
+        self._reports = reports or TurnReports()
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
         meter = Meter(self._metrics, endpoint.name)
+        report = self._reports.begin(request, endpoint.name, answer_headers(request).request_id)
+        meter.on_end = report.ended
         try:
-            accepted = await self._accept(request, endpoint, meter)
+            accepted = await self._accept(request, endpoint, meter, report)
             repeat = await self._look_up(request, accepted)
             return await self._ask(request, accepted) if repeat is None else repeat
         except BaseException as error:
-            meter.end(outcome_of(error))
+            meter.failed(error)
             raise
 
-    async def _accept(self, request: Request, endpoint: Endpoint, meter: Meter) -> Accepted:
+    async def _accept(self, request: Request, endpoint: Endpoint, meter: Meter, report: TurnReport) -> Accepted:
         tenant = self._tenants.authenticate(caller(request))
-        meter.tenant = tenant.name
+        meter.tenant = report.facts.tenant = tenant.name
         body = decode(await read_body(request, self._config.max_body_bytes))
         models = await self._backend.models()
         if not models:
@@ -133,7 +141,7 @@ class Turns:
         turn = endpoint.turn(body, lambda name: find_model(name, models))
         meter.model = turn.model.name
         bypassed = self._cache.bypassed(request.headers.get("cache-control"))
-        return Accepted(
+        accepted = Accepted(
             endpoint=endpoint,
             tenant=tenant,
             turn=turn,
@@ -142,15 +150,18 @@ class Turns:
             cache_key=None if bypassed else self._cache.key(tenant.name, turn),
             unique=secrets.token_hex(12),
             created=int(time.time()),
+            report=report,
         )
+        report.accepted(accepted.unique, tenant.name, accepted.program, turn.model.name, turn.stream)
+        return accepted
 
     async def _look_up(self, request: Request, accepted: Accepted) -> Response | None:
         """The answer from the cache, in the shape that was asked for, or None."""
         key = accepted.cache_key
         answer = None if key is None else await self._cache.find(key)
         result = CacheResult.BYPASS if key is None else CacheResult.MISS if answer is None else CacheResult.HIT
-        answer_headers(request).cache = result.value
-        self._metrics.cache.labels(accepted.tenant.name, result.value).inc()
+        answer_headers(request).cache = accepted.report.facts.cache = result.value
+        accepted.meter.looked_up(result.value)
         if answer is None:
             return None
         self._programs.note(accepted.program)
@@ -161,6 +172,7 @@ class Turns:
         else:
             response = json_response(accepted.reply(answer))
         accepted.meter.end(Outcome.CACHED)
+        self._over(accepted, answer)
         return response
 
     async def _ask(self, request: Request, accepted: Accepted) -> Response:
@@ -180,6 +192,7 @@ class Turns:
                 program_turns=program.turns,
                 program_end=accepted.turn.program_end,
             )
+            command = accepted.report.asking(command)
             if not accepted.turn.stream:
                 return await self._whole(request, accepted, command, program.last_replica)
             stream = await self._begin_stream(request, accepted, command, program.last_replica)
@@ -196,8 +209,8 @@ class Turns:
             raise ReplyError(answer.error)
         timing = answer.timing
         answer_headers(request).server_timing = server_timing.header(timing)
-        first_token_s = None if timing.first_token is None else timing.first_token - timing.arrived
-        accepted.meter.answered(answer.usage.completion, first_token_s)
+        accepted.report.answered(routed.replica_id, answer)
+        accepted.meter.answered(answer.usage, timing)
         self._settle(accepted, routed.replica_id, answer)
         return json_response(accepted.reply(answer))
 
@@ -206,7 +219,8 @@ class Turns:
     ) -> TurnStream:
         """The stream after its first pieces, so that what fails before them is answered with an HTTP status."""
         batches = self._backend.stream(command, last_replica)
-        stream = TurnStream(batches, accepted.encoder, accepted.meter, partial(self._settle, accepted))
+        told = accepted.report.answered
+        stream = TurnStream(batches, accepted.encoder, accepted.meter, partial(self._settle, accepted), told)
         try:
             await until_disconnect(request.receive, stream.start())
         except BaseException:
@@ -219,10 +233,17 @@ class Turns:
         """A turn has come: what its program waited for took so long."""
         pause = self._programs.resume(accepted.program)
         if pause is not None:
+            accepted.report.facts.pause = pause
+            accepted.meter.resumed(pause.seconds)
             self._latencies.record(accepted.tenant.name, pause.tools, pause.seconds)
+
+    def _over(self, accepted: Accepted, answer: Answer) -> None:
+        if answer.called.last and (run := self._programs.over(accepted.program)) is not None:
+            accepted.meter.program_ended(run)
 
     def _settle(self, accepted: Accepted, replica_id: str, answer: Answer) -> None:
         called = answer.called
         self._programs.finish(accepted.program, replica_id, "" if called.last else tool_set(called.tools))
+        self._over(accepted, answer)
         if accepted.cache_key is not None:
             self._cache.keep(accepted.cache_key, answer)

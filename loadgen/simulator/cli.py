@@ -19,8 +19,8 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--profile", default="8b-a100", help="MODEL-GPU: 8b, 14b or 70b (on 4) and a100, h200 or b200")
     add("--replicas", type=int, default=1, help="behind the router's placement (default: 1)")
     add("--cells", type=int, help="KV cells of a replica (default: what the profile has room for)")
-    add("--policy", action="append", help="request, plas, infercept, program, fixed, bernstein, restore-cost or "
-        "continuum; may come several times, the first is what the others are compared to")  # fmt: skip
+    add("--policy", action="append", help="request, plas, infercept, program, fixed, bernstein, restore-cost, "
+        "continuum or default; may come several times, the first is what the others are compared to")  # fmt: skip
     add("--host-tier", choices=("off", "on", "both"), default="off", help="cells in host memory (default: off)")
     add("--seed", type=int, default=0, help="of the first run (default: 0)")
     add("--seeds", type=int, default=3, help="how many, one after another (default: 3)")

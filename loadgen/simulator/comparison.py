@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.loadgen.lag import uncollected
 from holdfast.loadgen.measure import Estimate, estimate, mean, ratio
 from holdfast.loadgen.simulator.outcome import Outcome
 from holdfast.loadgen.simulator.policies import engine_config
@@ -61,7 +62,8 @@ class Row:
 def run(case: Case, policy: str, seed: int, bulk: Bulk | None = None, ended: Callable[[], None] = lambda: None) -> Row:
     """One run to its end. Raises ConfigError, and EngineError where an engine failed a request."""
     config = engine_config(policy, case.profile, case.host)
-    outcome = Simulation(case.profile, config, case.replicas, bulk).run(case.workload.draw(seed), ended)
+    with uncollected():
+        outcome = Simulation(case.profile, config, case.replicas, bulk).run(case.workload.draw(seed), ended)
     return row(case.name, policy, seed, outcome)
 
 

@@ -31,11 +31,28 @@ def of(cases: Sequence[Case], summaries: Sequence[Summary]) -> dict[str, str]:
         groups.setdefault(_group(case), []).append(case)
     for name, group in groups.items():
         told = [each for each in summaries if each.case in {case.name for case in group}]
-        if len({case.workload.turns_times for case in group}) > 1:
+        if len(group) == 1:
+            found[name] = bars(told)
+        elif len({case.workload.turns_times for case in group}) > 1:
             found[f"{name}-turns"] = draw(group, told, lambda case: case.workload.turns_times, "turns, times")
         else:
             found[name] = draw(group, told, lambda case: case.workload.rate, "programs that arrive a second")
     return found
+
+
+def bars(summaries: Sequence[Summary]) -> str:
+    """The same figures of one load, a bar for each policy, as SVG."""
+    with rc_context(STYLE):
+        figure = Figure((WIDTH, 5.6), layout="constrained")
+        for axes, (title, figure_name) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+            for place, summary in enumerate(summaries):
+                value, low, high = _ends(summary.figures[figure_name])
+                axes.bar(place, value, 0.7, color=colour(place), alpha=0.85)
+                axes.vlines(place, low, high, color=INK, linewidth=1.1)
+            axes.set(title=title, ylim=(0, None))
+            axes.set_xticks(range(len(summaries)), [summary.policy for summary in summaries], fontsize=7)
+            axes.grid(True, axis="y")
+        return svg(figure, INK)
 
 
 def draw(cases: Sequence[Case], summaries: Sequence[Summary], load: Load, about: str) -> str:
@@ -62,11 +79,16 @@ def draw(cases: Sequence[Case], summaries: Sequence[Summary], load: Load, about:
 def _curve(axes: Axes, points: Mapping[float, Estimate], aside: float, place: int, policy: str) -> None:
     """One policy's line with its intervals, so far aside that those of several can be told apart."""
     loads, values = [load + aside for load in points], [found.value for found in points.values()]
-    low = [found.value if found.low is None else found.low for found in points.values()]
-    high = [found.value if found.high is None else found.high for found in points.values()]
+    _, low, high = zip(*(_ends(found) for found in points.values()), strict=True)
     style = LINES[place % len(LINES)] + MARKS[place % len(MARKS)]
     axes.plot(loads, values, style, color=colour(place), label=policy, markersize=4, linewidth=1.3)
     axes.vlines(loads, low, high, color=colour(place), linewidth=1.1, alpha=0.7)
+
+
+def _ends(found: Estimate) -> tuple[float, float, float]:
+    """A figure and its interval; where there is none, of no length."""
+    low = found.value if found.low is None else found.low
+    return found.value, low, found.value if found.high is None else found.high
 
 
 def _group(case: Case) -> str:

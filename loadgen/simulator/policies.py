@@ -22,6 +22,7 @@ class Policy:
     retention: PolicyName
 
 
+_UNTOLD = EngineConfig()
 POLICIES = {
     "request": Policy("request", "none"),
     "plas": Policy("plas", "none"),
@@ -31,15 +32,21 @@ POLICIES = {
     "bernstein": Policy("program", "bernstein"),
     "restore-cost": Policy("program", "restore-cost"),
     "continuum": Policy("program", "continuum"),
+    "default": Policy(_UNTOLD.order, _UNTOLD.retention.policy),
 }
 USUAL = ("request", "plas", "infercept", "program", "fixed", "continuum")
 
 
-def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
-    """One replica under the policy of that name, with a second tier or without. Raises ConfigError."""
+def policy(name: str) -> Policy:
+    """The policy of that name. Raises ConfigError."""
     if name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}; there are {', '.join(POLICIES)}", "policy")
-    policy = POLICIES[name]
+    return POLICIES[name]
+
+
+def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
+    """One replica under the policy of that name, with a second tier or without. Raises ConfigError."""
+    named = policy(name)
     return EngineConfig(
         model=profile.name,
         context_length=CONTEXT,
@@ -50,6 +57,6 @@ def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
         session_rows=128,
         max_waiting=int(_ENDLESS),
         queue_timeout_s=_ENDLESS,
-        order=policy.order,
-        retention=RetentionConfig(policy=policy.retention),
+        order=named.order,
+        retention=RetentionConfig(policy=named.retention),
     )

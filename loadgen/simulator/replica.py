@@ -2,8 +2,9 @@
 
     decoding only, nobody waits     the coming steps are known until a sequence ends: they pass as one, and are cut
                                     short when a request comes
-    decoding only, somebody waits   several steps pass as one, at most `blind`, and none beyond what is known to come:
-                                    so who waits is looked at again a little late
+    decoding only, somebody waits   steps pass as one until something changes for who waits: a sequence ends, a request
+                                    comes, a pin expires. Where others than this replica may get the next request, at
+                                    most `blind` of them: then it is looked at a little late
     anything else                   one step at a time
 
 The engine runs a step when it ends in the first case, and when it begins in the others; its events count from the end.
@@ -80,10 +81,10 @@ class Replica:
         """Between two steps."""
         self._events += self.engine.handle(notice, self.at)
 
-    def begin(self, now: float, known: float) -> float | None:
+    def begin(self, now: float, known: float, *, all_known: bool) -> float | None:
         """Begin a step, now that the one before is over; when it will be over, None where there is nothing to do.
 
-        `known` is when the next request will come that is known to come here.
+        `known` is when the next request will come that is known to come here; `all_known`: no other one comes before.
         """
         self.at = max(self.at, now)
         for came, submit, reply in self._came:
@@ -96,8 +97,10 @@ class Replica:
             self._planned = self._most(self._bulk.free)
             return self._end()
         if self._drew and self._runner.decoded:
-            steps = self._most(self._bulk.blind)
-            self._run(self._profile.decode_steps(*self._batch(), known - self.at, steps))
+            steps = self._most(max(self._bulk.free, 1) if all_known else self._bulk.blind)
+            due = self.engine.due
+            change = known if due is None else min(known, due)
+            self._run(self._profile.decode_steps(*self._batch(), change - self.at, steps))
         else:
             self._run(1)
         return self.at

@@ -136,6 +136,7 @@ class Simulation:
         self._now = 0.0
         self._done: list[Done] = []
         self._programs: Iterator[Program] = iter(())
+        self._coming = float("inf")  # when the next program arrives
 
     def run(self, programs: Iterable[Program], ended: Callable[[], None] = lambda: None) -> Outcome:
         """Until every program has ended; they come in order of arrival. `ended` is called for each."""
@@ -184,6 +185,7 @@ class Simulation:
 
     def _next_program(self) -> None:
         program = next(self._programs, None)
+        self._coming = float("inf") if program is None else program.arrived
         if program is not None:
             self._at(program.arrived, self._arrive, program)
 
@@ -196,7 +198,8 @@ class Simulation:
             self._ends(site, end)
 
     def _begin(self, site: Site) -> None:
-        end = site.replica.begin(self._now, site.known(self._now))
+        known, alone = site.known(self._now), len(self._sites) == 1
+        end = site.replica.begin(self._now, min(known, self._coming) if alone else known, all_known=alone)
         if end is None:
             site.end = -1
         else:

@@ -50,6 +50,8 @@ VARIANTS = (
     Variant("early_stop", {"early_stop": False}, same_output=False),
     Variant("own_decoder", {"decoder": "transformers"}),
     Variant("device_sampling", {"device_sampling": False}),
+    Variant("overlap_steps", {"overlap_steps": "off"}),
+    Variant("cuda_graphs", {"cuda_graphs": False}),
 )
 """Every mechanism that can be turned off; `docs/mechanisms.md` says what each is."""
 

@@ -95,8 +95,8 @@ class KVCache:
 
     def peek(self, scope: str, tokens: TokenIds) -> int:
         """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
-        root = self.tree.roots.get(scope)
-        return self.tree.walk(root, tokens[:-1]).length if root is not None else 0
+        match = found(self, scope, tokens)
+        return match.length if match is not None else 0
 
     @property
     def stats(self) -> CacheStats:
@@ -297,10 +297,15 @@ class KVCache:
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
 
 
-def claimed(cache: KVCache, scope: str, tokens: TokenIds) -> int:
-    """Cells that `acquire` would protect from then on: those of the cached prefix that nobody protects now."""
+def found(cache: KVCache, scope: str, tokens: TokenIds) -> Match | None:
+    """Where what `acquire` would find cached now ends; None in a scope that has nothing. Changes nothing."""
     root = cache.tree.roots.get(scope)
-    step = cache.tree.walk(root, tokens[:-1]).node if root is not None else None
+    return cache.tree.walk(root, tokens[:-1]) if root is not None else None
+
+
+def claimed(cache: KVCache, match: Match | None) -> int:
+    """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now."""
+    step = match.node if match is not None else None
     pages = 0
     while step is not None and step.leases == 0:
         pages += step.owned

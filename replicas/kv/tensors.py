@@ -34,24 +34,41 @@ class KVTensors:
     """The storage itself; `data` has the module's shape."""
 
     def __init__(
-        self, shape: CellShape, pages: int, page_size: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+        self,
+        shape: CellShape,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        scratch: bool = False,
     ) -> None:
-        """Allocate. Raises ConfigError when the device has not that much memory."""
+        """Allocate. `scratch`: with one more page, behind the others, for what is written and never read.
+
+        Raises ConfigError when the device has not that much memory.
+        """
         self.shape = shape
-        heads, cell = (shape.layers, 2, shape.kv_heads), (pages, page_size)
+        self._scratch = scratch
+        self.data = self._allocated(pages, page_size, dtype, device)
+        self.pages = pages
+
+    def resize(self, pages: int) -> None:
+        """Start again with `pages` pages: what was stored is gone. Raises ConfigError like the constructor."""
+        page_size, dtype, device = self.page_size, self.data.dtype, self.data.device
+        self.data = torch.empty(0)  # given back before the new one is asked for
+        self.data = self._allocated(pages, page_size, dtype, device)
+        self.pages = pages
+
+    def _allocated(self, pages: int, page_size: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        shape = self.shape
+        heads, cell = (shape.layers, 2, shape.kv_heads), (pages + self._scratch, page_size)
         try:
             if torch.device(device).type == "cpu":
                 stored = torch.zeros(*heads, *cell, shape.head_dim, dtype=dtype)
-                self.data: Tensor = stored.permute(0, 1, 3, 4, 2, 5)
-            else:
-                self.data = torch.zeros(*heads[:2], *cell, *heads[2:], shape.head_dim, dtype=dtype, device=device)
+                return stored.permute(0, 1, 3, 4, 2, 5)
+            return torch.zeros(*heads[:2], *cell, *heads[2:], shape.head_dim, dtype=dtype, device=device)
         except RuntimeError as error:
             wanted = shape.values * pages * page_size * dtype.itemsize / 2**30
             raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on {device}: {error}", "cells") from error
-
-    @property
-    def pages(self) -> int:
-        return self.data.shape[2]
 
     @property
     def page_size(self) -> int:
@@ -60,6 +77,11 @@ class KVTensors:
     @property
     def cells(self) -> int:
         return self.pages * self.page_size
+
+    @property
+    def scratch_cell(self) -> int | None:
+        """A cell that nobody reads; None without such a page."""
+        return self.cells if self._scratch else None
 
     @property
     def cell_bytes(self) -> int:

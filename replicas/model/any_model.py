@@ -14,6 +14,7 @@ from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.paging import PagedBatch
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.batch import StepBatch
+from holdfast.replicas.model.face import AttentionShape
 
 ATTENTION = "holdfast"  # the name in the registry
 
@@ -61,9 +62,17 @@ AttentionInterface.register(ATTENTION, paged_attention_forward)
 class AnyModel:
     """A loaded transformers model as the runner wants it: a batch in, logits of the drawn tokens out."""
 
+    attention: AttentionShape | None = None  # what its layers ask for is known when they ask
+
     def __init__(self, model: nn.Module, kv: KVTensors) -> None:
         self._model = model
         self._kv = kv
+
+    @property
+    def vocabulary(self) -> int:
+        """Width of the logits."""
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        return int(head.weight.shape[0]) if head is not None else int(self._model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens, in the model's dtype; stores the KV of all its tokens."""

@@ -16,6 +16,7 @@ from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.batch import StepBatch
+from holdfast.replicas.model.face import AttentionShape
 from holdfast.replicas.model.fused_weights import (
     DecoderShape,
     DecoderWeights,
@@ -128,6 +129,16 @@ class Decoder:
         device = str(kv.data.device)
         weights = read_weights(path, shape, kv.data.dtype, device)
         return cls(shape, weights, rotary_table(config, context_length, device), kv)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._shape.vocabulary
+
+    @property
+    def attention(self) -> AttentionShape:
+        shape = self._shape
+        windows = tuple(sorted({window or 0 for window in shape.window}))
+        return AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, windows)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

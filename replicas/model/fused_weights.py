@@ -72,7 +72,7 @@ class DecoderWeights:
 
 def read_weights(path: str, shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
     """Read a checkpoint folder. Raises ConfigError for a tensor that is missing, unknown or of another size."""
-    weights = _allocate(shape, dtype, device)
+    weights = allocate(shape, dtype, device)
     try:
         _fill(weights, path, shape)
     except (OSError, ValueError, SafetensorError) as error:
@@ -120,7 +120,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, shard.get_tensor(name)
 
 
-def _allocate(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
+def allocate(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 

@@ -28,6 +28,14 @@ class PageTable:
 
     def write(self, write: RowWrite) -> None:
         """Apply one row write. Raises IndexError when it reaches outside the table or names a page that is not."""
+        self.note(write)
+        if self.tensor.device.type != "cpu":
+            end = write.first + len(write.pages)
+            pages = torch.from_numpy(np.ascontiguousarray(write.pages))
+            self.tensor[write.row, write.first : end] = pages.to(self.device)
+
+    def note(self, write: RowWrite) -> None:
+        """The host's part of a row write; whoever calls it sees to it that the device's follows, in order."""
         rows, slots = self._host.shape
         first, end = write.first, write.first + len(write.pages)
         if not (0 <= write.row < rows and first >= 0 and end <= slots):
@@ -38,8 +46,6 @@ class PageTable:
         if first > runs.extent:
             raise IndexError(f"row {write.row} is written from page {first} on but ends at {runs.extent}")
         self._host[write.row, first:end] = write.pages
-        if self.tensor.device.type != "cpu":
-            self.tensor[write.row, first:end] = torch.from_numpy(np.ascontiguousarray(write.pages)).to(self.device)
         runs.replace_tail(first, self._host[write.row, first : max(end, runs.extent)])
 
     def cells(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -6,13 +6,14 @@ A step that fails leaves the page table and the store in use: writes are done by
 nothing that anyone may read yet.
 """
 
+import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.replicas.config import EngineConfig, Hardware, resolve
@@ -20,25 +21,26 @@ from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.host_pages import HostPages
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import AnyModel
-from holdfast.replicas.model.batch import StepBatch, build_batch
+from holdfast.replicas.model.batch import build_batch
+from holdfast.replicas.model.beside import Beside
 from holdfast.replicas.model.check import check_model
 from holdfast.replicas.model.cost import measure_cost
 from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.face import Model
+from holdfast.replicas.model.memory import GpuMemory, MemorySource, cells_left, measure
 from holdfast.replicas.model.page_table import PageTable
 from holdfast.replicas.model.probe import faster_dtype
 from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.model.start import agree, graph_bytes, graph_tokens, largest_step, pages_to_measure
+from holdfast.replicas.model.step_errors import STEP_ERRORS
 from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer, served_name
-from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
+from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 
-# What torch and numpy raise for a step that cannot be run: shapes, indices, memory.
-_STEP_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+log = logging.getLogger(__name__)
 
-
-class Model(Protocol):
-    """What the runner needs of a model: logits [R, vocabulary] of the drawn tokens, KV stored on the way."""
-
-    def forward(self, batch: StepBatch) -> Tensor: ...
+if TYPE_CHECKING:
+    from holdfast.replicas.model.step_graphs import Capture, GraphRoom
 
 
 class ModelRunner:
@@ -52,7 +54,9 @@ class ModelRunner:
         context_length: int,
         device_sampling: bool = True,
         host: HostPages | None = None,
+        on_device: bool | None = None,
     ) -> None:
+        """`on_device`: steps are begun and landed as on a GPU; None: on a GPU, where tokens are drawn there."""
         self._model = model
         self._host = host
         self._device_sampling = device_sampling
@@ -61,13 +65,55 @@ class ModelRunner:
         slots = -(-context_length // kv.page_size)
         self._table = PageTable(max_rows, slots, kv.page_size, kv.pages, device)
         self._cuda = device.type == "cuda"
+        self._pipeline: PipelinedRunner = Beside(self)
+        self._on_device = on_device or (on_device is None and self._cuda and device_sampling)
+        if self._on_device:
+            from holdfast.replicas.model.device_steps import DeviceSteps  # Triton comes with torch for a GPU alone
+
+            self._pipeline = DeviceSteps(model, kv, self._table, host)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Run one step. Raises EngineError when it fails; the runner can be used again."""
+        if self._on_device:
+            return self._pipeline.run(plan)
         try:
             return self._run(plan)
-        except _STEP_ERRORS as error:
+        except STEP_ERRORS as error:
             raise EngineError(f"a step of {len(plan.chunks)} chunks failed: {error}") from error
+
+    def begin(self, plan: StepPlan) -> Flight:
+        """Begin a step, behind those that were begun before. Raises EngineError for one that cannot be."""
+        return self._pipeline.begin(plan)
+
+    def capture(self, capture: "Capture", room: "GraphRoom", say: Callable[[str], None]) -> bool:
+        """Capture the forwards of decoding and verifying as graphs; False where this model or store has none."""
+        from holdfast.replicas.model.device_steps import DeviceSteps
+        from holdfast.replicas.model.step_graphs import StepGraphs
+
+        model, scratch, pipeline = self._model, self.kv.scratch_cell, self._pipeline
+        if not isinstance(pipeline, DeviceSteps) or model.attention is None or scratch is None:
+            return False
+        graphs = StepGraphs(model, model.attention, self._table, scratch, self.kv.data.dtype, room)
+        graphs.capture(capture, say)
+        pipeline.graphs = graphs
+        return True
+
+    def believe(self, config: EngineConfig) -> bool:
+        """Keep the graphs if they compute what steps compute without them; whether they do."""
+        from holdfast.replicas.model.device_steps import DeviceSteps
+
+        pipeline = self._pipeline
+        if not isinstance(pipeline, DeviceSteps):
+            return False
+        graphs = pipeline.graphs
+
+        def run(plan: StepPlan, replays: bool) -> StepOutput:
+            pipeline.graphs = graphs if replays else None
+            return pipeline.run(plan)
+
+        good = agree(lambda plan: run(plan, True), lambda plan: run(plan, False), config)
+        pipeline.graphs = graphs if good else None
+        return good
 
     def _run(self, plan: StepPlan) -> StepOutput:
         if not plan.moves:
@@ -135,12 +181,19 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
     tokenizer = load_tokenizer(info)
     dtype = getattr(torch, resolved.dtype)
-    kv = KVTensors(info.cell, resolved.cells // resolved.page_size, resolved.page_size, dtype, resolved.device)
+    on_gpu = resolved.device != "cpu"
+    profiled = on_gpu and not config.cells
+    pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
+    kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu)
     model = _load_model(info, resolved, kv)
+    if profiled:
+        resolved = fill_memory(resolved, model, kv, GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
     runner = ModelRunner(
         model, kv, resolved.max_sequences, resolved.context_length, device_sampling=resolved.device_sampling, host=host
     )
+    if on_gpu and resolved.cuda_graphs:
+        _capture(runner, model, resolved)
     cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
     return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
 
@@ -148,7 +201,11 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
     """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
     if config.decoder != "transformers":
-        decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length)
+        try:
+            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length)
+        except torch.OutOfMemoryError as error:
+            message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
+            raise ConfigError(message, "model") from error
         if decoder is not None:
             return decoder
         if config.decoder == "own":
@@ -156,6 +213,37 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
     loaded = load_model(info, config.dtype, config.device)
     check_model(loaded, kv)
     return AnyModel(loaded.module, kv)
+
+
+def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: MemorySource) -> EngineConfig:
+    """Give the store what the device has left beside the model and its largest step; the configuration with its cells.
+
+    Raises ConfigError, naming the setting to change, where that is nothing.
+    """
+    runner = ModelRunner(model, kv, config.max_sequences, config.context_length, config.device_sampling)
+    use = measure(source, kv.data.nbytes, lambda: runner.run(largest_step(config)))
+    reserve = graph_bytes(config, model.vocabulary)
+    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
+    kv.resize(cells // kv.page_size)
+    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
+    return replace(config, cells=cells)
+
+
+def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
+    """Capture graphs for decoding and verifying, and go on without where that fails: they are only faster."""
+    tokens = graph_tokens(config)
+    if model.attention is None or not tokens:
+        return
+    from holdfast.replicas.model.step_graphs import gpu_capture, room_for
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    try:
+        captured = runner.capture(gpu_capture(), room_for(tokens, model.attention, processors), log.info)
+    except RuntimeError:
+        log.exception("steps run without CUDA graphs: they could not be captured")
+        return
+    if captured:
+        runner.believe(config)
 
 
 def _decoder(device: str) -> type[Decoder]:

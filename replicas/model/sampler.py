@@ -12,6 +12,7 @@ drafts up to there were right; drafts that equal what was drawn at their place, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,8 +26,11 @@ from holdfast.replicas.scheduling.plan import Chunk, Drawn
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
 
 
+LogRow: TypeAlias = tuple[float, list[float], list[int]]
+
+
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """Rows of the logits by what they need; lists of row indices and their settings."""
 
     sampled: list[int] = field(default_factory=list)
@@ -47,16 +51,16 @@ def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
     """
     if not logits.shape[0]:
         return (None,) * len(chunks)
-    rows = _group(chunks, logits.shape[1])
+    rows = group_rows(chunks, logits.shape[1])
     with torch.inference_mode():
         tokens = _draw(logits, rows)
         values = tokens.tolist()
-        logprobs = _logprobs(logits, tokens, rows) if rows.logprobs else {}
-    return _verify(chunks, values, logprobs)
+        logprobs = logprobs_by_row(rows, row_logprobs(logits, tokens, rows)) if rows.logprobs else {}
+    return by_chunk(chunks, values, _accepted(chunks, values), logprobs)
 
 
-def _group(chunks: Sequence[Chunk], vocabulary: int) -> _Rows:
-    rows = _Rows()
+def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
+    rows = Rows()
     row = 0
     for chunk in chunks:
         if (draw := chunk.draw) is None:
@@ -104,18 +108,12 @@ def _edits(chunk: Chunk, first: int, vocabulary: int) -> list[tuple[int, int, fl
     return edits
 
 
-def _draw(logits: Tensor, rows: _Rows) -> Tensor:
+def _draw(logits: Tensor, rows: Rows) -> Tensor:
     """Token ids [R], on the device."""
     if not rows.sampled and not rows.edits and not rows.masks:
         return greedy(logits)
     device = logits.device
-    scores = logits.float()
-    if rows.edits:
-        at, token, change = zip(*rows.edits, strict=True)
-        where = (torch.tensor(at, device=device), torch.tensor(token, device=device))
-        scores = scores.index_put(where, torch.tensor(change, device=device), accumulate=True)
-    if rows.masks:
-        scores = _masked(scores, rows)
+    scores = adjusted(logits, rows)
     if not rows.sampled:
         return greedy(scores)
     some = len(rows.sampled) < logits.shape[0]
@@ -129,7 +127,17 @@ def _draw(logits: Tensor, rows: _Rows) -> Tensor:
     return greedy(scores).index_copy(0, index, drawn) if some else drawn
 
 
-def _masked(scores: Tensor, rows: _Rows) -> Tensor:
+def adjusted(logits: Tensor, rows: Rows) -> Tensor:
+    """The logits in float32 after bias, penalties and masks; a new tensor where there are any."""
+    scores = logits.float()
+    if rows.edits:
+        at, token, change = zip(*rows.edits, strict=True)
+        where = (torch.tensor(at, device=logits.device), torch.tensor(token, device=logits.device))
+        scores = scores.index_put(where, torch.tensor(change, device=logits.device), accumulate=True)
+    return _masked(scores, rows) if rows.masks else scores
+
+
+def _masked(scores: Tensor, rows: Rows) -> Tensor:
     """`scores` with the tokens that a constrained row may not draw at minus infinity; a new tensor."""
     vocabulary, device = scores.shape[1], scores.device
     packed = np.empty((len(rows.masked), rows.masks[0].matcher.words), np.int32)
@@ -170,31 +178,47 @@ def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
     )
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, rows: _Rows) -> dict[int, tuple[float, list[float], list[int]]]:
-    """By row: the drawn token's log probability and the most likely ones, before any setting touched the logits."""
+def row_logprobs(logits: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows that ask for it, the drawn token's log probability and the most likely ones with their ids; all
+    before any setting touched the logits. [rows.logprobs], then twice [rows.logprobs, rows.most_logprobs]."""
     index = torch.tensor(rows.logprobs, device=logits.device)
-    chosen, values, ids = log_probabilities(logits[index], tokens[index], rows.most_logprobs)
-    return dict(
-        zip(rows.logprobs, zip(chosen.tolist(), values.tolist(), ids.tolist(), strict=True), strict=True),
-    )
+    return log_probabilities(logits[index], tokens[index].long(), rows.most_logprobs)
 
 
-def _verify(
-    chunks: Sequence[Chunk], values: list[int], logprobs: dict[int, tuple[float, list[float], list[int]]]
-) -> tuple[Drawn | None, ...]:
-    """Per chunk the accepted drafts and the token after them."""
-    result: list[Drawn | None] = []
+def logprobs_by_row(rows: Rows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
+    """What `row_logprobs` found, on the host."""
+    return dict(zip(rows.logprobs, zip(*(each.tolist() for each in found), strict=True), strict=True))
+
+
+def _accepted(chunks: Sequence[Chunk], values: list[int]) -> list[int]:
+    """How many drafts of each drawing chunk equal what was drawn at their place, from the first on."""
+    counts: list[int] = []
     row = 0
     for chunk in chunks:
         if (draw := chunk.draw) is None:
-            result.append(None)
             continue
-        count = 1
+        right = 0
         if draw.drafts:
             for draft, value in zip(chunk.tokens[-draw.drafts :].tolist(), values[row:], strict=False):
                 if draft != value:
                     break
-                count += 1
+                right += 1
+        counts.append(right)
+        row += draw.drafts + 1
+    return counts
+
+
+def by_chunk(
+    chunks: Sequence[Chunk], values: list[int], accepted: list[int], logprobs: dict[int, LogRow]
+) -> tuple[Drawn | None, ...]:
+    """Per chunk the accepted drafts and the token after them; `accepted[s]` belongs to the s-th chunk that draws."""
+    result: list[Drawn | None] = []
+    row, rights = 0, iter(accepted)
+    for chunk in chunks:
+        if (draw := chunk.draw) is None:
+            result.append(None)
+            continue
+        count = next(rights) + 1
         kept = tuple(values[row : row + count])
         wanted = draw.sampling.logprobs
         logs = (
@@ -205,6 +229,6 @@ def _verify(
     return tuple(result)
 
 
-def _token_logprobs(token: int, row: tuple[float, list[float], list[int]], wanted: int) -> TokenLogprobs:
+def _token_logprobs(token: int, row: LogRow, wanted: int) -> TokenLogprobs:
     chosen, values, ids = row
     return TokenLogprobs(token, chosen, tuple(zip(ids[:wanted], values[:wanted], strict=True)))

@@ -21,8 +21,8 @@ from holdfast.replicas.pocket.conversations import (
     stranger,
 )
 from holdfast.replicas.pocket.requests import Request, ask, sentence
-from holdfast.replicas.pocket.schemas import Tool, in_words, schema
-from holdfast.replicas.pocket.words import Lexicon
+from holdfast.replicas.pocket.schemas import Tool, in_words, random_tool, schema
+from holdfast.replicas.pocket.words import VERBS, Lexicon
 
 NO_TOOL = "I have no tool for that."
 
@@ -55,8 +55,20 @@ def decide(w: Writer) -> None:
         _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
         return
     elsewhere = w.rng.random() < 0.15
-    w.say("user", chat_lines.off_topic(w.rng, w.lex) if elsewhere else _said(w, stranger(w)))
+    w.say("user", chat_lines.off_topic(w.rng, w.lex) if elsewhere else _said(w, _unfitting(w)))
     _begin(w, NO_TOOL)
+
+
+def _unfitting(w: Writer) -> Tool:
+    """A tool that is not there; mostly one that does to another thing what one of those there does."""
+    verbs = [verb for tool in w.tools if (verb := in_words(tool.name).split(" ")[0]) in VERBS]
+    if not verbs or w.rng.random() < 0.35:
+        return stranger(w)
+    known = {word for tool in w.tools for word in in_words(tool.name).split(" ")}
+    while True:
+        tool = random_tool(w.rng, w.lex, verb=w.rng.choice(verbs))
+        if not known & set(in_words(tool.name).split(" ")[1:]):
+            return tool
 
 
 def _said(w: Writer, tool: Tool) -> str:
@@ -86,9 +98,9 @@ def _begin(w: Writer, text: str) -> None:
 
 
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
-    (decide, 0.2),
-    (call, 0.36),
-    (calls, 0.28),
+    (decide, 0.32),
+    (call, 0.28),
+    (calls, 0.24),
     (chain, 0.12),
     (sequence, 0.04),
 )

@@ -16,11 +16,11 @@ _SHARES = ("share", "tenant_share")
 class RetentionConfig:
     """`policy` says for how long; the constants after it belong to the policy named. Times in seconds."""
 
-    policy: PolicyName = "continuum"
+    policy: PolicyName = "infercept"  # none: nothing is kept; infercept: while keeping wastes less than computing again
     most_s: float = 60.0  # no pin lasts longer, whatever the policy says
     settle_s: float = 1.0  # a turn's cells are kept so long until it is known what the turn called
-    share: float = 0.5  # of all cells that pins may keep
-    tenant_share: float = 0.5  # of all cells that the pins of one tenant may keep
+    share: float = 1.0  # of all cells that pins may keep; who began earlier takes what it needs of them
+    tenant_share: float = 1.0  # of all cells that the pins of one tenant may keep
 
     fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
 

@@ -6,6 +6,8 @@ interval to it. Not here: where a cluster keeps its statistics (`router/tool_lat
 """
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -52,21 +54,22 @@ class LatencySnapshot:
 
 
 class Tally:
-    """One running statistic: Welford's mean and variance, and the last durations in a ring."""
+    """One running statistic: Welford's mean and variance, and the last durations."""
 
-    __slots__ = ("_recent", "_squares", "count", "mean")
+    __slots__ = ("_ascending", "_recent", "_squares", "count", "mean")
 
     def __init__(self) -> None:
         self.count = 0
         self.mean = 0.0
         self._squares = 0.0
-        self._recent: list[float] = []
+        self._recent: deque[float] = deque()  # as they came
+        self._ascending: list[float] = []  # the same: a snapshot sorts nothing
 
     def add(self, seconds: float) -> None:
-        if len(self._recent) < RECENT:
-            self._recent.append(seconds)
-        else:
-            self._recent[self.count % RECENT] = seconds
+        if len(self._recent) == RECENT:
+            del self._ascending[bisect_left(self._ascending, self._recent.popleft())]
+        self._recent.append(seconds)
+        insort(self._ascending, seconds)
         self.count += 1
         error = seconds - self.mean
         self.mean += error / self.count
@@ -74,7 +77,7 @@ class Tally:
 
     def latency(self) -> ToolLatency:
         variance = self._squares / (self.count - 1) if self.count > 1 else 0.0
-        return ToolLatency(self.count, self.mean, variance, tuple(sorted(self._recent)))
+        return ToolLatency(self.count, self.mean, variance, tuple(self._ascending))
 
 
 class LatencyBook:

@@ -80,6 +80,16 @@ class Pins:
     def __iter__(self) -> Iterator[Held]:
         return iter(self._held.values())
 
+    def due(self, *, overdue: bool) -> float | None:
+        """When the next deadline passes; None: there is none. With `overdue` also one that has passed, for a turn that
+        waited then.
+        """
+        if overdue and self._overdue:
+            return min(held.deadline for held in self._overdue)
+        while (top := self._due.top()) is not None and top[0] != top[1].deadline:
+            self._due.pop()  # it was given another one since
+        return top[0] if top is not None else None
+
     def find(self, owner: Owner) -> Held | None:
         return self._held.get(owner)
 

@@ -115,6 +115,8 @@ def best_time(tool: ToolLatency, benefit: float) -> float:
     """argmax over t in {0} and the recent durations of P(duration <= t) * benefit - t; the smallest of equals."""
     best, most = 0.0, 0.0
     for i, seconds in enumerate(tool.recent):
+        if benefit - seconds <= most:
+            break  # no longer one can gain more
         gain = (i + 1) / len(tool.recent) * benefit - seconds
         if gain > most:
             best, most = seconds, gain

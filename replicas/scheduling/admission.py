@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed
+from holdfast.replicas.kv.cache import KVCache, claimed, found
+from holdfast.replicas.kv.radix import Match
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
 from holdfast.replicas.scheduling.ends import Ends
@@ -97,7 +98,8 @@ class Admission:
 
         `needed` are the cells that those who run may come to need, `pinned` those that sessions keep.
         """
-        n_cached = self._cache.peek(sequence.submit.scope, sequence.tokens)
+        match = found(self._cache, sequence.submit.scope, sequence.tokens)
+        n_cached = match.length if match is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
             self._waiting.hold()
@@ -105,7 +107,7 @@ class Admission:
         need = self._budget.need(sequence, n_cached)
         if not self._budget.admits(needed + pinned, need, alone=not len(self._running)):
             return None
-        if not self._has_room(sequence, needed + need):
+        if not self._has_room(sequence, needed + need, match):
             return None
         if not self._running.start(builder, sequence, now):
             return None
@@ -116,8 +118,10 @@ class Admission:
             self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _has_room(self, sequence: Sequence, needed: int) -> bool:
+    def _has_room(self, sequence: Sequence, needed: int, match: Match | None) -> bool:
         """Whether `needed` cells are to be had beside the sequence's cached prefix, which is evicted for nobody then.
+
+        `match` is where that ends: giving way lets leases go and leaves the tree as it is.
 
         What is kept for programs that pause can give way: those that arrived later, the last one first. Where nothing
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
@@ -127,7 +131,7 @@ class Admission:
         alone = not len(self._running)
         to = None if alone else sequence.submit.program_arrival
         while True:
-            prefix = claimed(self._cache, sequence.submit.scope, sequence.tokens)
+            prefix = claimed(self._cache, match)
             if needed + prefix <= self._cache.stats.to_be_had:
                 return True
             others = len(keeping.kept) > keeping.holds(owner)

@@ -15,6 +15,7 @@ from holdfast.replicas.scheduling.plan import (
     RowWrite,
     StepPlan,
 )
+from holdfast.replicas.sequences.ahead import reach
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.tokens import TokenIds
 
@@ -45,11 +46,13 @@ class PlanBuilder:
 
     def compute(self, sequence: Sequence, size: int, drafts: TokenIds | None = None) -> None:
         """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
-        start = sequence.n_computed
+        start = sequence.n_computed + sequence.ahead
         end = start + size
         tokens = sequence.buffer[start:end].copy()
+        if end > sequence.length:
+            tokens[-1] = 0  # drawn by the step in flight: whoever runs the plan puts it there
         draw = None
-        if end == sequence.length and end < len(sequence.buffer):
+        if end == reach(sequence) and end < len(sequence.buffer):
             sampling = sequence.sampling
             penalised = sampling.presence_penalty or sampling.frequency_penalty
             history = sequence.generated.copy() if penalised else None
@@ -60,7 +63,7 @@ class PlanBuilder:
             draw = Draw(sampling, sequence.seed, n_drafts, history, masks)
             if drafts is not None and n_drafts:
                 tokens = np.concatenate((tokens, drafts))
-        self.chunks.append(Chunk(sequence.the_row, start, tokens, draw))
+        self.chunks.append(Chunk(sequence.the_row, start, tokens, draw, sequence.awaited))
         self.sequences.append(sequence)
 
     def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.replicas.kv.radix import common_prefix
+from holdfast.replicas.sequences.ahead import decoded
 from holdfast.replicas.sequences.sequence import Sequence, Status
 
 
@@ -34,7 +35,7 @@ def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, 
     window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
     best: Following | None = None
     for leader in running:
-        if leader.decoding or leader.submit.scope != sequence.submit.scope:
+        if decoded(leader) or leader.submit.scope != sequence.submit.scope:
             continue
         if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
             continue

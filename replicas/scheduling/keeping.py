@@ -38,6 +38,11 @@ class Keeping:
         self._stats = stats
         self.kept = Kept(config.retention, cache, waiting)
 
+    @property
+    def due(self) -> float | None:
+        """When `expire` has something to look at next; None: nothing is kept."""
+        return self.kept.due
+
     def holds(self, owner: Owner | None) -> bool:
         return self.kept.find(owner) is not None
 

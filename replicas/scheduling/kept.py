@@ -77,6 +77,11 @@ class Kept:
         surely(self._cache.unpin, held.pin)
         self._mark(held.owner, pinned=False)
 
+    @property
+    def due(self) -> float | None:
+        """When `expired` may find something next; None: never. What is kept for turns that wait does not count."""
+        return self._pins.due(overdue=not len(self._waiting))
+
     def expired(self, now: float) -> list[Held]:
         """Those past their deadline whose program has no turn waiting. Drops none."""
         return self._pins.expired(now, lambda owner: bool(self._waiting.turns_of(owner)))

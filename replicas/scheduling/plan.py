@@ -3,8 +3,9 @@
 The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -64,19 +65,26 @@ class Draw:
     history: TokenIds | None = None  # generated so far; given only when a penalty needs it
     masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
 
+    @property
+    def plain(self) -> bool:
+        """Whether one token comes of it, and none before that is needed to know what comes after."""
+        return self.drafts == 0 and self.history is None and self.masks is None
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
 
     Its KV is written to the pages of `row` at those positions and it attends to everything before.
-    `draw` None: a prefill chunk that is not the prompt's last.
+    `draw` None: a prefill chunk that is not the prompt's last. `follows`: its only token stands for the one that this
+    chunk of the step before draws, which was not known when the step was planned; it must be `Draw.plain`.
     """
 
     row: int
     start: int
     tokens: TokenIds
     draw: Draw | None = None
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,24 @@ class StepPlan:
     def busy(self) -> bool:
         """Whether there is anything to do that cannot wait for the next step."""
         return len(self.chunks) > 0 or self.moves
+
+    @property
+    def plain(self) -> bool:
+        """Whether the step after it can be planned before it is known what this one draws."""
+        return not self.moves and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
+
+    def after(self, drawn: "Sequence[Drawn | None]") -> "StepPlan":
+        """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
+        if all(chunk.follows is None for chunk in self.chunks):
+            return self
+        known = {i: each.tokens[-1] for i, each in enumerate(drawn) if each is not None}
+        chunks = tuple(
+            chunk
+            if chunk.follows is None
+            else replace(chunk, tokens=np.array([known.get(chunk.follows, 0)], np.int32), follows=None)
+            for chunk in self.chunks
+        )
+        return replace(self, chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +156,17 @@ class Runner(Protocol):
     """Runs plans on a model. Raises only for a failed step; its state survives a failure."""
 
     def run(self, plan: StepPlan) -> StepOutput: ...
+
+
+class Flight(Protocol):
+    """A step that has begun."""
+
+    def land(self) -> StepOutput:
+        """Wait until it is over; once. Raises like `Runner.run`."""
+
+
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner whose steps can be begun before the one before is over. They happen in the order they were begun in."""
+
+    def begin(self, plan: StepPlan) -> Flight: ...

@@ -12,6 +12,7 @@ from holdfast.replicas.scheduling.builder import Load, PlanBuilder
 from holdfast.replicas.scheduling.keeping import Keeping
 from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.places import Places, surely
+from holdfast.replicas.sequences.ahead import closing
 from holdfast.replicas.sequences.histories import Histories
 from holdfast.replicas.sequences.parking import Owner, Place
 from holdfast.replicas.sequences.sequence import Sequence, Status
@@ -64,8 +65,8 @@ class Running:
         return self.places.cells_pinned + sum(s.n_history for s in self._sequences)
 
     def in_order(self, *, decoding: bool) -> list[Sequence]:
-        """Those that decode, or those that prefill, first to be served first."""
-        return sorted((s for s in self._sequences if s.decoding is decoding), key=self._order.key)
+        """Those that decode, or those that prefill, first to be served first; without those that are about to end."""
+        return sorted((s for s in self._sequences if s.decoding is decoding and not closing(s)), key=self._order.key)
 
     def last(self) -> Sequence:
         """The one to be preempted next."""
@@ -146,7 +147,8 @@ class Running:
         holding, row, owner = sequence.held, sequence.the_row, sequence.owner
         computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
-        sequence.n_computed = 0
+        sequence.n_computed = sequence.ahead = 0
+        sequence.awaited = None
         try:
             self.reloads.end(holding)
             pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()

@@ -4,40 +4,31 @@
 tensors and no clock: cells and rows come through `running`, time from the caller.
 """
 
-from dataclasses import dataclass
-
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Event, FinishReason, Tokens
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.learned import Learned
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.builder import Load, PlanBuilder
+from holdfast.replicas.scheduling.builder import PlanBuilder
 from holdfast.replicas.scheduling.chunks import chunk_size
 from holdfast.replicas.scheduling.constrained import check, fitting
 from holdfast.replicas.scheduling.ends import Ends
 from holdfast.replicas.scheduling.keeping import Keeping
 from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.scheduling.places import Places
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput, StepPlan
+from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.scheduling.running import Running
 from holdfast.replicas.scheduling.speculation import Speculation
+from holdfast.replicas.scheduling.step import Step, as_if_over
 from holdfast.replicas.scheduling.waiting import WaitingQueue
+from holdfast.replicas.sequences.ahead import reach
 from holdfast.replicas.sequences.pool import SequencePool
 from holdfast.replicas.sequences.sequence import Sequence, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats, Occupancy
 
 _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A plan and whom it is for: `sequences[i]` belongs to `plan.chunks[i]`, `loads` are what is brought back."""
-
-    plan: StepPlan
-    sequences: tuple[Sequence, ...]
-    loads: tuple[Load, ...] = ()
 
 
 class Scheduler:
@@ -61,7 +52,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._order = order
-        self._begun = 0.0  # of the step that was planned last
+        self._over = 0.0  # when the last step was
         self._high_water = int(config.cells * config.high_water)
         self.stats = stats
         self._learned = learned
@@ -74,10 +65,6 @@ class Scheduler:
         self.admission = Admission(config, cache, self._running, waiting, self.ends, self.stats)
 
     # ---- requests come and go ----
-
-    @property
-    def n_waiting(self) -> int:
-        return len(self.admission)
 
     @property
     def busy(self) -> bool:
@@ -109,9 +96,20 @@ class Scheduler:
 
     # ---- one step ----
 
-    def schedule(self, now: float) -> Step:
-        """Plan the next step; admit what there is room for; end what waited too long or can never go on."""
-        self._begun = now
+    def schedule(self, now: float, flying: Step | None = None) -> Step:
+        """Plan the next step; admit what there is room for; end what waited too long or can never go on.
+
+        With a step `flying`, which must be `open`, the plan is for when that is over; there may be nothing to do then.
+        """
+        with as_if_over(flying):
+            builder = self._build(now, waits=flying is None)
+        plan = builder.plan(self._running.reloads.saves())
+        unasked = self._speculation.silent or all(chunk.draw is None for chunk in plan.chunks)
+        held = tuple(sequence.holding for sequence in builder.sequences)
+        return Step(plan, tuple(builder.sequences), tuple(builder.loads), held, now, plan.plain and unasked)
+
+    def _build(self, now: float, *, waits: bool) -> PlanBuilder:
+        """The parts of a plan. `waits`: no step is in flight, so something must get on."""
         builder = PlanBuilder()
         self.ends.events += self.admission.expire(now)
         self.keeping.expire(now)
@@ -119,7 +117,7 @@ class Scheduler:
             # Not in a step that had to preempt: the cells it freed are for those that run.
             self.admission.admit(builder, now)
         self._prefill(builder, now)
-        while not builder.busy and len(self._running):
+        while waits and not builder.busy and len(self._running):
             # All are short of cells. What is kept for programs that pause goes first, then the last in order makes room
             # for the others. One that is alone starts again without its cached prefix: the ends of pages it shares
             # with others may be what is missing.
@@ -135,18 +133,23 @@ class Scheduler:
             if not len(self._running):
                 self.admission.admit(builder, now)
             self._prefill(builder, now)
-        plan = builder.plan(self._running.reloads.saves())
-        return Step(plan, tuple(builder.sequences), tuple(builder.loads))
+        return builder
 
     def commit(self, step: Step, output: StepOutput, now: float) -> None:
-        """Take in what a step drew; finished sequences hand their cells to the tree."""
+        """Take in what a step drew; finished sequences hand their cells to the tree.
+
+        What was drawn for a sequence that left while the step was in flight is nobody's.
+        """
+        seconds = now - max(step.begun, self._over)
+        self._over = now
         if step.plan.moves:
             self._bring_back(step, output, now)
         if step.plan.chunks and not step.loads:  # beside a load a step may take longer than its forward
-            self._speculation.measured(step.plan, now)
-            self._learned.measured(step.plan, now - self._begun)
-        self._order.serve(step.sequences, now - self._begun)
-        for sequence, chunk, drawn in zip(step.sequences, step.plan.chunks, output.drawn, strict=True):
+            self._speculation.measured(step.plan, seconds)
+            self._learned.measured(step.plan, seconds)
+        self._order.serve(step.sequences, seconds)
+        for i, sequence in step.present():
+            chunk, drawn = step.plan.chunks[i], output.drawn[i]
             try:
                 self._advance(sequence, chunk, drawn, now)
                 # A prompt that was only to be computed is over with its last cell.
@@ -167,7 +170,7 @@ class Scheduler:
         self.stats.failed_steps += 1
         if step.plan.moves:
             self._running.reloads.lose()
-        for sequence in step.sequences:
+        for _, sequence in step.present():
             self.ends.fail(sequence, error.info, now)
         written = {write.row for write in step.plan.writes}
         for sequence in [s for s in self._running if s.row in written]:
@@ -182,7 +185,7 @@ class Scheduler:
         """
         preempted = False
         decoding = self._running.in_order(decoding=True)
-        self._speculation.prepare(decoding, now)
+        self._speculation.prepare(decoding)
         for sequence in decoding:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
@@ -199,7 +202,7 @@ class Scheduler:
             builder.compute(sequence, 1, drafts)
             self.stats.drafted += len(drafts)
             return preempted
-        while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, sequence.length):
+        while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, reach(sequence)):
             # Who arrived last gives way, whether its program runs or pauses.
             alone, last = len(self._running) == 1, self._running.last()
             if self.keeping.give_way(to=None if alone else last.submit.program_arrival):
@@ -234,7 +237,8 @@ class Scheduler:
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
                 drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
-                if self._running.grow_over_pins(builder, sequence, sequence.n_computed + size + len(drafts)):
+                end = sequence.n_computed + sequence.ahead + size
+                if self._running.grow_over_pins(builder, sequence, end + len(drafts)):
                     builder.compute(sequence, size, drafts)
                     self.stats.drafted += len(drafts)
             except Exception as failure:

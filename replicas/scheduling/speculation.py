@@ -12,6 +12,8 @@ from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.tokens import TokenIds
 
+_BLIND = 3  # after a step without drafts so many are planned without asking, where that lets steps overlap
+
 log = logging.getLogger(__name__)
 
 
@@ -22,13 +24,23 @@ class Speculation:
         self._drafter = drafter
         self._states: dict[str, DraftState | None] = {}  # None: its drafter failed
         self._drafts: dict[str, TokenIds] = {}  # of the step in the making
-        self._begun = 0.0
+        self._blind = 0  # steps that may still be planned without asking for drafts
 
-    def prepare(self, decoding: Tokens[Sequence], now: float) -> None:
-        """Draft for all sequences that decode in the step begun at `now`: they share what verifying may cost."""
-        self._begun = now
+    @property
+    def silent(self) -> bool:
+        """Whether the next step can do without drafts: there were none lately, or never are any."""
+        return not self._drafter.config.enabled or self._blind > 0
+
+    def prepare(self, decoding: Tokens[Sequence]) -> None:
+        """Draft for all sequences that decode in a step: they share what verifying may cost.
+
+        Whose last token is not known yet has no drafts.
+        """
         self._drafts.clear()
         if not self._drafter.config.enabled:
+            return
+        if any(sequence.awaited is not None for sequence in decoding):
+            self._blind -= 1
             return
         offered: list[tuple[DraftState, int]] = []
         requests: list[str] = []
@@ -46,20 +58,21 @@ class Speculation:
                 self._give_up(request_id)
             return
         self._drafts.update(zip(requests, drafts, strict=True))
+        self._blind = 0 if not decoding or any(len(draft) for draft in drafts) else _BLIND
 
     def propose(self, sequence: Sequence) -> TokenIds:
         """The drafts prepared for a sequence, to verify after its last token."""
         return self._drafts.get(sequence.request_id, NO_DRAFT)
 
-    def measured(self, plan: StepPlan, now: float) -> None:
-        """The step with this plan has ended; one that only decoded tells what verifying costs."""
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """The step with this plan took `seconds`; one that only decoded tells what verifying costs."""
         rows = 0
         for chunk in plan.chunks:
             if chunk.draw is None or len(chunk.tokens) != chunk.draw.drafts + 1:
                 return
             rows += len(chunk.tokens)
         try:
-            self._drafter.measured(rows, now - self._begun)
+            self._drafter.measured(rows, seconds)
         except Exception:
             log.exception("what verifying costs could not be learned")
 

@@ -60,6 +60,8 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
     attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
+    ahead: int = 0  # tokens that a step in flight computes; set while the step after it is planned, and 0 otherwise
+    awaited: int | None = None  # of that step's chunks the one that draws this sequence's next token
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
@@ -95,12 +97,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens that have no KV yet."""
-        return self.length - self.n_computed
+        """Tokens that have no KV yet, and are not getting it in the step in flight."""
+        return self.length + (self.awaited is not None) - self.n_computed - self.ahead
 
     @property
     def decoding(self) -> bool:
-        return self.pending == 1 and self.length > self.n_prompt
+        return self.pending == 1 and self.length + (self.awaited is not None) > self.n_prompt
 
     @property
     def held(self) -> Holding:

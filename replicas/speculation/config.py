@@ -12,10 +12,10 @@ from holdfast.replicas.speculation.ngrams import WINDOW
 class DraftConfig:
     """Counts are in tokens, weights and thresholds in [0, 1], memory in bytes."""
 
-    enabled: bool = True
-    prompt_lookup: bool = True
-    memory: bool = True
-    skeleton: bool = True
+    enabled: bool = True  # tokens are drafted and verified together; off: one by one
+    prompt_lookup: bool = True  # drafts from the sequence itself
+    memory: bool = True  # drafts from earlier turns of the tenant
+    skeleton: bool = True  # drafts from the declared tools: names, keys and signs of a call
 
     max_draft: int = 16  # drafts a sequence may have in one step
     min_n: int = 1  # shortest match in the sequence itself that is drafted from
@@ -30,7 +30,7 @@ class DraftConfig:
     # The gate: stateful inference, section 3.6, which leaves the values open.
     ema_weight: float = 0.1  # of the newest step in the acceptance averages
     confidence: float = 0.35  # acceptance of single drafts below which only `floor` are drafted
-    floor: int = 4
+    floor: int = 4  # drafts of a sequence whose acceptance is below `confidence`
     verify_rows: int = 256  # rows one step may verify, over all decoding sequences
     cost_gate: bool = True  # draft only what verifying pays for, by the cost of steps; off: by acceptance alone
     shared_budget: bool = True  # the drafts of all sequences compete for a step's rows; off: all draft alike

@@ -98,6 +98,11 @@ class ApiError:
         return {"retry-after": str(max(1, ceil(self.retry_after_s)))}
 
 
+def reason(error: HoldfastError) -> str:
+    """The kind of `error` in a word, for counting: one of as many as `TABLE` has rows."""
+    return error.refusal.value if isinstance(error, RefusedError) else error.kind.value
+
+
 def api_error(error: HoldfastError | ErrorInfo) -> ApiError:
     """What a client is told about `error`."""
     key: ErrorKind | Refusal = error.kind

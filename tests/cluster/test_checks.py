@@ -53,6 +53,15 @@ def test_a_port_in_use_is_named(model: Path) -> None:
     assert str(server.port) in caught.value.message
 
 
+def test_a_port_in_use_for_ray_s_metrics_is_named(model: Path) -> None:
+    free = ports.internal(random.Random()).stats
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = ServerConfig(port=free, ray_metrics_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError) as caught:
+            checks.check(Settings(server=server, engine=EngineConfig(model=str(model))))
+    assert caught.value.field == "server.ray_metrics_port"
+
+
 @pytest.mark.parametrize("host", ["203.0.113.77", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_named(host: str) -> None:
     with pytest.raises(ConfigError) as caught:

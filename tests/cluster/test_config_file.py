@@ -54,6 +54,8 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
         ("server: {port: 1.5}", "server.port", "1.5"),
         ("server: {port: true}", "server.port", "True"),
         ("server: {port: 70000}", "server.port", "70000"),
+        ("server: {ray_metrics_port: 70000}", "server.ray_metrics_port", "70000"),
+        ("server: {port: 90, ray_metrics_port: 90}", "server.ray_metrics_port", "90"),
         ("server: {host: ''}", "server.host", "host"),
         ("server: {host: '::1'}", "server.host", "IPv4"),
         ("server: 3", "server", "3"),

@@ -1,37 +1,154 @@
-"""A server on every interface: strangers need a key, and SIGTERM leaves nothing behind."""
+"""A server on every interface: strangers need a key, Prometheus finds every process, and SIGTERM leaves nothing behind.
 
+Under a little load every panel, recording rule and alert has data.
+"""
+
+import random
+import re
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+from program_load import Load
+from prometheus_server import Prometheus, found
 
+from holdfast.cluster import ports
+from holdfast.cluster.dashboards.listed import BOARDS
+from holdfast.cluster.rules.alerts import ALERTS
+from holdfast.cluster.rules.files import files
+from holdfast.cluster.rules.recording import RECORDINGS
 from holdfast.router.tenants import hash_key
 
+WITHIN_S = 240.0  # on a machine that others keep busy; a few seconds on one that is free
+RAY_PORT = ports.internal(random.Random()).stats
 SETTINGS = f"""
-server: {{host: 0.0.0.0}}
-engine: {{threads: 1, kv_memory: 0.1}}
+server: {{host: 0.0.0.0, ray_metrics_port: {RAY_PORT}}}
+engine: {{threads: 1, kv_memory: 0.1, host_memory: 0.05}}
 tenants:
-  - {{name: acme, key_hashes: ['{hash_key("right")}']}}
+  - {{name: acme, key_hashes: ['{hash_key("acme")}'], limits: {{max_concurrent: 64}}}}
+  - {{name: small, key_hashes: ['{hash_key("small")}'], limits: {{requests_per_minute: 1}}}}
+  - {{name: watcher, key_hashes: ['{hash_key("watcher")}'], operator: true}}
 """
 
 
-def test_strangers_need_a_key_whatever_the_proxy_makes_of_their_address(
-    start: Any, tmp_path: Path, own_address: str
-) -> None:
-    server = start(tmp_path, SETTINGS)
+@pytest.fixture(scope="module")
+def exposed(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    server = start(tmp_path_factory.mktemp("server"), SETTINGS, "--replicas", "2")
     try:
-        for host in (own_address, "127.0.0.1"):
-            for headers, status in (
-                ({}, 401),
-                ({"authorization": "Bearer wrong"}, 401),
-                ({"x-forwarded-for": "127.0.0.1"}, 401),
-                ({"authorization": "Bearer right"}, 200),
-            ):
-                url = f"http://{host}:{server.port}/v1/models"
-                assert httpx.get(url, headers=headers, trust_env=False).status_code == status
-        metrics = f"http://{own_address}:{server.port}/metrics"
-        assert httpx.get(metrics, trust_env=False).status_code == 401
+        yield server
         server.stop(signal.SIGTERM)
     finally:
         server.process.kill()
+
+
+def test_ray_says_how_it_is_on_the_port_that_it_is_given(exposed: Any, eventually: Any) -> None:
+    eventually(
+        lambda: "ray_serve_" in httpx.get(f"http://127.0.0.1:{RAY_PORT}/metrics", timeout=60.0, trust_env=False).text,
+        WITHIN_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def prometheus(exposed: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Scrapes the server every two seconds while there is load."""
+    found("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    started = Prometheus(folder, configuration(exposed.url, folder), ports.internal(random.Random()).metrics)
+    load = Load(exposed.url)
+    try:
+        eventually(lambda: started.ready, WITHIN_S)
+        yield started
+    finally:
+        load.stop()
+        started.stop()
+
+
+def test_strangers_need_a_key_whatever_the_proxy_makes_of_their_address(exposed: Any, own_address: str) -> None:
+    for host in (own_address, "127.0.0.1"):
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"x-forwarded-for": "127.0.0.1"}, 401),
+            ({"authorization": "Bearer acme"}, 200),
+        ):
+            url = f"http://{host}:{exposed.port}/v1/models"
+            assert httpx.get(url, headers=headers, timeout=60.0, trust_env=False).status_code == status
+    for path in ("/metrics", "/metrics/targets"):
+        url = f"http://{own_address}:{exposed.port}{path}"
+        for key, status in (("wrong", 401), ("acme", 403), ("watcher", 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.get(url, headers=headers, timeout=60.0, trust_env=False).status_code == status
+
+
+def configuration(url: str, folder: Path) -> dict[str, Any]:
+    for name, text in files().items():
+        (folder / name).write_text(text)
+    # Trap: without a type, service discovery of Debian's version sends the key in no way that a server knows.
+    key = {"type": "Bearer", "credentials": "watcher"}
+    discovered = {"url": f"{url}/metrics/targets", "refresh_interval": "2s", "authorization": key}
+    return {
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "2s"},
+        "rule_files": [str(folder / name) for name in files()],
+        "scrape_configs": [
+            {"job_name": "holdfast", "authorization": key, "http_sd_configs": [discovered]},
+            {"job_name": "ray", "static_configs": [{"targets": [f"127.0.0.1:{RAY_PORT}"]}]},
+        ],
+    }
+
+
+def asked() -> dict[str, str]:
+    """Every expression, by what asks it. Over the last seconds, for a gauge may be nothing between two requests."""
+    asking = {f"rule {each.name}": each.expression for each in RECORDINGS}
+    asking |= {f"alert {each.name}": each.value for each in ALERTS}
+    for board in BOARDS:
+        for row in board.rows:
+            for panel in row.panels:
+                for query in () if panel.gpu else panel.queries:
+                    asking[f"{board.name} / {panel.title} / {query.legend}"] = chosen(query.expression)
+    return {name: f"last_over_time(({expression})[60s:2s])" for name, expression in asking.items()}
+
+
+def chosen(expression: str) -> str:
+    """As Grafana asks, with everything chosen."""
+    return re.sub(r'"\$\w+"', '".*"', expression).replace("$__rate_interval", "30s")
+
+
+def test_every_process_is_found_and_answers(prometheus: Prometheus, eventually: Any) -> None:
+    """Each at some time: on a busy machine a scrape may take longer than it is given."""
+
+    def answered() -> list[tuple[str, str]]:
+        rows = prometheus.ask("query", query="max_over_time(up[10m]) == 1")["result"]
+        return sorted((row["metric"]["job"], row["metric"].get("process", "")) for row in rows)
+
+    wanted = [("holdfast", "replica"), ("holdfast", "replica"), ("holdfast", "router"), ("ray", "")]
+    eventually(lambda: answered() == wanted, WITHIN_S)
+
+
+def test_every_panel_and_rule_has_data(prometheus: Prometheus) -> None:
+    waiting = asked()
+    deadline = time.monotonic() + WITHIN_S
+    while waiting and time.monotonic() < deadline:
+        waiting = {name: each for name, each in waiting.items() if not prometheus.values(each)}
+        time.sleep(0.5)
+    assert sorted(waiting) == []
+
+
+def test_panels_that_need_a_gpu_parse(prometheus: Prometheus) -> None:
+    panels = [panel for board in BOARDS for row in board.rows for panel in row.panels if panel.gpu]
+    assert panels
+    for panel in panels:
+        for query in panel.queries:
+            prometheus.ask("query", query=chosen(query.expression))
+
+
+def test_prometheus_has_taken_every_rule_and_none_fires_that_should_not(prometheus: Prometheus) -> None:
+    groups = prometheus.ask("rules")["groups"]
+    rules = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert {name: rule["lastError"] for name, rule in rules.items() if rule.get("lastError")} == {}
+    assert rules.keys() == {each.name for each in (*ALERTS, *RECORDINGS)}
+    critical = {each.name for each in ALERTS if each.severity == "critical"}
+    assert {name for name in critical if rules[name]["state"] == "firing"} == set()

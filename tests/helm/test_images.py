@@ -96,9 +96,8 @@ def test_the_dependencies_are_the_projects() -> None:
     done = subprocess.run(
         [sys.executable, str(FOLDER / "requirements.py")], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert (
-        done.stdout.split("\n")[:-1] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert done.stdout.split("\n")[:-1] == [*project["dependencies"], *project["optional-dependencies"]["tracing"]]
 
 
 @pytest.mark.skipif(

@@ -22,6 +22,7 @@ SETTINGS = (
     "redis.external.address=redis://127.0.0.1:1",
     "models.other.routePrefix=/other",
     "models.other.autoscaling.enabled=true",
+    "models.other.routers=2",
     "monitoring.podMonitor.enabled=true",
 )
 KEY = "hf-example"
@@ -127,6 +128,21 @@ def test_the_monitored_paths_answer(served: str) -> None:
         answer = httpx.get(served + endpoint["path"], headers=headers, trust_env=False)
         assert answer.status_code == status
     assert "holdfast_requests_total" in answer.text
+
+
+def test_any_router_tells_of_all_and_each_process_is_found_below_its_prefix(served: str) -> None:
+    headers = {"Authorization": "Bearer hf-metrics"}
+    with httpx.Client(base_url=served, headers=headers, timeout=30.0, trust_env=False) as http:
+        targets = http.get("/other/metrics/targets").json()
+        processes = {each["labels"]["instance"]: each["labels"] for each in targets}
+        assert sorted(each["process"] for each in processes.values()) == ["replica", "router", "router"]
+        for each in processes.values():
+            assert each["__metrics_path__"].startswith("/other/metrics/processes/")
+            assert each["instance"] in http.get(each["__metrics_path__"]).text
+        for _ in range(4):  # whichever of the two answers
+            text = http.get("/other/metrics").text
+            assert {name for name in processes if name not in text} == set()
+            assert text.count("# TYPE holdfast_requests_in_flight ") == 1
 
 
 def test_the_proxy_has_metrics(cluster: Cluster) -> None:

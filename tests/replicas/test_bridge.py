@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
 from holdfast.replicas.events import Failed, Finished, Sampling, Submit, Tokens
+from holdfast.replicas.retention.config import RetentionConfig
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 
@@ -69,7 +71,7 @@ def test_leaving_early_aborts():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 2  # or all would be done before the first event is read
+        runner.closes_after = 1  # or all would be done before the first event is read
         async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
             async for _ in stream:
                 break
@@ -153,6 +155,32 @@ def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
     thread.join(30)
     assert (events["a"].timing.arrived, events["a"].timing.scheduled) == (1.0, 1.0)
     assert (events["b"].timing.arrived, events["b"].timing.scheduled) == (5.0, 9.0)
+
+
+def test_an_engine_that_nobody_asks_for_anything_lets_go_of_what_its_time_is_over_for():
+    config = replace(CONFIG, session_rows=4, retention=RetentionConfig(policy="fixed", settle_s=0.02))
+    runner = GatedRunner(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
+    engine = Engine(config, runner, frozenset({EOS}), VOCABULARY)
+    step, pinned, gone, idle = engine.step, threading.Event(), threading.Event(), []
+
+    def stepped(*args):
+        idle.append(not engine.busy)
+        told = step(*args)
+        if engine.occupancy().pins:
+            pinned.set()
+        elif pinned.is_set():
+            gone.set()
+        return told
+
+    engine.step = stepped
+    thread = EngineThread(engine, lambda told: None, lambda: None)
+    thread.start()
+    thread.send(replace(submit("a"), program_id="p"))
+    assert gone.wait(30)
+    thread.stop()
+    thread.join(30)
+    assert idle[-1]
+    assert sum(idle) < 20  # it did not look all the time
 
 
 def test_an_id_in_use_is_refused():

@@ -27,8 +27,9 @@ class EngineMachine(RuleBasedStateMachine):
         keeps=st.booleans(),
         order=st.sampled_from(get_args(OrderName)),
         host_cells=st.sampled_from([0, 64, 512]),
+        overlap=st.sampled_from(["off", "on"]),
     )
-    def start(self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells) -> None:
+    def start(self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells, overlap) -> None:
         self.world = World(
             page_size=page_size,
             cells=cells,
@@ -43,7 +44,9 @@ class EngineMachine(RuleBasedStateMachine):
             session_idle_s=40.0,
             order=order,
             host_cells=host_cells,
+            overlap_steps=overlap,
         )
+        self.world.runner.eager = lambda n: n % 3 == 0
         self.world.step_s = 0.9
         self.failing = 0
         self.world.runner.fail = lambda plan: self.failing == 1

@@ -54,8 +54,9 @@ class Faults:
 
 
 class FaultyWorld(World):
-    def __init__(self, which, at: int | None) -> None:
+    def __init__(self, which, at: int | None, overlap: str = "off") -> None:
         super().__init__(
+            overlap_steps=overlap,
             cells=96,
             context_length=64,
             max_sequences=5,
@@ -106,15 +107,15 @@ class FaultyWorld(World):
 
 
 def boundaries(engine) -> list[object]:
-    return [engine.cache, engine._pool, engine._runner, engine._drafter]
+    return [engine.cache, engine._pool, engine._steps._runner, engine._drafter]
 
 
 def inside_the_books(engine) -> list[object]:
     return [engine.cache.tree, engine.cache.pool, engine.cache.tree.order]
 
 
-def calls_of(which) -> list[str]:
-    world = FaultyWorld(which, None)
+def calls_of(which, overlap: str = "off") -> list[str]:
+    world = FaultyWorld(which, None, overlap)
     world.play()
     assert all(isinstance(world.end(name), Finished | Aborted) for name in world.ends)
     assert world.engine.stats.preemptions > 0
@@ -137,15 +138,15 @@ def judge(world: World, most_failed: int) -> None:
     assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_fault_at_any_call_fails_one_request_at_most_and_leaves_nothing_behind(part):
-    calls = calls_of(boundaries)
+@pytest.mark.parametrize(("part", "overlap"), [*((part, "off") for part in range(4)), (1, "on")])
+def test_a_fault_at_any_call_fails_one_request_at_most_and_leaves_nothing_behind(part, overlap):
+    calls = calls_of(boundaries, overlap)
     assert len({name.partition(".")[0] for name in calls}) == 4
     for at in range(part, len(calls), 4):
-        world = FaultyWorld(boundaries, at)
+        world = FaultyWorld(boundaries, at, overlap)
         world.play()
         assert world.faults.calls[at] == calls[at]
-        of_a_step = calls[at] == "FakeRunner.run"
+        of_a_step = calls[at] in ("LateRunner.run", "LateRunner.begin")
         judge(world, most_failed=5 if of_a_step else 1)
         assert of_a_step or not calls[at].startswith("Drafter") or world.engine.stats.ended["failed"] == 0
 

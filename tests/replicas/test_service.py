@@ -168,8 +168,10 @@ def test_sampling_depends_on_prompt_and_seed_only():
                 service.generate(request("b", "A story", 20, **hot)),
             )
             assert crowd[-1].text == alone.text
-            other = await service.generate(request("d", "A story", 20, seed=7, **hot))
-            assert other.text != alone.text
+            others = await asyncio.gather(
+                *(service.generate(request(f"d{i}", "A story", 20, seed=7 + i, **hot)) for i in range(6))
+            )
+            assert {other.text for other in others} > {others[0].text}  # one seed may draw what another does
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.router.affinity import HINT, AffinityRouter, Pins, own_request
+from holdfast.router.line_stats import line_stats
 
 numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
@@ -308,3 +309,23 @@ def test_pins_forget_the_program_routed_longest_ago() -> None:
     pins.put("c", "1")
     assert [pins.get(program) for program in "abc"] == ["2", None, "1"]
     assert len(pins) == 2
+
+
+def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
+    async def main() -> None:
+        made, (one, _two) = waiting_for("one", "two", patience_s=0.0)
+        assert (made.line_stats.replicas, made.line_stats.joined) == (2, 2)
+        taken = [await made._choose_replica_for_request(turn("a", 1.0)) for _ in range(2)]
+        task = asyncio.create_task(made._choose_replica_for_request(turn("b", 2.0)))
+        await turns()
+        assert made.line_stats.waiting == 1
+        made._replicas = {one.replica_id: one}
+        made._replicas_changed()
+        assert (made.line_stats.replicas, made.line_stats.lost) == (1, 1)
+        task.cancel()
+        await turns()
+        assert made.line_stats.waiting == 0
+        assert line_stats().replicas >= 1
+        assert len(taken) == 2
+
+    asyncio.run(main())

@@ -5,9 +5,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, OverloadedError, UnavailableError
+from holdfast.replicas.events import Timing, Usage
 from holdfast.router.event_stream import ClientGoneError
-from holdfast.router.metrics import Meter, Outcome, RouterMetrics, merge_expositions, outcome_of
-from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.exposition import merge_expositions
+from holdfast.router.metric_list import LINE
+from holdfast.router.metrics import OTHER, Meter, Outcome, RouterMetrics, outcome_of
+from holdfast.router.programs import Run
+from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
 
 REPLICA = """# HELP holdfast_steps_total Steps run.
 # TYPE holdfast_steps_total counter
@@ -59,21 +63,115 @@ def test_how_an_error_counts(error, outcome):
     assert outcome_of(error) is outcome
 
 
-def test_a_request_is_timed_and_counted_once():
-    registry, now = CollectorRegistry(), [100.0]
-    meter = Meter(RouterMetrics(registry, clock=lambda: now[0]), "chat")
-    meter.tenant, meter.model = "acme", "m"
-    who = {"tenant": "acme", "model": "m"}
-    assert registry.get_sample_value("holdfast_requests_in_flight") == 1
-    now[0] = 101.0
+WHO = {"tenant": "acme", "model": "m"}
+
+
+class Timed:
+    """One request on a clock that is set by hand."""
+
+    def __init__(self):
+        self.registry, self.now = CollectorRegistry(), 100.0
+        self.metrics = RouterMetrics(self.registry, clock=lambda: self.now)
+        self.meter = Meter(self.metrics, "chat")
+        self.meter.tenant, self.meter.model = "acme", "m"
+
+    def value(self, name, **labels):
+        return self.registry.get_sample_value(f"holdfast_{name}", labels)
+
+
+def test_a_stream_is_timed_and_counted_once():
+    timed = Timed()
+    meter, ended = timed.meter, []
+    meter.on_end = ended.append
+    assert timed.value("requests_in_flight") == 1
+    timed.now = 101.0
     meter.first_token()
-    now[0] = 105.0
-    meter.answered(tokens=5)
+    timed.now = 105.0
+    meter.answered(Usage(prompt=7, cached=3, completion=5), Timing(50.0, 50.25, 50.75, 54.0))
     meter.end(Outcome.ABORTED)
-    assert registry.get_sample_value("holdfast_requests_in_flight") == 0
-    assert registry.get_sample_value("holdfast_time_to_first_token_seconds_sum", who) == 1.0
-    assert registry.get_sample_value("holdfast_time_per_output_token_seconds_sum", who) == 1.0
-    assert registry.get_sample_value("holdfast_turn_seconds_sum", who) == 5.0
-    labels = {**who, "endpoint": "chat"}
-    assert registry.get_sample_value("holdfast_requests_total", {**labels, "outcome": "completed"}) == 1
-    assert registry.get_sample_value("holdfast_requests_total", {**labels, "outcome": "aborted"}) is None
+    assert timed.value("requests_in_flight") == 0
+    assert timed.value("time_to_first_token_seconds_sum", **WHO) == 1.0
+    assert timed.value("time_per_output_token_seconds_sum", **WHO) == 1.0
+    assert timed.value("turn_seconds_sum", **WHO) == 5.0
+    assert timed.value("queue_seconds_sum", **WHO) == 0.25
+    assert timed.value("bubble_seconds_count", **WHO) is None, "its program waited for no tool"
+    tokens = {kind: timed.value("tenant_tokens_total", **WHO, kind=kind) for kind in ("prompt", "cached", "completion")}
+    assert tokens == {"prompt": 7, "cached": 3, "completion": 5}
+    labels = {**WHO, "endpoint": "chat"}
+    assert timed.value("requests_total", **labels, outcome="completed") == 1
+    assert timed.value("requests_total", **labels, outcome="aborted") is None
+    assert ended == [Outcome.COMPLETED]
+
+
+@pytest.mark.parametrize(("streamed", "bubble"), [(True, 0.5), (False, 0.75)])
+def test_a_follow_up_turn_tells_how_long_nobody_worked_on_it(streamed, bubble):
+    """0.25 s in the router, 0.25 in the queue, 0.5 to the first token and 3.0 to the last; 0.25 on the way back."""
+    timed = Timed()
+    timed.meter.resumed(8.0)
+    if streamed:
+        timed.now = 101.0
+        timed.meter.first_token()
+    timed.now = 104.25
+    timed.meter.answered(Usage(completion=1), Timing(50.0, 50.25, 50.75, 53.75))
+    assert timed.value("tool_seconds_sum", **WHO) == 8.0
+    assert timed.value("bubble_seconds_sum", **WHO) == pytest.approx(bubble)
+
+
+def test_a_program_that_has_its_answer():
+    timed = Timed()
+    timed.meter.program_ended(Run(12.0, 4))
+    assert timed.value("program_seconds_sum", **WHO) == 12.0
+    assert timed.value("program_turns_sum", **WHO) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OverloadedError("full"), "overloaded"),
+        (RefusedError(Refusal.RATE_LIMITED, "slow"), "rate_limit_exceeded"),
+        (ReplyError(ErrorInfo(ErrorKind.INTERNAL, "bug")), "internal_error"),
+    ],
+)
+def test_why_a_request_was_not_served(error, reason):
+    timed = Timed()
+    timed.meter.failed(error)
+    timed.meter.failed(error)
+    assert timed.value("request_errors_total", tenant="acme", reason=reason) == 1
+
+
+def test_a_client_that_went_away_is_no_error():
+    timed = Timed()
+    timed.meter.failed(ClientGoneError())
+    assert "request_errors_total{" not in asyncio.run(timed.metrics.exposition())
+
+
+def test_tenants_beyond_the_named_ones_share_their_series():
+    timed = Timed()
+    timed.metrics.name_tenants(["one", "two", "three"], 2)
+    assert [timed.metrics.tenant(name) for name in ("one", "two", "three", "four", "")] == [
+        "one",
+        "two",
+        OTHER,
+        OTHER,
+        "",
+    ]
+
+
+def test_every_sample_says_which_router_it_is_of():
+    timed = Timed()
+    timed.metrics.router = "i-1"
+    timed.meter.end(Outcome.COMPLETED)
+    text = asyncio.run(timed.metrics.exposition())
+    assert {labels["router"] for (_, pairs) in samples(text) for labels in [dict(pairs)]} == {"i-1"}
+    assert "_created" not in text
+
+
+def test_what_stands_elsewhere_is_asked_for_before_it_is_read():
+    timed, asked = Timed(), []
+
+    async def ask():
+        asked.append(len(asked) + 5)
+
+    timed.metrics.watch(LINE, lambda: asked[-1] if asked else 0, ask)
+    text = asyncio.run(timed.metrics.exposition())
+    assert samples(text)["holdfast_requests_in_line", (("router", "router"),)] == 5

@@ -15,7 +15,7 @@ from holdfast.kernels import attention_gpu, mlp, norm, rope_gpu, sampling_gpu
 HALF = "*bf16"
 ATTENTION = {
     **dict.fromkeys(("q", "keys", "values"), HALF),
-    **dict.fromkeys(("page_table", "positions", "order", "items"), "*i32"),
+    **dict.fromkeys(("page_table", "positions", "order", "items", "count"), "*i32"),
     "out": HALF,
     **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
     **dict.fromkeys(("scale", "softcap"), "fp32"),
@@ -57,14 +57,15 @@ CUTOFF = {"scaled": "*fp32", "top_k": "*i32", **dict.fromkeys(("top_p", "min_p",
 
 def attention(rows, page, keys, warps, **other):
     sizes = {"DIM": 128, "DIM_TILE": 128, "GROUP": 4, "PAGE": page, "ROWS": rows, "KEYS": keys}
-    flags = {"SOFTCAP": False, "WINDOW": False, "EXACT": False, "LOG2E": 1.4426950408889634, "WIDEN": False}
-    return attention_gpu._attend_item, ATTENTION, sizes | flags | other, {"num_warps": warps, "num_stages": 3}
+    flags = dict.fromkeys(("SOFTCAP", "WINDOW", "EXACT", "WIDEN", "LOOP"), False) | {"LOG2E": 1.4426950408889634}
+    return attention_gpu._attend_items, ATTENTION, sizes | flags | other, {"num_warps": warps, "num_stages": 3}
 
 
 PROGRAMS = {
     "attention, decode": attention(16, 16, 64, 4),
     "attention, decode, pages of 1": attention(16, 1, 64, 4),
     "attention, verification": attention(64, 16, 64, 4),
+    "attention, decode in a graph": attention(16, 16, 64, 4, LOOP=True),
     "attention, chunk": attention(128, 16, 64, 8),
     "attention, chunk, window and softcap": attention(128, 16, 64, 8, SOFTCAP=True, WINDOW=True),
     "merge": (attention_gpu._merge_parts, MERGE, {"DIM": 128, "DIM_TILE": 128, "HEADS": 32}, {"num_warps": 1}),

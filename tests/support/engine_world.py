@@ -4,7 +4,8 @@ from dataclasses import replace
 from itertools import count
 
 import numpy as np
-from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+from fake_runner import EOS, VOCABULARY, complete
+from late_runner import LateRunner
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
@@ -42,7 +43,7 @@ class World:
         self.config = EngineConfig(**(defaults | settings))
         pages = self.config.cells // self.config.page_size
         host_pages = self.config.host_cells // self.config.page_size
-        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
+        self.runner = LateRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
         self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
         self.now = 0.0
         self.step_s = 0.0  # how long a step takes

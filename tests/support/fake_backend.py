@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -26,6 +26,7 @@ from holdfast.replicas.requests import (
     TextDelta,
     ToolCallDelta,
 )
+from holdfast.replicas.status import ReplicaStatus
 from holdfast.router.app import create_app
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
@@ -35,6 +36,7 @@ from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
+from holdfast.router.turn_report import TurnReports
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
@@ -61,6 +63,7 @@ class FakeBackend:
         self.requests: list[GenerateRequest] = []
         self.hints: list[str | None] = []
         self.texts: list[str] = []
+        self.statuses: list[ReplicaStatus] = []
         self.started = threading.Event()
         self.aborted = threading.Event()
         self.open_streams = 0
@@ -111,8 +114,12 @@ class FakeBackend:
     async def models(self) -> Sequence[ModelCard]:
         return self.cards
 
-    async def metrics(self) -> Sequence[str]:
-        return self.texts
+    async def metrics(self, only: str | None = None) -> Mapping[str, str]:
+        texts = {f"r-{i}": text for i, text in enumerate(self.texts)}
+        return {each: text if only in (None, each) else "" for each, text in texts.items()}
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        return self.statuses
 
     async def healthy(self) -> bool:
         return self.ready
@@ -127,15 +134,16 @@ class World:
     config: RouterConfig = field(default_factory=RouterConfig)
     store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
     now: float = 1_000_000.0  # of the program table
+    reports: TurnReports = field(default_factory=TurnReports)
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
         self.programs = ProgramTable(self.store, 1000, 3600.0, clock=lambda: self.now)
         self.cache = ResponseCache(self.store, self.config, "weights-1")
-        metrics = RouterMetrics(self.registry)
+        metrics = self.metrics = RouterMetrics(self.registry)
         self.latencies = ToolLatencies()
         self.app: FastAPI = create_app(
-            self.backend, self.tenants, self.programs, self.cache, metrics, self.config, self.latencies
+            self.backend, self.tenants, self.programs, self.cache, metrics, self.config, self.latencies, self.reports
         )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:

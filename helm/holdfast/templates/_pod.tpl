@@ -7,6 +7,7 @@ Trap: HAProxy and the token of KubeRay are settings of the process, so head and 
 {{- define "holdfast.env" -}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
+- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}

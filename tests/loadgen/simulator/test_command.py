@@ -29,7 +29,8 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     asked = [*SMALL[:3], "--rates", "0.2,0.5", *SMALL[5:], "--policy", "request", "--policy", "plas", "--seeds", "2"]
     assert main([*asked, "--pictures", str(tmp_path)]) == 0
     assert main([*asked, "--rates", "0.5", "--turns-times", "1,2", "--pictures", str(tmp_path)]) == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"bfcl-8b-a100.svg", "bfcl-8b-a100-turns.svg"}
+    assert main([*asked, "--rates", "0.5", "--host-tier", "on", "--pictures", str(tmp_path)]) == 0  # one load: bars
+    assert {file.name for file in tmp_path.iterdir()} == {f"bfcl-8b-a100{kind}.svg" for kind in ("", "-turns", "-host")}
     assert "currentColor" not in (tmp_path / "bfcl-8b-a100.svg").read_text()
 
 

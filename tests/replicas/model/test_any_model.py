@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.replicas.events import Sampling
+from holdfast.replicas.model import any_model
 from holdfast.replicas.model.batch import build_batch
 from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, RowWrite
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2"]
@@ -37,6 +40,18 @@ def test_logits_of_every_position_are_the_plain_models(tiny, family, page_size):
     with torch.inference_mode():
         plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
     assert torch.allclose(torch.cat(parts), plain, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_on_a_gpu_its_attention_is_the_kernel_that_our_decoder_has(tiny, family, monkeypatch):
+    def by_the_kernel(q, k, v, kv, layer, batch, scale, window=None, softcap=None):
+        return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
+
+    prompt = tiny.prompt(30)
+    loop = tiny.Loop(family)
+    monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
+    loop.runner = ModelRunner(loop.model, loop.kv, 4, 512, on_device=True)
+    assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

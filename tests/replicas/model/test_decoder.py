@@ -117,11 +117,12 @@ def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Decoder, GpuDecoder])
-def test_bfloat16_stays_close(kind, tmp_path):
+def test_sixteen_bits_stay_close(kind, dtype, tmp_path):
     config = CONFIGS["llama"]
     model = save(config, tmp_path)
-    kv = kv_of(config, torch.bfloat16)
+    kv = kv_of(config, dtype)
     decoder = kind.load(str(tmp_path), config, kv, 160)
     tokens = np.random.default_rng(1).integers(0, 97, 50).astype(np.int32)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ SHAPE = {
     "model_type": "llama",
     "hidden_size": 256,
     "intermediate_size": 448,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 8,
     "head_dim": 64,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -21,7 +21,7 @@ SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 8,
     "head_dim": 128,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -76,7 +76,7 @@ def test_held_out_calls_are_mostly_right(model: Any, tokenizer: Any) -> None:
 
 def test_inflated_weights_say_the_same(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     shape = {
-        "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 128,
+        "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 128,
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(shape))

@@ -56,6 +56,20 @@ def flood(world: World, n: int = 200, began: float = 99.0) -> str:
     return name
 
 
+def test_an_engine_says_when_what_it_keeps_has_to_be_looked_at_again():
+    world = make(ttl=20.0, settle=1.0)
+    assert world.engine.due is None
+    turn(world, "p", words(1, 20))
+    began = world.engine.due
+    assert began is not None
+    assert began - 20.0 <= world.now < began
+    world.engine.step(began - 1e-6)
+    assert pinned(world) == {"p"}
+    world.engine.step(began)
+    assert pinned(world) == set()
+    assert world.engine.due is None
+
+
 def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time():
     world = make()
     world.submit("a", words(1, 40), 4, program="p")

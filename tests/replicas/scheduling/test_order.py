@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.scheduling.order import PlasOrder, order_of
 from holdfast.replicas.sequences.sequence import Sequence
 
@@ -110,3 +113,10 @@ def test_the_engine_serves_in_the_order_it_was_given():
     assert _served("infercept") == ["old 1", "old 2", "new 1"]
     assert _served("request") == ["old 1", "new 1", "old 2"]
     assert _served("plas") == ["old 1", "new 1", "old 2"]
+
+
+def test_intercepts_order_goes_with_its_own_rule_only():
+    assert EngineConfig(order="infercept").retention.policy == "infercept"
+    with pytest.raises(ConfigError, match="InferCept's own rule") as refused:
+        EngineConfig(order="infercept", retention=RetentionConfig(policy="none"))
+    assert refused.value.field == "retention.policy"

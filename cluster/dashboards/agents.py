@@ -1,0 +1,165 @@
+"""What programs go through: how long they run, what they wait for, and whether their cells were kept meanwhile."""
+
+from holdfast.cluster.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
+
+WHO = Chosen((JOB, MODEL))
+HITS, MISSES = WHO.rate("holdfast_pin_hits_total"), WHO.rate("holdfast_pin_misses_total")
+PROGRAMS = WHO.rate("holdfast_program_seconds_count")
+
+
+def a_program(name: str) -> str:
+    """Seconds of a histogram for each program that ended."""
+    return f"{WHO.rate(f'{name}_sum')} / {PROGRAMS}"
+
+
+BOARD = Board(
+    "agents",
+    "Holdfast: Agents",
+    "How long agent programs run, what they wait for, and whether their cells were kept while tools ran.",
+    (JOB, MODEL),
+    (
+        Row(
+            "Now",
+            (
+                number("Programs a second", "Those that came to an answer.", Unit.PER_SECOND, PROGRAMS),
+                number(
+                    "Program time, p50",
+                    "From question to answer.",
+                    Unit.SECONDS,
+                    WHO.quantile(0.5, "holdfast_program_seconds"),
+                ),
+                number(
+                    "Program time, p95",
+                    "From question to answer.",
+                    Unit.SECONDS,
+                    WHO.quantile(0.95, "holdfast_program_seconds"),
+                ),
+                number("Turns a program", "Mean.", Unit.PLAIN, WHO.mean("holdfast_program_turns")),
+                number(
+                    "Bubble, p95",
+                    "How long a turn whose tool is done waits for the engine.",
+                    Unit.SECONDS,
+                    WHO.quantile(0.95, "holdfast_bubble_seconds"),
+                    bad=2.0,
+                ),
+                number(
+                    "Pin hits",
+                    "Share of follow-up turns whose cells were kept.",
+                    Unit.SHARE,
+                    f"{HITS} / ({HITS} + {MISSES})",
+                ),
+            ),
+        ),
+        Row(
+            "Programs",
+            (
+                Panel(
+                    "Program completion time",
+                    "What users wait for.",
+                    Unit.SECONDS,
+                    WHO.quantiles("holdfast_program_seconds", "model"),
+                ),
+                Panel(
+                    "Where a program's time goes",
+                    "Seconds a program, mean. Turns include their bubbles.",
+                    Unit.SECONDS,
+                    (
+                        Query(a_program("holdfast_turn_seconds"), "turns"),
+                        Query(a_program("holdfast_tool_seconds"), "tools"),
+                        Query(a_program("holdfast_bubble_seconds"), "bubbles, of the turns"),
+                    ),
+                ),
+                Panel(
+                    "Turns a program",
+                    "Growing: the model calls tools in circles.",
+                    Unit.PLAIN,
+                    (Query(WHO.mean("holdfast_program_turns", "model"), "{{model}}"),),
+                ),
+            ),
+        ),
+        Row(
+            "Waiting",
+            (
+                Panel(
+                    "Tool latency",
+                    "From a reply with calls to the next turn; long ones outlive their pins.",
+                    Unit.SECONDS,
+                    WHO.quantiles("holdfast_tool_seconds", "model"),
+                ),
+                Panel(
+                    "Bubbles",
+                    "The tool is done and the engine does not work on the turn yet.",
+                    Unit.SECONDS,
+                    WHO.quantiles("holdfast_bubble_seconds", "model"),
+                ),
+                Panel(
+                    "Queue in the replica",
+                    "Of all turns; a part of each bubble.",
+                    Unit.SECONDS,
+                    WHO.quantiles("holdfast_queue_seconds", "model"),
+                ),
+            ),
+        ),
+        Row(
+            "Kept cells",
+            (
+                Panel(
+                    "Pin hits and misses",
+                    "A miss computes the history again, unless the tree still has it.",
+                    Unit.PER_SECOND,
+                    (Query(HITS, "hits"), Query(MISSES, "misses")),
+                    Kind.STACKED,
+                ),
+                Panel(
+                    "Pins, and how they ended early",
+                    "Expired: the tool took longer than keeping was worth. Given way or refused: cells are short.",
+                    Unit.RATE,
+                    (
+                        Query(WHO.rate("holdfast_pins_total"), "made"),
+                        Query(WHO.rate("holdfast_pins_expired_total"), "expired"),
+                        Query(WHO.rate("holdfast_pins_given_way_total"), "given way"),
+                        Query(WHO.rate("holdfast_pins_refused_total"), "refused"),
+                    ),
+                ),
+                Panel(
+                    "Cells that pins keep",
+                    "Share of all; the policy keeps it below engine.retention.share.",
+                    Unit.SHARE,
+                    (
+                        Query(
+                            WHO.share("holdfast_cells_pinned", "holdfast_cell_capacity", "replica"),
+                            "{{replica}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Programs between turns",
+                    "With cells kept, and with a row kept.",
+                    Unit.PLAIN,
+                    (
+                        Query(WHO.total("holdfast_programs_pinned"), "cells kept"),
+                        Query(WHO.total("holdfast_sequence_rows_parked"), "row kept"),
+                    ),
+                ),
+                Panel(
+                    "History",
+                    "Continued tokens cost nothing; rewritten ones were computed twice.",
+                    Unit.RATE,
+                    (
+                        Query(WHO.rate("holdfast_tokens_continued_total"), "tokens continued"),
+                        Query(WHO.rate("holdfast_tokens_rewritten_total"), "tokens rewritten"),
+                    ),
+                ),
+                Panel(
+                    "Replies",
+                    "Stopped where their calls closed; written again for an undeclared tool.",
+                    Unit.PER_SECOND,
+                    (
+                        Query(WHO.rate("holdfast_replies_stopped_total"), "stopped early"),
+                        Query(WHO.rate("holdfast_replies_rewritten_total"), "written again"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,216 @@
+"""What each replica does: cells, steps, batch, speculation, cache."""
+
+from holdfast.cluster.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
+
+WHO = Chosen((JOB, MODEL, REPLICA))
+EACH = "{{replica}}"
+
+
+def each(title: str, about: str, unit: Unit, expression: str) -> Panel:
+    """One line a replica."""
+    return Panel(title, about, unit, (Query(expression, EACH),))
+
+
+def rates(title: str, about: str, *counters: tuple[str, str], kind: Kind = Kind.LINES) -> Panel:
+    """Counters of all replicas together, by what they are called in the legend."""
+    queries = tuple(Query(WHO.rate(f"holdfast_{name}_total"), legend) for name, legend in counters)
+    return Panel(title, about, Unit.RATE, queries, kind)
+
+
+CELLS = Row(
+    "Cells",
+    (
+        Panel(
+            "Cells by state",
+            "Free ones near 0 are as they should be: the tree keeps what may be asked for again.",
+            Unit.PLAIN,
+            (
+                Query(WHO.total("holdfast_cells", state="held"), "held by sequences"),
+                Query(WHO.total("holdfast_cells_pinned"), "in the tree, pinned"),
+                Query(
+                    f"{WHO.total('holdfast_cells', state='tree')} - {WHO.total('holdfast_cells_pinned')}",
+                    "in the tree",
+                ),
+                Query(WHO.total("holdfast_cells", state="free"), "free"),
+            ),
+            Kind.STACKED,
+        ),
+        each(
+            "Held by sequences",
+            "Near 100 %: the batch is bounded by cells.",
+            Unit.SHARE,
+            WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"),
+        ),
+        Panel(
+            "Host tier",
+            "Evicted cells that can still come back.",
+            Unit.PLAIN,
+            (
+                Query(WHO.total("holdfast_host_cells"), "in use"),
+                Query(WHO.total("holdfast_host_cell_capacity"), "room"),
+            ),
+        ),
+        rates(
+            "Between the tiers",
+            "Many out and few in: what is evicted does not come back.",
+            ("host_pages_out", "pages out"),
+            ("host_pages_in", "pages in"),
+            ("host_moves_failed", "steps whose moves failed"),
+        ),
+        rates(
+            "Short of cells",
+            "All at 0 is best. Preempted tokens are computed twice.",
+            ("preemptions", "preemptions"),
+            ("tokens_recomputed", "tokens recomputed"),
+            ("prefill_chunks_deferred", "chunks deferred"),
+        ),
+        Panel(
+            "Reload speed",
+            "Cells a second from host memory lately; 0: none has come back.",
+            Unit.RATE,
+            (Query(WHO.most("holdfast_reload_cells_per_second", "replica"), EACH),),
+        ),
+    ),
+)
+
+STEPS = Row(
+    "Steps",
+    (
+        Panel(
+            "Step time",
+            "A long tail beside a short middle: prefill chunks that decoders wait for.",
+            Unit.SECONDS,
+            WHO.quantiles("holdfast_step_duration_seconds"),
+        ),
+        Panel(
+            "Where a step's time goes",
+            "Share of each part. Schedule and commit are the host's.",
+            Unit.SHARE,
+            (
+                Query(
+                    f"{WHO.rate('holdfast_step_seconds_total', 'phase')}"
+                    f" / on () group_left () {WHO.rate('holdfast_step_seconds_total')}",
+                    "{{phase}}",
+                ),
+            ),
+            Kind.STACKED,
+        ),
+        each(
+            "Steps a second",
+            "0 with sequences running: it hangs.",
+            Unit.RATE,
+            WHO.rate("holdfast_engine_steps_total", "replica"),
+        ),
+        each(
+            "Tokens a step",
+            "Drawn tokens a step: batch size times what speculation gains.",
+            Unit.PLAIN,
+            f"{WHO.rate('holdfast_completion_tokens_total', 'replica')}"
+            f" / {WHO.rate('holdfast_engine_steps_total', 'replica')}",
+        ),
+        Panel(
+            "Batch",
+            "Waiting with free cells and rows: look at admission_ceiling.",
+            Unit.PLAIN,
+            (
+                Query(WHO.total("holdfast_sequences_running"), "running"),
+                Query(WHO.total("holdfast_sequences_waiting"), "waiting"),
+                Query(WHO.total("holdfast_sequence_rows_taken"), "rows taken"),
+                Query(WHO.total("holdfast_sequence_rows_parked"), "rows parked"),
+                Query(WHO.total("holdfast_sessions"), "sessions"),
+            ),
+        ),
+        Panel(
+            "Requests by terminal event",
+            "Failed ones, and steps that failed, are ours to explain.",
+            Unit.PER_SECOND,
+            (
+                Query(WHO.rate("holdfast_engine_requests_total", "outcome"), "{{outcome}}"),
+                Query(WHO.rate("holdfast_engine_steps_failed_total"), "steps failed"),
+            ),
+        ),
+    ),
+)
+
+SPECULATION = Row(
+    "Speculation",
+    (
+        rates(
+            "Drafts",
+            "Withheld ones would have cost more than they save.",
+            ("draft_tokens", "verified"),
+            ("draft_tokens_accepted", "accepted"),
+            ("draft_tokens_withheld", "withheld"),
+        ),
+        Panel(
+            "Accepted, by source",
+            "Share of the verified ones; no line: that source drafted nothing.",
+            Unit.SHARE,
+            (
+                Query(
+                    f"{WHO.rate('holdfast_drafter_tokens_accepted_total', 'source')}"
+                    f" / {WHO.rate('holdfast_drafter_tokens_total', 'source')}",
+                    "{{source}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Verified, by source",
+            "Where drafts come from.",
+            Unit.RATE,
+            (Query(WHO.rate("holdfast_drafter_tokens_total", "source"), "{{source}}"),),
+            Kind.STACKED,
+        ),
+    ),
+)
+
+PROMPTS = Row(
+    "Prompts",
+    (
+        rates(
+            "Prompt tokens",
+            "Grouped ones were computed once for several.",
+            ("prompt_tokens_computed", "computed"),
+            ("prompt_tokens_cached", "cached"),
+            ("prompt_tokens_grouped", "of these, grouped"),
+            ("tokens_reloaded", "of these, reloaded"),
+        ),
+        rates(
+            "Rendering and tokenizing",
+            "Tokenized near reused: tokenize_cache is too small.",
+            ("prompt_characters_reused", "characters reused"),
+            ("prompt_characters_tokenized", "characters tokenized"),
+            ("render_cache_hits", "renderings known"),
+            ("render_cache_misses", "renderings made"),
+        ),
+        rates(
+            "Turns",
+            "Continued ones took over the row of the one before.",
+            ("turns_continued", "continued"),
+            ("prompt_seeds", "seeded by their prompt"),
+        ),
+    ),
+)
+
+PROCESS = Row(
+    "Process",
+    (
+        each("Processor", "Cores in use.", Unit.PLAIN, WHO.rate("holdfast_replica_cpu_seconds_total", "replica")),
+        each("Memory", "Of the replica's process.", Unit.BYTES, WHO.most("holdfast_replica_memory_bytes", "replica")),
+        Panel(
+            "Started",
+            "A new one that nobody deployed: a replica died.",
+            Unit.MOMENT,
+            (Query(f"1000 * {WHO.most('holdfast_replica_start_time_seconds', 'replica')}", EACH),),
+            Kind.NUMBER,
+        ),
+    ),
+)
+
+BOARD = Board(
+    "engine",
+    "Holdfast: Engine",
+    "What the replicas do: cells by state, steps, batch, speculation, prompts.",
+    (JOB, MODEL, REPLICA),
+    (CELLS, STEPS, SPECULATION, PROMPTS, PROCESS),
+)

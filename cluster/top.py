@@ -1,0 +1,93 @@
+"""`holdfast status` and `holdfast top`: a server's status printed once, or kept on the screen until q or Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from holdfast.cluster import watch
+from holdfast.cluster.status_view import view
+from holdfast.cluster.watch import Watched
+from holdfast.replicas.errors import UnavailableError
+
+Say = Callable[[str], None]
+Wait = Callable[[float], str]  # waits so many seconds at most for a key; "" where none was pressed
+
+LEAVE = frozenset({"q", "Q", "\x1b", "\x03", "\x04"})
+MOST = 200  # programs that a screen could have room for
+SOME = 20  # programs of a status that is printed
+
+
+def status(server: Watched, as_json: bool, say: Say) -> None:
+    """Print the status once. Raises UnavailableError."""
+    with watch.client() as client:
+        told = watch.ask(client, server, MOST if as_json else SOME)
+    if as_json:
+        say(json.dumps(told, indent=2))
+    else:
+        Console().print(view(told))
+
+
+def top(server: Watched, interval_s: float) -> None:
+    """Keep the status on the screen. Raises UnavailableError where the first look fails; later ones are shown."""
+    console = Console()
+    with watch.client() as client:
+        first = watch.ask(client, server, MOST)
+        with _keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
+            for shown in looks(lambda: watch.ask(client, server, MOST), first, interval_s, console, wait):
+                live.update(shown, refresh=True)
+
+
+def looks(
+    ask: Callable[[], dict[str, Any]], first: dict[str, Any], interval_s: float, console: Console, wait: Wait
+) -> Iterator[RenderableType]:
+    """A picture for each look, until a key says to leave. A look that fails leaves the last picture, with a word."""
+    hint = f"every {interval_s:g} s, q leaves"
+    now, before = first, None
+    while True:
+        yield view(now, before, console.height, hint)
+        if wait(interval_s) in LEAVE:
+            return
+        try:
+            now, before = ask(), now
+        except UnavailableError as error:
+            yield Text(f"{error.message}\nasking again; q leaves", "bold red")
+            if wait(interval_s) in LEAVE:
+                return
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@contextmanager
+def _keys() -> Iterator[Wait]:
+    """Keys one by one, not shown; without a terminal nothing is ever pressed."""
+    if not sys.stdin.isatty():
+        yield _no_keys
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def wait(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode("latin-1") or "q" if ready else ""  # nothing to read: the terminal is gone
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

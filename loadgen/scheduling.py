@@ -1,0 +1,163 @@
+"""`holdfast bench scheduling`: one program's order and retention against another's, on the real engine and over HTTP.
+
+A server for each policy, once with a KV cache that is too small for all programs and once with one that has room for
+them; the same agent programs to each, in turn, as `bench compare` sends them. What counts is how long a program takes
+from its first request to its last answer. Beside the targets: those of program-level scheduling on this engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from holdfast.loadgen import compare
+from holdfast.loadgen.measure import Estimate, mean, ratio
+from holdfast.loadgen.options import Options
+from holdfast.loadgen.programs import Program, group
+from holdfast.loadgen.report.commands import read_run
+from holdfast.loadgen.report.page import read_rows
+from holdfast.loadgen.serving import serving
+from holdfast.loadgen.simulator.policies import Policy, policy
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+PAIR = ("request", "continuum")  # what is compared where nothing else is asked for
+TARGETS = {"small": 1.3, "large": 0.98}  # mean completion time of the first policy over that of another
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is measured. `cells` are those of the small and of the large cache. Raises ConfigError."""
+
+    policies: tuple[str, ...] = PAIR
+    caches: tuple[str, ...] = tuple(TARGETS)
+    cells: tuple[int, ...] = (8192, 65536)
+    model: str = "pocket"
+    threads: int = 1
+    workload: str = "swe"
+    sizes: Sizes = field(default_factory=lambda: Sizes(jobs=12, rate=1.0, prompt_tokens=600))
+    max_tokens: int = 96
+    repetitions: int = 3
+    seed: int = 0
+    folder: Path | None = None  # the comparisons' own files go there
+
+    def __post_init__(self) -> None:
+        if len(self.policies) < 2:
+            raise ConfigError("a comparison needs two policies at least", "policy")
+        if len(self.cells) != len(TARGETS):
+            raise ConfigError(f"two caches are compared, a small and a large one, not {len(self.cells)}", "cells")
+        if not set(self.caches) <= set(TARGETS):
+            raise ConfigError(f"a cache is {' or '.join(TARGETS)}", "cache")
+        for name in self.policies:
+            policy(name)
+
+    def options(self, servers: Sequence[tuple[str, str]], file: Path) -> Options:
+        return Options(
+            servers=tuple(servers),
+            workloads=(self.workload,),
+            repetitions=self.repetitions,
+            seed=self.seed,
+            sizes=self.sizes,
+            max_tokens=self.max_tokens,
+            json_file=file,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Faster:
+    """How many times faster than under the first policy programs are, on average; `each` repetition's beside it."""
+
+    cache: str
+    cells: int
+    policy: str
+    mean_s: float
+    first_mean_s: float
+    ratio: Estimate
+    each: tuple[float, ...]
+
+    @property
+    def target(self) -> float:
+        return TARGETS[self.cache]
+
+    def __str__(self) -> str:
+        low, high = self.ratio.low, self.ratio.high
+        interval = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+        each = ", ".join(f"{value:.2f}" for value in self.each)
+        met = "met" if self.ratio.value >= self.target else "MISSED"
+        return (
+            f"{self.cache} cache, {self.cells} cells: {self.policy} {self.mean_s:.1f} s a program, the first policy "
+            f"{self.first_mean_s:.1f} s: {self.ratio.value:.2f}x faster{interval}, by repetition {each}; "
+            f"target {self.target:g}: {met}"
+        )
+
+
+def main(asked: Asked, json_file: Path | None = None) -> int:
+    """Measure, print, write; the exit status is that of an interrupted comparison, or 1 where a target is missed."""
+    told: list[Faster] = []
+    with TemporaryDirectory() as temporary:
+        folder = asked.folder or Path(temporary)
+        for cache, cells in zip(TARGETS, asked.cells, strict=True):
+            if cache not in asked.caches:
+                continue
+            file = folder / f"{cache}.json"
+            status = _measure(asked, cells, file)
+            if status:
+                return status
+            told += faster(group(read_rows(read_run(file))), cache, cells, asked.policies, asked.seed)
+    for line in told:
+        print(line)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_content(asked, told), indent=1) + "\n", encoding="utf-8")
+    return int(any(line.ratio.value < line.target for line in told))
+
+
+def engine(named: Policy, asked: Asked, cells: int) -> dict[str, Any]:
+    """The `engine` section of one server's configuration."""
+    return {
+        "threads": asked.threads,
+        "cells": cells,
+        "order": named.order,
+        "retention": {"policy": named.retention},
+    }
+
+
+def faster(programs: Sequence[Program], cache: str, cells: int, policies: Sequence[str], seed: int) -> list[Faster]:
+    """Every policy but the first against the first, over the programs that both served to their end."""
+    seconds = {(each.server, each.key): each.seconds for each in programs}
+    first, *others = policies
+    found = []
+    for name in others:
+        pairs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        for each in programs:
+            if each.server == name and (first, each.key) in seconds:
+                pairs[each.repetition].append((seconds[first, each.key], each.seconds))
+        both = [pair for repetition in pairs.values() for pair in repetition]
+        over, under = [before for before, _ in both], [now for _, now in both]
+        estimate = ratio(over, under, mean, seed)
+        if estimate is None:
+            raise ConfigError(f"no program was served to its end under both {first} and {name}", "policy")
+        each_ratio = tuple(fmean(a for a, _ in some) / fmean(b for _, b in some) for some in pairs.values())
+        found.append(Faster(cache, cells, name, fmean(under), fmean(over), estimate, each_ratio))
+    return found
+
+
+def _measure(asked: Asked, cells: int, file: Path) -> int:
+    """One comparison, all its servers beside each other: only one of them is sent anything at a time."""
+    with ExitStack() as stack:
+        servers = [
+            (name, stack.enter_context(serving(asked.model, engine(policy(name), asked, cells))))
+            for name in asked.policies
+        ]
+        return compare.main(asked.options(servers, file))
+
+
+def _content(asked: Asked, told: Sequence[Faster]) -> dict[str, Any]:
+    options = asdict(asked) | {"folder": None if asked.folder is None else str(asked.folder)}
+    return {"options": options, "faster": [asdict(line) | {"target": line.target} for line in told]}

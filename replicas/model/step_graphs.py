@@ -1,0 +1,285 @@
+"""CUDA graphs of the decoder's forward: for decoding and verifying, whose launches then cost the host nothing.
+
+A graph replays the same launches over the same memory. So inputs lie in one static buffer, filled by the step's one
+copy; a forward is captured for each `Bucket`, and a step runs in the smallest that holds it. What differs from step to
+step is data: attention's items are shared by a fixed number of programs (`GpuPlan.counts`), and tokens that only fill
+the bucket are written to a scratch cell, attended to by nobody, and their logits dropped.
+
+    | token ids, positions, cells | per window: counts, order, positions, merges, wide items | extra | narrow items |
+
+The part that a step uses of the last field ends its copy. `extra` carries what the step needs outside of the forward.
+Steps with longer chunks, or more items than there is room for, run without a graph. What captures and replays is handed
+in: a CPU calls the forward again over the same buffers, which is how all this is tested.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.kernels.attention_gpu import GpuPlan, plan_key
+from holdfast.kernels.attention_work import NARROW_ROWS
+from holdfast.kernels.paging import PagedBatch
+from holdfast.replicas.model.attention_plans import WindowWork
+from holdfast.replicas.model.batch import StepBatch, StepLayout
+from holdfast.replicas.model.face import AttentionShape, Model
+from holdfast.replicas.model.packing import Array, Mailer, packed, view
+from holdfast.replicas.model.page_table import PageTable
+
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes a call whose launches are to be captured, gives what replays them."""
+
+_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_TILES = (16, 32, 64)  # query rows of narrow items, which follow from the longest window of the step
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, prefixes in common or none."""
+
+    tokens: int
+    tile: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRoom:
+    """Sizes of the static buffers. `partials`: results of parts of sequences, each [heads, head_dim] float32."""
+
+    tokens: int = 256
+    items: int = 8192
+    shared_items: int = 512
+    partials: int = 8192
+    extra: int = 1 << 16  # bytes
+    programs: int = 64  # that share the items of one KV head
+
+    def buckets(self, group: int) -> list[Bucket]:
+        """Every bucket, the largest first: what it takes of the device's memory the others use again."""
+        found: list[Bucket] = []
+        if group > NARROW_ROWS:
+            return found  # every chunk is a long one
+        for tokens in (n for n in _TOKENS if n <= self.tokens):
+            for before, tile in zip((0, *_TILES), _TILES, strict=False):
+                # A tile of more rows than the one before needs a window of at least so many tokens.
+                if tile == _TILES[0] or tokens * group > before:
+                    found += [Bucket(tokens, tile, shared) for shared in ((False, True) if tokens > 1 else (False,))]
+        return sorted(found, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A step whose inputs are on their way to the static buffer: its bucket, and the extra arrays on the device."""
+
+    bucket: Bucket
+    extra: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A part of the static buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def view(self, buffer: Tensor, length: int | None = None) -> Tensor:
+        shape = self.shape if length is None else (length, *self.shape[1:])
+        return view(buffer, self.offset, self.dtype, shape)
+
+
+class StepGraphs:
+    """The graphs of a model over one page table. `scratch_cell`: where tokens without a meaning are stored."""
+
+    def __init__(
+        self,
+        model: Model,
+        shape: AttentionShape,
+        table: PageTable,
+        scratch_cell: int,
+        dtype: torch.dtype,
+        room: GraphRoom | None = None,
+    ) -> None:
+        """`model` takes all that changes from step to step from its batch's tensors; `dtype` is its logits'."""
+        self._model = model
+        self._shape = shape
+        self._table = table
+        self._scratch = scratch_cell
+        self.room = room = room or GraphRoom()
+        self._replays: dict[Bucket, Callable[[], None]] = {}
+        self._sizes = [n for n in _TOKENS if n <= room.tokens]
+        self._lay_fields()
+        device = table.device
+        heads, dim = self._shape.heads, self._shape.head_dim
+        self._static = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        self._all = torch.arange(room.tokens, device=device)  # every token is drawn from
+        self._partial = torch.zeros(room.partials, heads, dim, dtype=torch.float32, device=device)
+        self._lse = torch.zeros(room.partials, heads, dtype=torch.float32, device=device)
+        self._logits = torch.zeros(room.tokens, model.vocabulary, dtype=dtype, device=device)
+
+    def capture(self, capture: Capture, say: Callable[[str], None], most: int | None = None) -> None:
+        """Capture every bucket, or the `most` largest, and tell of it."""
+        buckets = self.room.buckets(self._shape.group)[:most]
+        began = time.perf_counter()
+        for done, bucket in enumerate(buckets):
+            if done % 16 == 0:
+                say(f"CUDA graphs: {done} of {len(buckets)}")
+            self._replays[bucket] = capture(self._forward(bucket))
+        say(f"CUDA graphs: {len(buckets)} of {len(buckets)} in {time.perf_counter() - began:.1f} s")
+
+    def bucket_for(self, layout: StepLayout, works: Sequence[WindowWork]) -> Bucket | None:
+        """The graph for a step; None where it has to run without one."""
+        tokens, room = len(layout.token_ids), self.room
+        if not 0 < tokens <= room.tokens or len(layout.drawn) != tokens:
+            return None
+        if max(layout.lengths) * self._shape.group > NARROW_ROWS:
+            return None
+        for each in works:
+            work = each.work
+            if len(work.narrow) > room.items or len(work.wide) > room.shared_items or work.partials > room.partials:
+                return None
+        shared = any(len(each.work.wide) for each in works)
+        size = self._sizes[bisect_left(self._sizes, tokens)]
+        bucket = Bucket(size, max(each.work.narrow_rows for each in works), shared)
+        return bucket if bucket in self._replays else None
+
+    def load(
+        self, layout: StepLayout, works: Sequence[WindowWork], extra: Sequence[Array], mailer: Mailer
+    ) -> Loaded | None:
+        """Send a step's inputs to the static buffer, with `extra` beside them; None where no graph fits."""
+        bucket = self.bucket_for(layout, works)
+        offsets, size = packed(extra)
+        if bucket is None or size > self.room.extra:
+            return None
+        arrays, places = self._arrays(bucket, layout, works)
+        arrays += extra
+        places += [self._extra + offset for offset in offsets]
+        end = self._narrow[-1].offset + works[-1].work.narrow.nbytes
+        mailer.send_into(self._static, arrays, places, end)
+        dtypes = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in extra]
+        views = [
+            view(self._static, self._extra + at, dtype, array.shape)
+            for at, dtype, array in zip(offsets, dtypes, extra, strict=True)
+        ]
+        return Loaded(bucket, views)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The static token ids, [most tokens] int64."""
+        return self._token_ids.view(self._static)
+
+    def replay(self, bucket: Bucket, tokens: int) -> Tensor:
+        """Logits [tokens, vocabulary] of the step that was loaded last; overwritten by the next replay."""
+        self._replays[bucket]()
+        return self._logits[:tokens]
+
+    # ---- parts ----
+
+    def _lay_fields(self) -> None:
+        room, at = self.room, 0
+
+        def field(dtype: torch.dtype, *shape: int) -> _Field:
+            nonlocal at
+            offset, at = at, at + -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64
+            return _Field(offset, dtype, shape)
+
+        self._token_ids, self._positions, self._cells = (field(torch.int64, room.tokens) for _ in range(3))
+        self._windows = [
+            (
+                (field(torch.int32, 1), field(torch.int32, 1)),  # how many narrow items, how many wide ones
+                field(torch.int32, 2 * room.tokens),  # order: a token is in one shared prefix at most
+                field(torch.int32, room.tokens),
+                field(torch.int32, room.tokens, 7),
+                field(torch.int32, room.shared_items, 6),
+            )
+            for _ in self._shape.windows
+        ]
+        self._extra = at
+        at += room.extra
+        self._narrow = [field(torch.int32, room.items, 6) for _ in self._shape.windows]
+        self._size = at
+
+    def _arrays(self, bucket: Bucket, layout: StepLayout, works: Sequence[WindowWork]) -> tuple[list[Array], list[int]]:
+        """A step's arrays, filled up to the bucket's tokens, and where each goes."""
+        arrays: list[Array] = [
+            _filled(layout.token_ids, bucket.tokens),
+            _filled(layout.positions, bucket.tokens),
+            _filled(layout.cells, bucket.tokens, self._scratch),
+        ]
+        places = [self._token_ids.offset, self._positions.offset, self._cells.offset]
+        for each, fields, narrow_field in zip(works, self._windows, self._narrow, strict=True):
+            narrow, wide, order, merges, positions = each.arrays
+            (n_narrow, n_wide), *others = fields
+            arrays += [np.array([len(narrow)], np.int32), np.array([len(wide)], np.int32)]
+            # Rows of zeros merge nothing; those of a larger step before would.
+            arrays += [order, positions, _filled(merges, bucket.tokens), wide, narrow]
+            places += [n_narrow.offset, n_wide.offset, *(field.offset for field in others), narrow_field.offset]
+        return arrays, places
+
+    def _forward(self, bucket: Bucket) -> Callable[[], None]:
+        """The model's forward over the static buffers, as one bucket sees them."""
+        size, static = bucket.tokens, self._static
+        table = self._table
+        pages = PagedBatch(table.page_size, table.tensor, (), (), (), self._cells.view(static, size), ())
+        for window, fields, narrow in zip(self._shape.windows, self._windows, self._narrow, strict=True):
+            counts, order, positions, merges, wide = fields
+            plan = GpuPlan(
+                narrow=narrow.view(static),
+                wide=wide.view(static, None if bucket.shared else 0),
+                narrow_rows=bucket.tile,
+                order=order.view(static),
+                merges=merges.view(static, size),
+                positions=positions.view(static),
+                partial=self._partial,
+                partial_lse=self._lse,
+                counts=(counts[0].view(static), counts[1].view(static)),
+                programs=self.room.programs,
+            )
+            pages.plans[plan_key(window)] = plan
+        ids, positions_of = self._token_ids.view(static, size), self._positions.view(static, size)
+        batch = StepBatch(ids[None], positions_of[None], self._all[:size], pages)
+
+        def forward() -> None:
+            with torch.inference_mode():
+                self._logits[:size].copy_(self._model.forward(batch))
+
+        return forward
+
+
+def _filled(array: Array, length: int, value: int = 0) -> Array:
+    """The array and `value` behind it, up to `length`."""
+    filled = np.full((length, *array.shape[1:]), value, array.dtype)
+    filled[: len(array)] = array
+    return filled
+
+
+def room_for(tokens: int, shape: AttentionShape, multiprocessors: int, partial_bytes: int = 256 << 20) -> GraphRoom:
+    """Room for steps of up to `tokens` tokens on a device with so many multiprocessors."""
+    partials = partial_bytes // (4 * shape.heads * shape.head_dim)
+    programs = max(1, -(-4 * multiprocessors // shape.kv_heads))
+    most = max(n for n in _TOKENS if n <= max(tokens, 1))
+    return replace(GraphRoom(), tokens=most, items=min(partials, 1 << 15), partials=partials, programs=programs)
+
+
+def gpu_capture() -> Capture:
+    """Captures CUDA graphs that share one pool of memory: nothing in it outlives a replay, and no two run at once."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(call: Callable[[], None]) -> Callable[[], None]:
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            call()  # compiles, and lets the libraries choose and allocate
+            call()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            call()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    return capture

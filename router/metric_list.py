@@ -1,0 +1,233 @@
+"""Every metric of the router: name, kind, labels, what it tells and what to do about it. The one place of definitions.
+
+The label `router` is added to all when they are read. Tenants and models come from the configuration.
+"""
+
+from collections.abc import Mapping
+
+from holdfast.replicas.metrics.definition import Kind, Metric
+
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
+WAIT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TURN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+PROGRAM_SECONDS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05)
+TURNS = (1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 100.0)
+
+WHO = ("tenant", "model")
+
+
+def _counter(name: str, unit: str, help_text: str, advice: str, *labels: str) -> Metric:
+    return Metric(f"holdfast_{name}_total", Kind.COUNTER, unit, help_text, advice, labels)
+
+
+def _gauge(name: str, unit: str, help_text: str, advice: str, *labels: str) -> Metric:
+    return Metric(f"holdfast_{name}", Kind.GAUGE, unit, help_text, advice, labels)
+
+
+def _histogram(name: str, unit: str, help_text: str, advice: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(f"holdfast_{name}", Kind.HISTOGRAM, unit, help_text, advice, labels, buckets)
+
+
+REQUESTS = _counter(
+    "requests",
+    "",
+    "Generation requests by how they ended: `completed`, `cached`, `rejected`, `failed`, `aborted`",
+    "`failed` is ours to explain: look for the reason in `holdfast_request_errors_total`, then into the replica's log",
+    *WHO,
+    "endpoint",
+    "outcome",
+)
+ERRORS = _counter(
+    "request_errors",
+    "",
+    "Requests that were rejected or failed, by the `code` that the client was told",
+    "`rate_limit_exceeded`: the tenant's limits; `overloaded`: more replicas; `internal_error`: look into the log",
+    "tenant",
+    "reason",
+)
+IN_FLIGHT = _gauge(
+    "requests_in_flight", "", "Generation requests being served", "Near `router.max_in_flight`: more replicas"
+)
+FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds",
+    "s",
+    "From a request's arrival at the router to its first token",
+    "Rising with `holdfast_sequences_waiting`: more replicas; without: longer prompts, or fewer of them cached",
+    WAIT_SECONDS,
+    *WHO,
+)
+PER_TOKEN = _histogram(
+    "time_per_output_token_seconds",
+    "s",
+    "Mean time between a request's tokens after the first",
+    "Rising with `holdfast_step_duration_seconds`: larger batches or longer chunks (`engine.step_tokens`)",
+    TOKEN_SECONDS,
+    *WHO,
+)
+TURN = _histogram(
+    "turn_seconds",
+    "s",
+    "From a completed request's arrival to its last token, response-cache hits left out",
+    "The sum of queue, prefill and decode: look which of them grew",
+    TURN_SECONDS,
+    *WHO,
+)
+QUEUE = _histogram(
+    "queue_seconds",
+    "s",
+    "How long a completed request waited in its replica for its first step",
+    "Growing: more replicas, or more cells",
+    WAIT_SECONDS,
+    *WHO,
+)
+
+PROGRAM = _histogram(
+    "program_seconds",
+    "s",
+    "How long a program ran: from its first turn's arrival, or the first one after its last answer, to the end of "
+    "the reply that calls no tool",
+    "What users wait for. Split it into `holdfast_tool_seconds`, `holdfast_bubble_seconds` and `holdfast_turn_seconds`",
+    PROGRAM_SECONDS,
+    *WHO,
+)
+PROGRAM_TURNS = _histogram(
+    "program_turns", "turns", "Turns that it took", "Growing: the model calls tools in circles", TURNS, *WHO
+)
+TOOL = _histogram(
+    "tool_seconds",
+    "s",
+    "From the end of a reply that called tools to the program's next turn",
+    "The tools' own time; long ones outlive their pins",
+    TURN_SECONDS,
+    *WHO,
+)
+BUBBLE = _histogram(
+    "bubble_seconds",
+    "s",
+    "How long a follow-up turn, its tool done, waited before the engine worked on it: router, line and queue",
+    "Growing: replicas are short, or programs wait for a replica that is full (`placement.patience_s`)",
+    WAIT_SECONDS,
+    *WHO,
+)
+
+TENANT_TOKENS = _counter(
+    "tenant_tokens",
+    "tokens",
+    "Tokens of completed requests: `prompt`, of these `cached`, and `completion`",
+    "Who uses what; the base of a bill",
+    *WHO,
+    "kind",
+)
+TENANT_IN_FLIGHT = _gauge(
+    "tenant_requests_in_flight",
+    "",
+    "Admitted requests of a tenant that have not ended",
+    "At its limit for long: raise `max_concurrent`, or ask the tenant",
+    "tenant",
+)
+TENANT_LIMIT = _gauge(
+    "tenant_limit",
+    "",
+    "What a tenant may ask for: `requests_per_minute`, `max_concurrent`; no sample where there is no limit. "
+    "Each router counts for itself",
+    "Set in `tenants`",
+    "tenant",
+    "limit",
+)
+CACHE = _counter(
+    "response_cache_lookups",
+    "",
+    "Look-ups in the response cache: `hit`, `miss` or `bypass`",
+    "Few hits are usual: it answers exact repeats only",
+    "tenant",
+    "result",
+)
+
+LINE = _gauge(
+    "requests_in_line",
+    "",
+    "Requests in the router's program-ordered line, for no replica has room",
+    "Above 0 for long: more replicas, or a higher `replicas.max_ongoing_requests`",
+)
+LINE_WAITS = _counter("line_waits", "", "Requests that had to stand in the line", "Compare it with all requests")
+LINE_SECONDS = _counter("line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait")
+REPLICAS = _gauge(
+    "replicas",
+    "",
+    "Replicas that the router may send to",
+    "Fewer than configured: one is starting or has died; see Serve's status",
+)
+REPLICAS_JOINED = _counter(
+    "replicas_joined", "", "Replicas that came up", "Growing with the lost ones: they die and are started again"
+)
+REPLICAS_LOST = _counter(
+    "replicas_lost",
+    "",
+    "Replicas that went: died, or were stopped",
+    "Any that nobody stopped: look into the replica's log",
+)
+
+DEGRADED = _gauge(
+    "store_degraded",
+    "",
+    "1 while Redis cannot be reached and the router works from memory",
+    "Bring Redis back; nothing fails meanwhile, but routers do not share what they know",
+)
+STORE_OPERATIONS = _counter(
+    "store_operations",
+    "",
+    "Operations on Redis: `done` or `failed` (an error, or longer than `router.store_timeout_s`)",
+    "Failed ones: see `holdfast_store_degraded`",
+    "result",
+)
+STORE_SECONDS_TAKEN = _histogram(
+    "store_operation_seconds",
+    "s",
+    "How long they took",
+    "Near `router.store_timeout_s`: Redis is busy, swapping or far away",
+    STORE_SECONDS,
+)
+REDIS_UP = _gauge("redis_up", "", "1 where Redis answered when the metrics were read", "0: bring it back")
+REDIS_MEMORY = _gauge(
+    "redis_memory_bytes", "bytes", "Memory that Redis has in use", "At the limit keys are evicted: raise it"
+)
+REDIS_LIMIT = _gauge(
+    "redis_memory_limit_bytes", "bytes", "Memory that Redis may use; 0: no limit", "`redis.memory_mb`, or the server's"
+)
+REDIS_CLIENTS = _gauge(
+    "redis_clients", "", "Connections to Redis", "Many more than 33 for each router and replica: something leaks"
+)
+REDIS_KEYS = _gauge("redis_keys", "", "Keys in Redis", "Nothing: keys expire")
+REDIS_EVICTED = _counter(
+    "redis_evicted_keys", "", "Keys that Redis dropped for lack of memory", "Any: more memory for Redis"
+)
+
+CPU = _counter("router_cpu_seconds", "s", "Processor time of the router's process", "Near one core: another router")
+MEMORY = _gauge("router_memory_bytes", "bytes", "Memory of the router's process", "Growing without end: a leak")
+STARTED = _gauge(
+    "router_start_time_seconds",
+    "s since 1970",
+    "When the router's process began",
+    "A new one that nobody deployed: the router died; see its log",
+)
+
+GROUPS: Mapping[str, tuple[Metric, ...]] = {
+    "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
+    "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
+    "Tenants": (TENANT_TOKENS, TENANT_IN_FLIGHT, TENANT_LIMIT, CACHE),
+    "Replicas and the line before them": (REPLICAS, REPLICAS_JOINED, REPLICAS_LOST, LINE, LINE_WAITS, LINE_SECONDS),
+    "Redis": (
+        DEGRADED,
+        STORE_OPERATIONS,
+        STORE_SECONDS_TAKEN,
+        REDIS_UP,
+        REDIS_MEMORY,
+        REDIS_LIMIT,
+        REDIS_CLIENTS,
+        REDIS_KEYS,
+        REDIS_EVICTED,
+    ),
+    "Process": (CPU, MEMORY, STARTED),
+}
+ALL = tuple(metric for group in GROUPS.values() for metric in group)

@@ -1,0 +1,67 @@
+"""Metrics whose values stand elsewhere in the router, joined to where they stand. Those it counts are in `metrics`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from holdfast.router import metric_list as listed
+from holdfast.router.limits import Limiter
+from holdfast.router.line_stats import LineStats
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.redis_info import RedisInfo
+from holdfast.router.tenants import Tenant
+
+LIMITS = ("requests_per_minute", "max_concurrent")
+
+
+def watch_tenants(metrics: RouterMetrics, tenants: Sequence[Tenant], limiter: Limiter, most: int) -> None:
+    """What each of the first `most` tenants may ask for, and has in flight; the others' requests are summed up."""
+    metrics.name_tenants([tenant.name for tenant in tenants], most)
+
+    def in_flight() -> Mapping[tuple[str, ...], float]:
+        found: dict[tuple[str, ...], float] = {}
+        for tenant in tenants:
+            label = (metrics.tenant(tenant.name),)
+            found[label] = found.get(label, 0.0) + limiter.in_flight_of(tenant.name)
+        return found
+
+    allowed: Mapping[tuple[str, ...], float] = {
+        (tenant.name, limit): float(value)
+        for tenant in tenants[:most]
+        for limit in LIMITS
+        if (value := getattr(tenant.limits, limit)) is not None
+    }
+    metrics.watch(listed.TENANT_IN_FLIGHT, in_flight)
+    metrics.watch(listed.TENANT_LIMIT, lambda: allowed)
+
+
+def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
+    metrics.watch(listed.LINE, lambda: read().waiting)
+    metrics.watch(listed.LINE_WAITS, lambda: read().waits)
+    metrics.watch(listed.LINE_SECONDS, lambda: read().wait_s)
+    metrics.watch(listed.REPLICAS, lambda: read().replicas)
+    metrics.watch(listed.REPLICAS_JOINED, lambda: read().joined)
+    metrics.watch(listed.REPLICAS_LOST, lambda: read().lost)
+
+
+class Informed(Protocol):
+    """`RedisStore`, as far as it is needed here."""
+
+    async def info(self) -> RedisInfo | None: ...
+
+
+def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
+    """What the server says of itself, asked once a scrape; no samples but `up` while it does not answer."""
+    last: list[RedisInfo | None] = [None]
+
+    async def ask() -> None:
+        last[0] = await store.info()
+
+    def told(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
+        return lambda: {} if last[0] is None else {(): float(getattr(last[0], field))}
+
+    metrics.watch(listed.REDIS_UP, lambda: float(last[0] is not None), ask)
+    metrics.watch(listed.REDIS_MEMORY, told("memory"))
+    metrics.watch(listed.REDIS_LIMIT, told("memory_limit"))
+    metrics.watch(listed.REDIS_CLIENTS, told("clients"))
+    metrics.watch(listed.REDIS_KEYS, told("keys"))
+    metrics.watch(listed.REDIS_EVICTED, told("evicted"))

@@ -1,0 +1,218 @@
+"""When alerts fire, told by promtool on made-up series: not before, then, and with what they say."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_server import found
+
+from holdfast.cluster.rules.alerts import ALERTS
+from holdfast.cluster.rules.definition import Alert
+from holdfast.cluster.rules.files import RUNBOOK, files
+
+
+@dataclass(frozen=True)
+class Case:
+    """`series`: in promtool's notation, a value a minute. `shown`: the value as the text has it."""
+
+    alert: str
+    series: Mapping[str, str]
+    quiet: str
+    fires: str
+    labels: Mapping[str, str]
+    shown: str = ""
+
+
+MODEL = {"job": "h", "model": "m"}
+REPLICA = {**MODEL, "replica": "r"}
+OF_MODEL, OF_REPLICA = '{job="h", model="m"}', '{job="h", model="m", replica="r"}'
+CASES = (
+    Case("HoldfastMetricsMissing", {}, "4m", "6m", {}),
+    Case(
+        "HoldfastNoReplica",
+        {'holdfast_replicas{job="h", router="i"}': "2x9 0x20"},
+        "9m",
+        "12m",
+        {"job": "h", "router": "i"},
+    ),
+    Case(
+        "HoldfastReplicasLost",
+        {'holdfast_replicas_lost_total{job="h", router="i"}': "0x9 3x20"},
+        "9m",
+        "20m",
+        {"job": "h"},
+        "3",
+    ),
+    Case(
+        "HoldfastRequestsFailing",
+        {
+            'holdfast_requests_total{job="h", model="m", outcome="completed"}': "0+90x40",
+            'holdfast_requests_total{job="h", model="m", outcome="failed"}': "0x10 0+10x30",
+        },
+        "10m",
+        "30m",
+        MODEL,
+        "10%",
+    ),
+    Case(
+        "HoldfastOverloaded",
+        {
+            'holdfast_requests_total{job="h", model="m", outcome="rejected"}': "0+100x40",
+            'holdfast_request_errors_total{job="h", reason="overloaded"}': "0x10 0+5x30",
+        },
+        "10m",
+        "30m",
+        {"job": "h"},
+        "5%",
+    ),
+    Case(
+        "HoldfastEngineHangs",
+        {
+            f"holdfast_engine_steps_total{OF_REPLICA}": "0+60x10 600x20",
+            f"holdfast_sequences_running{OF_REPLICA}": "3x30",
+        },
+        "10m",
+        "16m",
+        REPLICA,
+    ),
+    Case(
+        "HoldfastStepsFailing",
+        {f"holdfast_engine_steps_failed_total{OF_REPLICA}": "0x9 1x5"},
+        "9m",
+        "10m",
+        REPLICA,
+        "1",
+    ),
+    Case(
+        "HoldfastPinsMissed",
+        {f"holdfast_pin_hits_total{OF_MODEL}": "0+1x80", f"holdfast_pin_misses_total{OF_MODEL}": "0x10 0+3x70"},
+        "20m",
+        "70m",
+        MODEL,
+        "75%",
+    ),
+    Case(
+        "HoldfastBubblesLong",
+        {
+            'holdfast_bubble_seconds_bucket{job="h", model="m", le="5.0"}': "0x5 0+9x40",
+            'holdfast_bubble_seconds_bucket{job="h", model="m", le="10.0"}': "0x5 0+10x40",
+            'holdfast_bubble_seconds_bucket{job="h", model="m", le="+Inf"}': "0x5 0+10x40",
+        },
+        "10m",
+        "30m",
+        MODEL,
+        "7.5s",
+    ),
+    Case("HoldfastRedisAway", {'holdfast_store_degraded{job="h", router="i"}': "0x9 1x9"}, "9m", "12m", {"job": "h"}),
+    Case(
+        "HoldfastRedisMemoryFull",
+        {
+            'holdfast_redis_memory_bytes{job="h", router="i"}': "50x9 95x30",
+            'holdfast_redis_memory_limit_bytes{job="h", router="i"}': "100x40",
+        },
+        "15m",
+        "25m",
+        {"job": "h"},
+        "95%",
+    ),
+    Case(
+        "HoldfastReplicasMissing",
+        {
+            'ray_serve_autoscaling_target_replicas{job="ray", application="a", deployment="d"}': "2x40",
+            'ray_serve_deployment_replica_healthy{job="ray", application="a", deployment="d", replica="r"}': "1x40",
+        },
+        "9m",
+        "11m",
+        {"job": "ray", "application": "a", "deployment": "d"},
+        "1",
+    ),
+)
+# What must not fire however long it lasts.
+CALM = {
+    "a Redis without a limit": (
+        "HoldfastRedisMemoryFull",
+        {
+            'holdfast_redis_memory_bytes{job="h", router="i"}': "1e9x60",
+            'holdfast_redis_memory_limit_bytes{job="h", router="i"}': "0x60",
+        },
+    ),
+    "a replica without work": (
+        "HoldfastEngineHangs",
+        {f"holdfast_engine_steps_total{OF_REPLICA}": "5x60", f"holdfast_sequences_running{OF_REPLICA}": "0x60"},
+    ),
+    "no requests": (
+        "HoldfastRequestsFailing",
+        {'holdfast_requests_total{job="h", model="m", outcome="completed"}': "7x60"},
+    ),
+}
+
+
+def told(alert: Alert, case: Case) -> dict[str, str]:
+    """Its annotations, as Prometheus fills them in."""
+
+    def filled(text: str) -> str:
+        text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda match: case.labels[match[1]], text)
+        return re.sub(r"\{\{ \$value \| \w+ \}\}", case.shown, text)
+
+    return {
+        "summary": alert.summary,
+        "description": filled(alert.description),
+        "runbook_url": f"{RUNBOOK}#{alert.name.lower()}",
+    }
+
+
+def unit_test(case: Case) -> dict[str, Any]:
+    alert = next(each for each in ALERTS if each.name == case.alert)
+    expected = {
+        "exp_labels": {"severity": alert.severity.value, **case.labels},
+        "exp_annotations": told(alert, case),
+    }
+    return {
+        "name": case.alert,
+        "interval": "1m",
+        "input_series": [{"series": series, "values": values} for series, values in case.series.items()],
+        "alert_rule_test": [
+            {"eval_time": case.quiet, "alertname": case.alert, "exp_alerts": []},
+            {"eval_time": case.fires, "alertname": case.alert, "exp_alerts": [expected]},
+        ],
+    }
+
+
+def calm_test(name: str, alert: str, series: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "interval": "1m",
+        "input_series": [{"series": each, "values": values} for each, values in series.items()],
+        "alert_rule_test": [{"eval_time": at, "alertname": alert, "exp_alerts": []} for at in ("10m", "60m")],
+    }
+
+
+def promtool_test(folder: Path, tests: list[dict[str, Any]]) -> str:
+    """What promtool says; "" where all is as expected."""
+    for name, text in files().items():
+        (folder / name).write_text(text)
+    asked = {"rule_files": sorted(files()), "evaluation_interval": "1m", "tests": tests}
+    (folder / "cases.yaml").write_text(yaml.safe_dump(asked))
+    done = subprocess.run([found("promtool"), "test", "rules", folder / "cases.yaml"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path) -> None:
+    assert promtool_test(tmp_path, [unit_test(case) for case in CASES]) == ""
+
+
+def test_alerts_stay_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
+    assert promtool_test(tmp_path, [calm_test(name, *what) for name, what in CALM.items()]) == ""
+
+
+def test_a_wrong_expectation_is_found(tmp_path: Path) -> None:
+    case = CASES[1]
+    assert promtool_test(tmp_path, [calm_test("wrong", case.alert, {next(iter(case.series)): "0x60"})]) != ""
+
+
+def test_every_critical_alert_is_among_the_cases() -> None:
+    assert {alert.name for alert in ALERTS if alert.severity == "critical"} <= {case.alert for case in CASES}

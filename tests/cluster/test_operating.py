@@ -1,0 +1,200 @@
+"""A real cluster seen from outside: one trace over its processes, log lines of all of them, its status."""
+
+import json
+import random
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from doc_commands import ROOT, blocks
+from otlp_collector import Collector, collecting
+from terminal import Terminal
+
+from holdfast.cluster import ports
+
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+SECRET = "xylophone"
+SCRIPTS = sysconfig.get_path("scripts")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A stopped server's traces and log lines, and what was asked of it while it ran."""
+
+    collector: Collector
+    lines: list[dict[str, Any]]
+    whole: dict[str, Any]
+    status: dict[str, Any]
+    quickstart: dict[str, str]  # what each command of the page printed
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, start: Any) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("operating")
+    log = folder / "lines.json"
+    with collecting() as collector:
+        settings = f"""
+engine: {{threads: 1, kv_memory: 0.1}}
+logging: {{format: json, level: info, file: {log}}}
+tracing: {{endpoint: '{collector.url}'}}
+"""
+        server = start(folder, settings)
+        try:
+            with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
+                body = {
+                    "model": "pocket",
+                    "messages": [{"role": "user", "content": f"What is the weather in Paris? {SECRET}"}],
+                    "tools": [TOOL],
+                    "temperature": 0,
+                    "program_id": "trip",
+                    "max_tokens": 32,
+                }
+                whole = client.post("/v1/chat/completions", json=body, headers={"traceparent": CALLER}).json()
+                streamed = {**body, "stream": True, "program_id": "stream"}
+                client.post("/v1/chat/completions", json=streamed, headers={"cache-control": "no-store"})
+                client.post("/v1/chat/completions", json={**body, "nonsense": 1}, headers={"x-request-id": "bad-1"})
+                status = client.get("/v1/cluster/status").json()
+            quickstart = follow(folder, server.port)
+            server.stop(signal.SIGINT)
+        finally:
+            server.process.kill()
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        yield Watched(collector, lines, whole, status, quickstart)
+
+
+def follow(folder: Path, port: int) -> dict[str, str]:
+    """Type what the quickstart says for this machine, beside a server on another port."""
+    shown = {}
+    for command in [each for block in blocks("quickstart.md") if not block.cluster for each in block.commands]:
+        text = command.replace(":8000", f":{port}").replace("8001", str(ports.internal(random.Random()).stats))
+        text = text.replace("$PWD/.venv", str(ROOT / ".venv"))
+        if command == "make serve":
+            shown[command] = run(["make", "--dry-run", "serve"], ROOT)
+        elif command == "holdfast top":
+            shown[command] = on_a_terminal(port)
+        else:
+            url = f" --url http://127.0.0.1:{port}" if command == "holdfast status" else ""
+            shown[command] = run(["bash", "-c", f'export PATH="{SCRIPTS}:$PATH"; {text}{url}'], folder)
+    return shown
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What it prints; it has to succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def on_a_terminal(port: int) -> str:
+    """`holdfast top`, left by its key."""
+    shown = Terminal("top", "--url", f"http://127.0.0.1:{port}")
+    try:
+        lines = shown.until(lambda lines: any("default" in line for line in lines))
+        shown.press("q")
+        assert shown.leave() == 0
+        return "\n".join(lines)
+    finally:
+        shown.close()
+
+
+def test_one_trace_from_the_caller_over_ray_to_the_engine(watched: Watched) -> None:
+    spans = [span for span in watched.collector.spans if span.trace_id == CALLER.split("-")[1]]
+    names = {span.span_id: span.name for span in spans}
+    parents = {span.name: names.get(span.parent_id, span.parent_id) for span in spans}
+    turn = "POST /v1/chat/completions"
+    parts = ("render", "queue", "prefill", "decode", "validate")
+    assert len(spans) == 8
+    assert parents == {
+        turn: CALLER.split("-")[2],
+        "replica": turn,
+        "generate": "replica",
+        **dict.fromkeys(parts, "generate"),
+    }
+    by_name = {span.name: span for span in spans}
+    assert by_name[turn].process == "router"
+    assert by_name["generate"].process.startswith("replica ")
+    for name in (turn, "generate"):
+        told = by_name[name].attributes
+        assert told["holdfast.request_id"] == watched.whole["id"].removeprefix("chatcmpl-")
+        assert (told["holdfast.program_id"], told["holdfast.tenant"]) == ("default/trip", "default")
+    # Clocks of two processes of one machine: the engine's part lies inside of the router's.
+    slack = 2_000_000
+    assert by_name["replica"].begin <= by_name["generate"].begin + slack
+    assert by_name["generate"].end <= by_name["replica"].end + slack
+
+
+def test_a_streamed_reply_has_the_same_spans(watched: Watched) -> None:
+    (turn,) = [span for span in watched.collector.spans if span.attributes.get("holdfast.stream")]
+    inside = [span for span in watched.collector.spans if span.trace_id == turn.trace_id]
+    assert sorted(span.name for span in inside) == sorted(
+        [turn.name, "replica", "generate", "render", "queue", "prefill", "decode", "validate"]
+    )
+    assert turn.attributes["holdfast.outcome"] == "completed"
+
+
+def test_log_lines_tell_request_program_tenant_and_trace(watched: Watched) -> None:
+    ended = [line for line in watched.lines if line["message"] == "turn ended"]
+    whole = next(line for line in ended if line.get("program_id") == "default/trip")
+    assert (
+        whole.items()
+        >= {
+            "process": "router",
+            "level": "info",
+            "request_id": watched.whole["id"].removeprefix("chatcmpl-"),
+            "tenant": "default",
+            "trace_id": CALLER.split("-")[1],
+            "outcome": "completed",
+            "prompt_tokens": watched.whole["usage"]["prompt_tokens"],
+            "completion_tokens": watched.whole["usage"]["completion_tokens"],
+            "model": "pocket",
+        }.items()
+    )
+    assert whole["seconds"] > 0
+    refused = next(line for line in ended if line["outcome"] == "rejected")
+    assert refused["http_id"] == "bad-1"
+    assert {line["process"].split()[0] for line in watched.lines} == {"router", "replica"}
+
+
+def test_neither_lines_nor_spans_tell_what_a_client_wrote(watched: Watched, tmp_path: Path) -> None:
+    assert SECRET not in json.dumps(watched.lines)
+    assert SECRET.encode() not in b"".join(watched.collector.bodies)
+
+
+def test_the_status_of_a_real_cluster(watched: Watched) -> None:
+    (replica,) = watched.status["replicas"]
+    assert replica["model"] == "pocket"
+    assert replica["cells_free"] + replica["cells_tree"] + replica["cells_held"] == replica["cells_total"] > 0
+    assert replica["completion"] > 0
+    assert watched.status["store"] == "ok"
+    (tenant,) = watched.status["tenants"]
+    assert (tenant["name"], tenant["rejected"]) == ("default", 1)
+    assert {each["program"] for each in watched.status["programs"]} >= {"trip", "stream"}
+
+
+def test_the_quickstart_on_this_machine_does_what_it_says(watched: Watched) -> None:
+    shown = watched.quickstart
+    answer = next(json.loads(text) for command, text in shown.items() if command.startswith("curl"))
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_weather", {"city": "Paris"})
+    assert "holdfast serve" in shown["make serve"].splitlines()[-1]
+    assert "ok  model: pocket" in shown["holdfast doctor --port 8001"]
+    for command in ("holdfast status", "holdfast top"):
+        assert shown[command].startswith("Holdfast ")
+        assert "trip-1" in shown[command]
+    assert shown["holdfast config check holdfast.yaml"] == "holdfast.yaml is a valid configuration\n"
+    assert "kv_memory: 0.5" in shown["holdfast config show --config holdfast.yaml"]
+    assert "key_hashes" in shown["holdfast key acme"]

@@ -1,0 +1,182 @@
+"""`holdfast status` and `holdfast top`: on a terminal of our own, against a router with a replica that only says so."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_backend import CALL, FakeBackend, World, chat_body
+from rich.console import Console
+from terminal import COLUMNS, ROWS, Terminal
+
+from holdfast.cluster import cli, status_view, top
+from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.status import ReplicaStatus, replica_status
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+
+class Busy(FakeBackend):
+    """Two replicas that have drawn 500 tokens more each time they are asked; every turn calls a tool."""
+
+    looks = 0
+
+    def __init__(self) -> None:
+        done = replace(CALL[-1][-1], called=Called(("get_weather",)))
+        super().__init__((*CALL[:-1], (done,)))
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        self.looks += 1
+        stats = EngineStats(
+            completion=500 * self.looks, prompt_computed=1000, prompt_cached=3000, drafted=100, accepted=64
+        )
+        now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=3, cells_pinned=8000)
+        return [replica_status(name, "pocket", "cpu", stats, now) for name in ("left", "right")]
+
+
+@pytest.fixture
+def world() -> World:
+    return World(Busy())
+
+
+@pytest.fixture
+def url(world: World) -> Iterator[str]:
+    with world.served() as address:
+        for number in range(3):
+            text = [{"role": "user", "content": str(number)}]
+            body = chat_body(program_id=f"trip-{number}", messages=text)
+            httpx.post(f"{address}/v1/chat/completions", json=body, trust_env=False).raise_for_status()
+        yield address
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def run(*arguments: str) -> Terminal:
+        opened.append(Terminal(*arguments))
+        return opened[-1]
+
+    yield run
+    for each in opened:
+        each.close()
+
+
+def test_top_shows_replicas_tenants_and_programs_and_q_leaves(url: str, terminal: Callable[..., Terminal]) -> None:
+    shown = terminal("top", "--url", url, "--interval", "0.1")
+    lines = shown.until(lambda lines: any("tok/s" in line for line in lines))
+    assert lines[0].startswith("Holdfast 0.1.0  pocket on cpu x 2  up ")
+    assert "0 running  3 at tools" in lines[0]
+    left = next(line.split() for line in lines if line.startswith("left"))
+    assert left[1:3] == ["3", "1"]
+    assert left[3] == "█" * 8 + "·" * 8
+    assert left[4:9] == ["50", "%", "3", "75", "%"]
+    assert left[-1] == "tok/s"
+    tenant = next(line.split() for line in lines if line.startswith("default"))
+    assert tenant[:5] == ["default", "0", "3", "0", "0"]
+    programs = [line.split() for line in lines if line.startswith("trip-")]
+    assert [row[0] for row in programs] == ["trip-2", "trip-1", "trip-0"]
+    assert all(row[1:3] == ["default", "tools"] and row[-2:] == ["r1", "get_weather"] for row in programs)
+    assert len(lines) == ROWS
+    shown.press("q")
+    assert shown.leave() == 0
+
+
+def test_top_leaves_by_control_c(url: str, terminal: Callable[..., Terminal]) -> None:
+    shown = terminal("top", "--url", url, "--interval", "60")
+    shown.until(lambda lines: any(line.startswith("trip-") for line in lines))
+    shown.press("\x03")
+    assert shown.leave() == 130
+
+
+def test_top_outlives_a_server_that_goes(terminal: Callable[..., Terminal], world: World) -> None:
+    with world.served() as address:
+        shown = terminal("top", "--url", address, "--interval", "0.1")
+        shown.until(lambda lines: lines[0].startswith("Holdfast"))
+    shown.until(lambda lines: "no server answers" in lines[0])
+    shown.press("q")
+    assert shown.leave() == 0
+
+
+def test_status_for_people_and_for_programs(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--url", url]) == 0
+    assert "trip-2" in capsys.readouterr().out
+    assert cli.main(["status", "--url", url, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["replica_id"] for each in told["replicas"]] == ["left", "right"]
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_without_a_server_it_says_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--url", "http://127.0.0.1:9"]) == cli.MISUSE
+    assert capsys.readouterr().err.startswith("holdfast: no server answers at http://127.0.0.1:9")
+
+
+def test_keys_come_from_a_file_or_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = Tenant("ops", (hash_key("right"),), operator=True)
+    world = World(Busy(), tenants=TenantDirectory((operator,), exposed=True))
+    (tmp_path / "key").write_text("right\n")
+    with world.served() as address:
+        assert cli.main(["status", "--url", address]) == cli.MISUSE
+        assert "HOLDFAST_API_KEY" in capsys.readouterr().err
+        assert cli.main(["status", "--url", address, "--api-key-file", str(tmp_path / "key")]) == 0
+        monkeypatch.setenv("HOLDFAST_API_KEY", "right")
+        assert cli.main(["status", "--url", address]) == 0
+    assert cli.main(["status", "--api-key-file", str(tmp_path / "none")]) == cli.MISUSE
+
+
+def picture(status: dict[str, object], height: int) -> list[str]:
+    console = Console(width=COLUMNS, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(status_view.view(status, height=height))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("height", [12, 20, 40])
+def test_it_fits_the_screen(url: str, height: int) -> None:
+    told = httpx.get(f"{url}/v1/cluster/status", trust_env=False).json()
+    told["programs"] = [{**told["programs"][0], "program": f"p{number}"} for number in range(100)]
+    lines = picture(told, height)
+    assert len(lines) <= max(height, 14)
+    if height > 14:
+        assert lines[-1].startswith("and ")
+
+
+def test_a_look_that_fails_is_told_and_the_next_one_counts(url: str) -> None:
+    told = httpx.get(f"{url}/v1/cluster/status", trust_env=False).json()
+    answers: list[object] = [UnavailableError("gone"), told]
+
+    def ask() -> dict[str, object]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict(answer)  # type: ignore[call-overload]
+
+    keys = iter(["", "x", "", "q"])
+    shown = list(top.looks(ask, told, 1.0, Console(width=COLUMNS, height=ROWS), lambda seconds: next(keys)))
+    assert len(shown) == 4
+    assert "gone" in str(shown[1])
+
+
+def test_numbers_are_short() -> None:
+    assert [status_view.duration(s) for s in (0.04, 9.94, 59, 61, 3700, 90000)] == [
+        "0.0s",
+        "9.9s",
+        "59s",
+        "1m01s",
+        "1h01m",
+        "1d01h",
+    ]
+    assert [status_view.count(n) for n in (0, 999, 9999, 12345, 1.5e6, 2e9)] == [
+        "0",
+        "999",
+        "9999",
+        "12.3k",
+        "1.5M",
+        "2.0G",
+    ]

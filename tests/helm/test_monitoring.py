@@ -1,0 +1,37 @@
+"""Dashboards and rules as the chart brings them: unchanged, allowed by the schema, links where they are told."""
+
+import json
+
+from helm_chart import CHART, render
+from kubernetes_schemas import problems
+
+from holdfast.cluster.dashboards.listed import BOARDS
+from holdfast.cluster.rules.alerts import ALERTS
+
+ON = ("monitoring.rules.enabled=true", "monitoring.dashboards.enabled=true")
+
+
+def test_dashboards_arrive_as_they_are() -> None:
+    maps = {each["metadata"]["name"]: each for each in render("", ON) if each["kind"] == "ConfigMap"}
+    for board in BOARDS:
+        found = maps[f"demo-holdfast-dashboard-{board.name}"]
+        file = f"{board.name}.json"
+        assert json.loads(found["data"][file]) == json.loads((CHART / "files" / "dashboards" / file).read_text())
+        assert problems(found) == []
+
+
+def test_alerts_link_to_the_runbook_that_is_named() -> None:
+    address = "https://wiki.example.com/holdfast"
+    rules = [
+        each for each in render("", (*ON, f"monitoring.rules.runbook={address}")) if each["kind"] == "PrometheusRule"
+    ]
+    assert [problem for each in rules for problem in problems(each)] == []
+    alerts = [rule for each in rules for group in each["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    assert {each["alert"]: each["annotations"]["runbook_url"] for each in alerts} == {
+        each.name: f"{address}#{each.name.lower()}" for each in ALERTS
+    }
+
+
+def test_braces_of_prometheus_are_left_alone() -> None:
+    rules = [each for each in render("", ON) if each["kind"] == "PrometheusRule"]
+    assert "{{ $labels.model }}" in json.dumps(rules)

@@ -1,0 +1,79 @@
+"""No kernel reads or writes outside its tensors: each lies between stretches of poison, which would show or be gone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_world import PagedWorld
+
+from holdfast.kernels.attention_gpu import attend_gpu
+from holdfast.kernels.mlp import silu_and_mul
+from holdfast.kernels.norm import add_norm
+from holdfast.kernels.rope_gpu import rotate_and_store
+from holdfast.kernels.sampling import row_keys
+from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
+
+GUARD = 96  # elements before and behind
+
+
+class Guards:
+    """Copies of tensors with poison around them: NaN, and for whole numbers one that leads far outside."""
+
+    def __init__(self) -> None:
+        self._all: list[torch.Tensor] = []
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        poison = torch.nan if tensor.dtype.is_floating_point else -(1 << 30)
+        flat = torch.full((tensor.numel() + 2 * GUARD,), poison, dtype=tensor.dtype)
+        self._all.append(flat)
+        return flat[GUARD:-GUARD].view(tensor.shape).copy_(tensor)
+
+    def whole(self) -> bool:
+        """Whether all the poison is where it was."""
+        ends = [end for flat in self._all for end in (flat[:GUARD], flat[-GUARD:])]
+        return all(bool((end.isnan() if end.dtype.is_floating_point else end == -(1 << 30)).all()) for end in ends)
+
+
+def attention(guard: Guards) -> torch.Tensor:
+    world = PagedWorld([(37, 1), (0, 40), (20, 5)], 4, 2, 3, 24, torch.float32, 3, 1, heads_first=False)
+    batch = replace(world.batch, page_table=guard(world.batch.page_table))
+    return attend_gpu(guard(world.q.contiguous()), guard(world.kv), 1, batch, 0.3, 0, 0.0)
+
+
+def rotary(guard: Guards) -> torch.Tensor:
+    kv, table = guard(torch.zeros(1, 2, 3, 4, 2, 24)), torch.randn(2, 9, 12)
+    cells, positions = guard(torch.tensor([11, 0, 5])), guard(torch.tensor([8, 0, 3]))
+    norms = (guard(torch.ones(24)), guard(torch.ones(24)))
+    qkv = guard(torch.randn(3, 7, 24))
+    q = rotate_and_store(qkv, 3, guard(table[0]), guard(table[1]), positions, kv, 0, cells, norms, 1e-6)
+    return torch.cat((q.flatten(), kv.flatten()))
+
+
+def layers(guard: Guards) -> torch.Tensor:
+    x, residual, weight = guard(torch.randn(3, 100)), guard(torch.randn(3, 100)), guard(torch.ones(100))
+    normed = add_norm(x, residual, weight, 1e-6)
+    return torch.cat((normed.flatten(), residual.flatten(), silu_and_mul(guard(torch.randn(2, 34))).flatten()))
+
+
+def draws(guard: Guards) -> torch.Tensor:
+    logits = guard(torch.randn(3, 300))
+    settings = (guard(torch.tensor([0, 3, 5], dtype=torch.int32)), guard(torch.full((3,), 0.9)), guard(torch.zeros(3)))
+    cutoff = guard(cutoffs(logits, *settings))
+    first, drafts = (guard(torch.tensor(ids, dtype=torch.int32)) for ids in ([0, 2, 3], [4, 0, 0]))
+    hot, keys = guard(torch.full((3,), 0.7)), guard(torch.from_numpy(row_keys([1, 2, 3], [4, 5, 6])))
+    out = (guard(torch.zeros(3, dtype=torch.int32)), guard(torch.zeros(2, dtype=torch.int32)))
+    drawn, accepted = draw_and_verify(logits, first, drafts, hot, keys, cutoff, out)
+    return torch.cat((drawn, accepted, cutoff.nan_to_num(neginf=0.0)))
+
+
+@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws])
+def test_nothing_outside_is_read_or_written_and_the_same_step_has_the_same_bits(kernel: Callable):
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        guard = Guards()
+        outputs.append(kernel(guard))
+        assert guard.whole()
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)

@@ -1,0 +1,96 @@
+"""`holdfast bench scheduling`: what is compared with what, and how it is told. The servers here only pretend."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stub_server import DONE, Answer, Asked, call, models, stub_server, usage
+
+from holdfast.cluster.config_file import parse
+from holdfast.loadgen import scheduling
+from holdfast.loadgen.programs import Program
+from holdfast.loadgen.scheduling import PAIR, engine, faster
+from holdfast.loadgen.simulator.policies import POLICIES, policy
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+SMALL = Sizes(jobs=2, rate=1000.0, prompt_tokens=4)
+
+
+def program(server: str, repetition: int, name: str, seconds: float) -> Program:
+    return Program(server, "swe", repetition, name, 2, seconds, None, 0.0, None)
+
+
+def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -> None:
+    programs = [
+        program("request", 0, "a", 30.0),
+        program("request", 0, "b", 50.0),  # under continuum one of its turns failed
+        program("request", 1, "a", 10.0),
+        program("continuum", 0, "a", 10.0),
+        program("continuum", 1, "a", 10.0),
+    ]
+    (found,) = faster(programs, "small", 64, PAIR, seed=0)
+    assert (found.policy, found.ratio.value, found.each) == ("continuum", 2.0, (3.0, 1.0))
+    assert (found.first_mean_s, found.mean_s) == (20.0, 10.0)
+    assert str(found).endswith("target 1.3: met")
+    (missed,) = faster(programs[2:], "large", 64, ("continuum", "request"), seed=0)
+    assert missed.ratio.value == 1.0
+    assert str(missed).endswith("target 0.98: met")
+
+
+def test_no_program_in_common_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no program"):
+        faster([program("request", 0, "a", 1.0)], "small", 64, PAIR, seed=0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_servers_settings_are_a_configuration(name: str) -> None:
+    settings = parse(json.dumps({"engine": engine(policy(name), scheduling.Asked(), 8192)}))
+    assert settings.engine.order == POLICIES[name].order
+    assert settings.engine.retention.policy == POLICIES[name].retention
+    assert settings.engine.cells == 8192
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="two policies"):
+        scheduling.Asked(policies=("request",))
+    with pytest.raises(ConfigError, match="no policy"):
+        scheduling.Asked(policies=("request", "fcfs"))
+    with pytest.raises(ConfigError, match="two caches"):
+        scheduling.Asked(cells=(1, 2, 3))
+
+
+def test_both_caches_are_measured_and_the_ratios_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    @contextmanager
+    def pretending(model: str, settings: dict[str, Any]) -> Iterator[str]:
+        started.append(settings)
+        with stub_server(_calling) as stub:
+            yield stub.url
+
+    monkeypatch.setattr(scheduling, "serving", pretending)
+    asked = scheduling.Asked(sizes=SMALL, cells=(64, 128), repetitions=1, folder=tmp_path)
+    scheduling.main(asked, tmp_path / "ratios.json")
+    assert [(each["order"], each["cells"]) for each in started] == [
+        ("request", 64), ("program", 64), ("request", 128), ("program", 128)
+    ]  # fmt: skip
+    told = json.loads((tmp_path / "ratios.json").read_text())["faster"]
+    assert [(line["cache"], line["policy"], len(line["each"])) for line in told] == [
+        ("small", "continuum", 1), ("large", "continuum", 1)
+    ]  # fmt: skip
+    assert "large cache, 128 cells: continuum" in capsys.readouterr().out
+    assert json.loads((tmp_path / "small.json").read_text())["complete"]
+
+
+def _calling(asked: Asked) -> Answer:
+    if asked.method == "GET":
+        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
+    tool = asked.body["tools"][0]["function"]
+    said = call(tool["name"], dict.fromkeys(tool["parameters"]["required"], "ls"), "c1")
+    return Answer.of(said + usage(len(asked.content) // 10, 0, 12) + DONE)

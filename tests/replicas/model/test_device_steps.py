@@ -1,0 +1,79 @@
+"""Steps as on a GPU, begun one ahead and in graphs that are none, answer what plain steps on a CPU answer."""
+
+import numpy as np
+import pytest
+from tiny_decoder import TinyEngine, prompt
+
+from holdfast.replicas.errors import EngineError
+from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageMoves, RowWrite, StepPlan
+
+SAMPLINGS = [
+    Sampling(max_tokens=4),
+    Sampling(max_tokens=4, temperature=0.9),
+    Sampling(max_tokens=1, temperature=1.1, top_k=7, top_p=0.9),
+    Sampling(max_tokens=3, presence_penalty=1.0, logprobs=2),
+    Sampling(max_tokens=0),
+    Sampling(max_tokens=3, logit_bias={3: 4.0}),
+]
+
+
+def requests() -> list[Submit]:
+    lengths = [5, 21, 1, 8, 9, 2]
+    return [Submit(f"r{i}", prompt(lengths[i], i), SAMPLINGS[i]) for i in range(6)]
+
+
+def repeating() -> list[Submit]:
+    return [Submit(f"r{i}", np.tile(prompt(5, i), 4), Sampling(max_tokens=14)) for i in range(2)]
+
+
+@pytest.mark.parametrize(("way", "overlap"), [("device", "on"), ("graphs", "on"), ("plain", "on")])
+def test_answers_are_those_of_plain_steps(way, overlap):
+    plain, other = TinyEngine("plain", step_tokens=16), TinyEngine(way, overlap, step_tokens=16)
+    assert other.answers(requests()) == plain.answers(requests())
+    if way == "graphs":
+        assert other.steps.replayed > 0
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_drafts_are_verified_in_graphs_too(window):
+    plain = TinyEngine("plain", window=window, drafts=True)
+    expected = plain.answers(repeating())
+    assert plain.engine.stats.drafted > 3
+    other = TinyEngine("graphs", "on", window=window, drafts=True)
+    assert other.answers(repeating()) == expected
+    assert other.engine.stats.accepted == plain.engine.stats.accepted
+    assert other.steps.replayed > 1
+
+
+def test_effects_come_in_order_and_a_step_that_fails_leaves_the_rest_in_use():
+    tiny = TinyEngine("device")
+    steps, kv, table = tiny.steps, tiny.runner.kv, tiny.runner._table
+    write = RowWrite(0, 0, np.array([3, 1], np.int32))
+    steps.run(StepPlan((Chunk(0, 0, prompt(6, 1)),), (write,)))
+    assert table.tensor[0, :2].tolist() == [3, 1]
+    long = RowWrite(1, 0, np.arange(20, dtype=np.int32))
+    copied = steps.run(StepPlan((), (long,), (PageCopy(3, 9, 2),)))
+    assert copied.drawn == ()
+    assert (kv.data[:, :, 9, :2] == kv.data[:, :, 3, :2]).all()
+    outside = StepPlan((Chunk(0, 500, prompt(1, 1)),))
+    moves = StepPlan((), saves=PageMoves(np.array([1], np.int32), np.array([0], np.int32)))
+    for plan, why in ((outside, "failed"), (moves, "host tier")):
+        with pytest.raises(EngineError, match=why):
+            steps.run(plan)
+    (drawn,) = steps.run(StepPlan((Chunk(0, 6, prompt(1, 2), Draw(Sampling(), 0)),))).drawn
+    assert drawn is not None
+
+
+def test_what_follows_a_step_that_failed_is_computed_from_nothing():
+    """Nobody wants it: those it is for have failed. Others in the step are not affected."""
+    tiny = TinyEngine("device")
+    steps = tiny.steps
+    rows = tuple(RowWrite(row, 0, np.array([row], np.int32)) for row in range(2))
+    alone = steps.run(StepPlan((Chunk(1, 0, prompt(3, 5), Draw(Sampling(), 0)),), rows)).drawn[0]
+    with pytest.raises(EngineError):
+        steps.begin(StepPlan((Chunk(0, 500, prompt(1, 1), Draw(Sampling(), 0)),)))
+    after = (Chunk(0, 0, np.zeros(1, np.int32), Draw(Sampling(), 0), 0), Chunk(1, 0, prompt(3, 5), Draw(Sampling(), 0)))
+    lost, kept = steps.run(StepPlan(after)).drawn
+    assert kept == alone
+    assert lost is not None

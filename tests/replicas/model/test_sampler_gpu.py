@@ -1,0 +1,78 @@
+"""Tokens chosen the GPU's way are those of the CPU's way, whatever rows ask for; interpreted where there is no GPU."""
+
+import numpy as np
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.constraints.matcher import RowMasks
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.model import sampler_gpu
+from holdfast.replicas.model.packing import Mailer
+from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.scheduling.plan import Chunk, Draw
+
+VOCABULARY = 70
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 1e-6, 0.7, 1.4]),
+    top_k=st.sampled_from([0, 0, 3, 20]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.5]),
+    logit_bias=st.sampled_from([{}, {}, {3: 9.0, 40: -4.0}]),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+
+
+class Only:
+    """A matcher that allows every third token of its own, and has one word too few for the vocabulary."""
+
+    words = 2
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def fill(self, drafts, out):
+        bits = np.zeros((len(drafts) + 1, 64), np.uint8)
+        bits[:, self._first :: 3] = 1
+        out[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def on_gpu(logits, chunks):
+    asked = sampler_gpu.settings(chunks, logits.shape[1])
+    views = Mailer(logits.device).send(asked.arrays)
+    return sampler_gpu.begin(logits, asked, views).finish(chunks)
+
+
+@settings(max_examples=15, deadline=None, phases=PHASES)
+@given(
+    rows=st.lists(st.tuples(samplings, st.integers(0, 3), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    half=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_tokens_are_those_of_the_cpu(rows, half, seed):
+    rng = np.random.default_rng(seed)
+    count = sum(drafts + 1 for _, drafts, _, _ in rows)
+    logits = 3 * torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    logits = logits.to(torch.bfloat16) if half else logits
+    best, at, chunks = logits.argmax(-1).numpy(), 0, [Chunk(0, 0, np.array([1, 2], np.int32))]
+    for sampling, drafts, masked, right in rows:
+        guesses = best[at : at + drafts] if right else rng.integers(0, VOCABULARY, drafts)
+        tokens = np.array([5, *guesses], np.int32)
+        masks = RowMasks(Only(seed % 3), tuple(tokens[1:].tolist())) if masked else None
+        history = rng.integers(0, VOCABULARY, 9).astype(np.int32)
+        chunks.append(Chunk(0, int(rng.integers(0, 99)), tokens, Draw(sampling, seed, drafts, history, masks)))
+        at += drafts + 1
+    got, expected = on_gpu(logits, chunks), sample(logits, chunks)
+    assert got == expected
+
+
+def test_a_cutoff_is_compared_with_what_it_was_found_in():
+    """With a top_k of 1 only the first is left, whatever dividing by the temperature rounds to."""
+    logits = torch.linspace(0.1, 7.3, 5 * VOCABULARY).view(5, VOCABULARY)
+    sampling = Sampling(temperature=0.37, top_k=1)
+    chunks = [Chunk(0, i, np.array([1], np.int32), Draw(sampling, i)) for i in range(5)]
+    assert [drawn.tokens for drawn in on_gpu(logits, chunks)] == [(VOCABULARY - 1,)] * 5

@@ -1,0 +1,135 @@
+"""Which graph a step runs in, and that it computes there what it computes without one; the graphs are plain calls."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_decoder import ROOM, decoder, prompt, replayed
+
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.model.attention_plans import window_works
+from holdfast.replicas.model.batch import build_batch, lay_out, pages_of
+from holdfast.replicas.model.decoder_gpu import GpuDecoder
+from holdfast.replicas.model.face import AttentionShape
+from holdfast.replicas.model.packing import Mailer
+from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.model.step_graphs import Bucket, GraphRoom, StepGraphs, room_for
+from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite
+
+PAGES, PAGE, GROUP = 80, 16, 2
+
+
+class World:
+    """A decoder, a table whose rows begin with pages in common, and its graphs."""
+
+    def __init__(self, room: GraphRoom = ROOM) -> None:
+        model, self.kv = decoder(GpuDecoder, PAGES, PAGE)
+        self.model = model
+        self.table = PageTable(3, PAGES, PAGE, PAGES)
+        order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+        for row in range(3):
+            own = order[34 + row * 3 : 37 + row * 3]
+            self.table.write(RowWrite(row, 0, np.concatenate((order[:34], own))))
+        self.kv.data[:, :, :PAGES] = torch.randn(self.kv.data[:, :, :PAGES].shape, generator=torch.manual_seed(1))
+        self.graphs = StepGraphs(model, model.attention, self.table, self.kv.scratch_cell, torch.float32, room)
+        self.said: list[str] = []
+
+    def chunks(self, spans: list[tuple[int, int]]) -> tuple[Chunk, ...]:
+        """(start, tokens) of each row; all tokens are drawn from."""
+        draws = [Draw(Sampling(), 0, drafts=n - 1) for _, n in spans]
+        return tuple(Chunk(row, start, prompt(n, row), draws[row]) for row, (start, n) in enumerate(spans))
+
+    def load(self, chunks: tuple[Chunk, ...], extra=()):
+        layout = lay_out(chunks, self.table)
+        works = window_works(self.model.attention, pages_of(layout, self.table, self.table.tensor))
+        return self.graphs.load(layout, works, list(extra), Mailer(self.table.device))
+
+
+SPANS = {
+    Bucket(1, 16, False): [(9, 1)],
+    Bucket(4, 16, False): [(20, 1), (3, 2)],
+    Bucket(8, 16, False): [(60, 6)],
+    Bucket(4, 16, True): [(512, 1), (540, 3)],
+    Bucket(12, 32, True): [(513, 9), (544, 1), (540, 2)],
+}
+
+
+def test_every_step_computes_the_same_in_its_graph_and_nothing_of_others_is_touched():
+    world = World(replace(ROOM, tokens=12))
+    world.graphs.capture(replayed, world.said.append)
+    assert world.said[-1].startswith(f"CUDA graphs: {len(world.graphs.room.buckets(GROUP))} of")
+    for bucket, spans in SPANS.items():
+        chunks = world.chunks(spans)
+        before = world.kv.data.clone()
+        eager = world.model.forward(build_batch(chunks, world.table))
+        written = world.kv.data.clone()
+        world.kv.data.copy_(before)
+        extra = (np.arange(7, dtype=np.int64), np.float32([0.5]), np.int32([[1, 2]]))
+        loaded = world.load(chunks, extra)
+        assert loaded is not None
+        assert loaded.bucket == bucket
+        for sent, there in zip(extra, loaded.extra, strict=True):
+            assert np.array_equal(sent, there.numpy())
+        logits = world.graphs.replay(loaded.bucket, sum(n for _, n in spans))
+        assert torch.allclose(logits, eager, atol=1e-4)
+        assert torch.allclose(world.kv.data[:, :, :PAGES], written[:, :, :PAGES], atol=1e-5)
+
+
+def test_steps_that_fit_no_graph_run_without():
+    world = World()
+    assert world.load(world.chunks([(9, 1)])) is None  # nothing is captured
+    world.graphs.capture(replayed, world.said.append)
+    assert world.load(world.chunks([(9, 1)])) is not None
+    wide = world.chunks([(0, 33)])
+    many = world.chunks([(3, 4), (9, 5)])
+    silent = (Chunk(0, 0, prompt(3, 1)),)
+    partly = (Chunk(0, 0, prompt(3, 1), Draw(Sampling(), 0)),)
+    for chunks in (wide, many, silent, partly):
+        assert world.load(chunks) is None
+    assert world.load(world.chunks([(9, 1)]), (np.zeros(ROOM.extra + 1, np.uint8),)) is None
+    tight = World(replace(ROOM, items=2, partials=4))
+    tight.graphs.capture(replayed, tight.said.append)
+    assert tight.load(tight.chunks([(300, 1)])) is not None
+    assert tight.load(tight.chunks([(300, 3)])) is None  # six partial results
+    assert tight.load(tight.chunks([(520, 1)])) is None  # three items
+
+
+@given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 70))
+def test_there_is_a_bucket_for_every_window_that_is_narrow(tokens, group, window):
+    room = GraphRoom(tokens=256)
+    buckets = room.buckets(group)
+    assert buckets == sorted(set(buckets), reverse=True)
+    if tokens <= 256 and window <= tokens and window * group <= 64:
+        tile = max(16, 1 << (window * group - 1).bit_length())
+        size = min(bucket.tokens for bucket in buckets if bucket.tokens >= tokens)
+        assert Bucket(size, tile, False) in buckets
+        assert size == 1 or Bucket(size, tile, True) in buckets
+    assert size_is_close(tokens, buckets) if tokens <= 256 else True
+
+
+def size_is_close(tokens: int, buckets: list[Bucket]) -> bool:
+    """No more than half of a step fills its bucket up."""
+    return min(bucket.tokens for bucket in buckets if bucket.tokens >= tokens) < 2 * tokens + (tokens == 1)
+
+
+def test_room_follows_from_the_device():
+    shape = AttentionShape(32, 8, 128, (0,))
+    room = room_for(100, shape, 132)
+    assert room.tokens == 96
+    assert room.partials * 32 * 128 * 4 == 256 << 20
+    assert room.programs == 66
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_mailer_keeps_arrays_apart(count):
+    mailer = Mailer(torch.device("cpu"))
+    rng = np.random.default_rng(count)
+    arrays = [rng.integers(0, 99, (n, 2)).astype(t) for n, t in zip(range(count), "bhil?", strict=False)]
+    first = mailer.send(arrays)
+    mailer.send([np.full(200, 7, np.int8)])
+    for array, there in zip(arrays, first, strict=True):
+        assert np.array_equal(array, there.numpy())
+        assert array.dtype == there.numpy().dtype

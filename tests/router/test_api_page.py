@@ -1,0 +1,60 @@
+"""`docs/api.md` names the paths, fields, headers and errors that there are."""
+
+import re
+from pathlib import Path
+
+from fake_backend import World
+from starlette.routing import Route
+
+from holdfast.router import identity
+from holdfast.router.http import AnswerHeaders
+from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.completions import CompletionBody
+from holdfast.router.protocol.errors import TABLE
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
+
+
+def section(name: str) -> str:
+    return PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a table, without its head."""
+    lines = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip(" |") for cell in line] for line in lines][1:]
+
+
+def test_every_path_is_on_it_and_exists() -> None:
+    routes = [route for route in World().app.router.routes if isinstance(route, Route)]
+    served = {
+        (method, route.path.replace(":path", ""))
+        for route in routes
+        for method in (route.methods or set())
+        if method != "HEAD" and route.path not in ("/openapi.json", "/docs", "/redoc")
+    }
+    told = {tuple(cells[0].strip("`").split(" ")) for cells in rows(section("Paths"))}
+    assert told == served
+
+
+def test_every_field_of_a_body_is_on_it_and_exists() -> None:
+    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A chat completion")))))
+    assert told == set(ChatBody.model_fields)
+    assert set(CompletionBody.model_fields) - told == {"prompt"}
+
+
+def test_every_error_is_on_it() -> None:
+    told = sorted(tuple(cell.strip("`") for cell in cells[:3]) for cells in rows(section("Errors")))
+    assert told == sorted((str(row.status), row.type, row.code or "null") for row in TABLE.values())
+
+
+def test_every_header_of_an_answer_is_on_it() -> None:
+    told = {cells[0].strip("`") for cells in rows(section("Headers"))}
+    sent = {name.decode() for name, _ in AnswerHeaders("r", server_timing="x").encode()}
+    assert told == sent | {"retry-after"}
+    assert set(World().chat().headers) & told == sent
+
+
+def test_the_ways_to_name_a_program_are_on_it() -> None:
+    text = section("Which program is it?").lower()
+    assert all(f"`{name}`" in text for name in identity.HEADERS)

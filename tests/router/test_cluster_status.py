@@ -1,0 +1,104 @@
+"""The cluster's status: what it tells, and to whom."""
+
+from dataclasses import replace
+
+from fake_backend import CALL, FakeBackend, World, chat_body
+
+from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.status import replica_status
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+PATH = "/v1/cluster/status"
+CHAT = "/v1/chat/completions"
+FRESH = {"cache-control": "no-store"}
+OCCUPANCY = Occupancy(2, 1, 3, 100, 60, 30, 10, pins=1, cells_pinned=16)
+
+
+def waiting_for_a_tool() -> FakeBackend:
+    done = replace(CALL[-1][-1], called=Called(("get_weather",)))
+    return FakeBackend((*CALL[:-1], (done,)))
+
+
+def test_replicas_tenants_and_programs() -> None:
+    world = World(waiting_for_a_tool())
+    stats = EngineStats(steps=7, completion=9)
+    world.backend.statuses = [replica_status(name, "pocket", "cpu", stats, OCCUPANCY) for name in ("r2", "r1")]
+    turn = {"json": chat_body(program_id="trip")}
+    told = world.calls([("POST", CHAT, turn), ("POST", CHAT, {"json": {}}), ("GET", PATH, {})])[-1].json()
+    assert [each["replica_id"] for each in told["replicas"]] == ["r1", "r2"]
+    assert told["replicas"][0].items() >= {"steps": 7, "completion": 9, "cells_total": 100, "pins": 1}.items()
+    assert told["store"] == "ok"
+    (tenant,) = told["tenants"]
+    assert tenant == {
+        "name": "default",
+        "running": 0,
+        "ended": 2,
+        "failed": 0,
+        "rejected": 1,
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "completion_tokens": 3,
+    }
+    (program,) = told["programs"]
+    assert program.pop("since_s") > 0  # the world's clock is not the router's
+    assert program.pop("age_s") > 0
+    assert program == {
+        "program": "trip",
+        "tenant": "default",
+        "state": "tools",
+        "turns": 1,
+        "replica": "r1",
+        "tools": "get_weather",
+    }
+
+
+def test_the_latest_programs_first_and_no_more_than_asked_for() -> None:
+    world = World()
+    turns = [("POST", CHAT, {"json": chat_body(program_id=name), "headers": FRESH}) for name in "abca"]
+    *_, all_of_them, two, none = world.calls(
+        [*turns, ("GET", PATH, {}), ("GET", f"{PATH}?programs=2", {}), ("GET", f"{PATH}?programs=0", {})]
+    )
+    assert [each["program"] for each in all_of_them.json()["programs"]] == ["a", "c", "b"]
+    assert {each["state"] for each in all_of_them.json()["programs"]} == {"idle"}
+    assert [each["program"] for each in two.json()["programs"]] == ["a", "c"]
+    assert none.json()["programs"] == []
+    for wrong in ("x", "-1", "1001"):
+        refused = world.call("GET", f"{PATH}?programs={wrong}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "programs")
+
+
+def test_what_is_being_served_is_running() -> None:
+    """Seen while a replica works on it."""
+    seen = []
+
+    class Looks(FakeBackend):
+        async def generate(self, request, last_replica=None):
+            seen.extend((facts.program, facts.tenant, facts.model) for facts in world.reports.live)
+            return await super().generate(request, last_replica)
+
+    world = World(Looks())
+    world.chat(program_id="now")
+    assert seen == [("default/now", "default", "pocket")]
+    assert world.reports.live == []
+
+
+def test_it_is_for_this_machine_and_for_operators() -> None:
+    tenants = TenantDirectory(
+        (Tenant("acme", (hash_key("plain"),)), Tenant("ops", (hash_key("right"),), operator=True)), exposed=True
+    )
+    world = World(tenants=tenants)
+
+    def ask(key: str | None) -> int:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return world.call("GET", PATH, headers=headers).status_code
+
+    assert [ask(None), ask("wrong"), ask("plain"), ask("right")] == [401, 401, 403, 200]
+    assert World().call("GET", PATH, peer="203.0.113.9").status_code == 403
+    assert World().call("GET", PATH).status_code == 200
+
+
+def test_nothing_that_a_client_wrote_is_in_it() -> None:
+    world = World()
+    told = world.calls([("POST", CHAT, {"json": chat_body()}), ("GET", PATH, {})])[-1]
+    assert "hello" not in told.text

@@ -1,0 +1,119 @@
+"""Metrics over HTTP: which process is found, what each says, and that series do not grow with what clients send."""
+
+import re
+
+import pytest
+from fake_backend import World, chat_body
+
+from holdfast.replicas.requests import Completed
+from holdfast.replicas.retention.calls import Called
+from holdfast.router.config import RouterConfig
+from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+
+REPLICA = '# TYPE holdfast_cells gauge\nholdfast_cells{{replica="{0}"}} 5\n'
+
+
+def served(**more):
+    world = World(**more)
+    world.backend.texts = [REPLICA.format(f"r-{i}") for i in range(2)]
+    return world
+
+
+def test_every_process_is_a_target_whose_path_answers():
+    world = served()
+    targets = world.call("GET", "/metrics/targets").json()
+    assert {(each["labels"]["process"], each["labels"]["instance"]) for each in targets} == {
+        ("router", "router"),
+        ("replica", "r-0"),
+        ("replica", "r-1"),
+    }
+    for each in targets:
+        assert each["targets"] == ["127.0.0.1"], "the address at which they were asked for"
+        text = world.call("GET", each["labels"]["__metrics_path__"]).text
+        assert f'{each["labels"]["process"]}="{each["labels"]["instance"]}"' in text
+        assert len(set(re.findall(r'(?:router|replica)="([^"]+)"', text))) == 1, "and no other's"
+
+
+def test_a_process_that_is_gone():
+    assert served().call("GET", "/metrics/processes/r-7").status_code == 404
+
+
+def test_only_operators_and_this_machine_find_them():
+    world = served()
+    for path in ("/metrics", "/metrics/targets", "/metrics/processes/r-0"):
+        assert world.call("GET", path, peer="203.0.113.9").status_code == 403
+
+
+def test_a_tenants_limits_and_what_it_has_in_flight():
+    limits = TenantLimits(requests_per_minute=7)
+    tenants = [Tenant(name, (hash_key(name),), limits=limits) for name in ("a", "b", "c")]
+    world = World(tenants=TenantDirectory(tenants), config=RouterConfig(metrics_tenants=2))
+    text = world.call("GET", "/metrics").text
+    assert re.findall(r'tenant_limit\{limit="(\w+)",router="router",tenant="(\w+)"\} (\S+)', text) == [
+        ("requests_per_minute", "a", "7.0"),
+        ("requests_per_minute", "b", "7.0"),
+    ]
+    in_flight = re.findall(r'tenant_requests_in_flight\{router="router",tenant="(\w+)"\}', text)
+    assert sorted(in_flight) == ["a", "b", "other"]
+
+
+def series(world):
+    lines = world.call("GET", "/metrics").text.splitlines()
+    return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+
+def test_series_do_not_grow_with_programs_keys_models_tools_or_paths():
+    world = World()
+    done = Completed("stop", world.backend.script[-1][0].usage, world.backend.script[-1][0].timing, Called(("t",)))
+    world.backend.script = (*world.backend.script[:-1], (done,))
+
+    def round_of(i):
+        tool = {"type": "function", "function": {"name": f"tool-{i}", "parameters": {"type": "object"}}}
+        own = {"program_id": f"p-{i}", "seed": i, "tools": [tool], "user": f"u-{i}"}
+        chat = ("POST", "/v1/chat/completions")
+        world.calls(
+            [
+                (*chat, {"json": chat_body(**own)}),
+                (*chat, {"json": chat_body(**own, max_tokens=3)}),
+                (*chat, {"json": chat_body(**own, stream=True, temperature=1.5)}),
+                (*chat, {"json": chat_body(model=f"m-{i}")}),
+                (*chat, {"json": chat_body(), "headers": {"authorization": f"Bearer {i}", "x-request-id": f"id-{i}"}}),
+                ("GET", f"/nothing/{i}", {}),
+            ]
+        )
+
+    for i in (0, 0):  # the second time some answers come from the cache
+        round_of(i)
+    first = series(world)
+    for i in range(1, 30):
+        round_of(i)
+    assert series(world) == first
+    assert any("bubble_seconds" in each for each in first), "follow-up turns were among them"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_programs_run_ends_with_the_reply_that_calls_nothing(stream):
+    world = World()
+    last, call = world.backend.script[-1][0], ("POST", "/v1/chat/completions")
+
+    def turn(seed, tools, final):
+        done = Completed("stop", last.usage, last.timing, Called(tools, final))
+        world.backend.script = (*world.backend.script[:-1], (done,))
+        return world.call(*call, json=chat_body(program_id="p", seed=seed, stream=stream))
+
+    def runs():
+        return [
+            world.registry.get_sample_value(f"holdfast_program_{name}", {"tenant": "default", "model": "pocket"})
+            for name in ("seconds_count", "seconds_sum", "turns_sum")
+        ]
+
+    turn(1, ("search",), False)
+    world.now += 10.0
+    assert runs() == [None, None, None]
+    turn(2, (), True)
+    assert runs() == [1.0, 10.0, 2.0]
+    world.now += 100.0  # the user thinks
+    turn(3, ("search",), False)
+    world.now += 5.0
+    turn(2, (), True)  # from the response cache, an answer like any other
+    assert runs() == [2.0, 15.0, 4.0]

@@ -1,0 +1,112 @@
+"""A tiny random Llama by our own decoders, and an engine over it: plain, as on a GPU, with graphs that are none."""
+
+from collections.abc import Callable
+from functools import cache
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import transformers as tf
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Finished, Submit, Tokens
+from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.model.decoder_gpu import GpuDecoder
+from holdfast.replicas.model.device_steps import DeviceSteps
+from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.step_graphs import GraphRoom
+from holdfast.replicas.speculation.config import DraftConfig
+
+VOCABULARY = 61
+CONTEXT = 128
+ROOM = GraphRoom(tokens=8, items=64, shared_items=16, partials=256, extra=4096, programs=2)
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 640,
+    "tie_word_embeddings": False,
+}
+
+
+def config_of(window: int | None) -> tf.PreTrainedConfig:
+    if window is None:
+        return tf.LlamaConfig(**_SIZES)
+    kinds = ["sliding_attention", "full_attention"]
+    return tf.Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=window, layer_types=kinds)
+
+
+@cache
+def _checkpoint(window: int | None) -> TemporaryDirectory:
+    torch.manual_seed(5)
+    folder = TemporaryDirectory()
+    model = tf.AutoModelForCausalLM.from_config(config_of(window), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3)
+    model.save_pretrained(folder.name)
+    return folder
+
+
+def decoder(kind: type[Decoder], pages: int, page_size: int, window: int | None = None) -> tuple[Decoder, KVTensors]:
+    """A decoder over a store of its own, in which cells that nobody wrote hold NaN."""
+    config = config_of(window)
+    shape = decoder_shape(config)
+    cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
+    kv = KVTensors(cell, pages, page_size, torch.float32, scratch=True)
+    kv.data.fill_(torch.nan)
+    return kind.load(_checkpoint(window).name, config, kv, 640), kv
+
+
+def replayed(call: Callable[[], None]) -> Callable[[], None]:
+    """What stands for a captured graph: the call itself, over the same buffers."""
+    return call
+
+
+class TinyEngine:
+    """`way`: "plain", "device" for steps as on a GPU, "graphs" for those with graphs as well."""
+
+    def __init__(self, way: str, overlap: str = "off", window: int | None = None, **settings) -> None:
+        defaults = {"cells": 1024, "page_size": 4, "max_sequences": 6, "session_rows": 2, "context_length": CONTEXT}
+        speculation = DraftConfig(enabled=settings.pop("drafts", False))
+        self.config = EngineConfig(**(defaults | settings), overlap_steps=overlap, speculation=speculation)
+        size = self.config.page_size
+        model, kv = decoder(Decoder if way == "plain" else GpuDecoder, self.config.cells // size, size, window)
+        self.runner = ModelRunner(model, kv, self.config.max_sequences, CONTEXT, on_device=way != "plain")
+        if way == "graphs":
+            self.runner.capture(replayed, ROOM, lambda line: None)
+        self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY)
+
+    @property
+    def steps(self) -> DeviceSteps:
+        return self.runner._pipeline
+
+    def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:
+        """All requests, `together` at once and then one more after every third step; what each was answered."""
+        out: dict[str, tuple[int, ...]] = {request.request_id: () for request in requests}
+        waiting, steps, ended = list(requests), 0, set()
+        while waiting or self.engine.busy:
+            if waiting and (together > 0 or steps % 3 == 2):
+                assert not self.engine.handle(waiting.pop(0), float(steps))
+                together -= 1
+                continue
+            for event in self.engine.step(float(steps)):
+                if isinstance(event, Tokens):
+                    out[event.request_id] += event.tokens
+                else:
+                    assert isinstance(event, Finished), event
+                    ended.add(event.request_id)
+            steps += 1
+        assert ended == set(out)
+        self.engine.cache.check()
+        return out
+
+
+def prompt(length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, length).astype(np.int32)

@@ -48,7 +48,7 @@ class Grammars:
             raise GrammarError(matcher.get_error().splitlines()[0])
         return GuidedMatcher(matcher, self._words)
 
-    def _warm(self, matcher: LLMatcher) -> None:
+    def _warm(self, matcher: "LLMatcher") -> None:
         """Work out the first masks, which walk the whole vocabulary, before copies of `matcher` need them."""
         matcher.compute_bitmask()
         if matcher.try_consume_tokens(self._letter):

@@ -1,7 +1,7 @@
 """For how long a program's cells are kept after a turn: six policies behind one pure call (Continuum, section 4.3).
 
 Source of the formulas: Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one
-(`continuum`). `none`, `restore-cost` and `infercept` are what to measure them against.
+(`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure them against.
 """
 
 import math

@@ -6,13 +6,6 @@ bytes do not appear. Pure.
 
 import math
 from dataclasses import dataclass
-from enum import Enum
-
-
-class Way(Enum):
-    PRESERVE = "preserve"  # the cells stay on the device, pinned
-    DISCARD = "discard"  # they are computed again
-    SWAP = "swap"  # they wait in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +43,3 @@ def preserve_until(pause: Pause) -> float:
     InferCept takes the time that a pause has lasted for the time it will last.
     """
     return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
-
-
-def least_waste(pause: Pause, pause_s: float) -> Way:
-    """The best way for a pause of `pause_s`; of equals the one that keeps more."""
-    if pause.preserve(pause_s) <= min(pause.discard, pause.swap):
-        return Way.PRESERVE
-    return Way.SWAP if pause.swap <= pause.discard else Way.DISCARD

@@ -1,9 +1,10 @@
 import math
+from enum import Enum
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.scheduling.infercept import Pause, Way, least_waste, preserve_until
+from holdfast.replicas.scheduling.infercept import Pause, preserve_until
 
 seconds = st.floats(0.001, 100.0)
 pauses = st.builds(
@@ -14,6 +15,19 @@ pauses = st.builds(
     swap_s=st.one_of(seconds, st.just(math.inf)),
     stalled=st.integers(0, 100_000),
 )
+
+
+class Way(Enum):
+    PRESERVE = "preserve"  # the cells stay on the device, pinned
+    DISCARD = "discard"  # they are computed again
+    SWAP = "swap"  # they wait in host memory
+
+
+def least_waste(pause: Pause, pause_s: float) -> Way:
+    """The best way for a pause of known length; of equals the one that keeps more."""
+    if pause.preserve(pause_s) <= min(pause.discard, pause.swap):
+        return Way.PRESERVE
+    return Way.SWAP if pause.swap <= pause.discard else Way.DISCARD
 
 
 def test_the_formulas_of_the_paper():

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from holdfast.replicas.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
 from holdfast.replicas.pocket.drills import drill
-from holdfast.replicas.pocket.pointing import Choice, Pointing, collate_pointing, row_pointing
+from holdfast.replicas.pocket.pointing import Choice, Pointing, collate_pointing, tool_choices
 from holdfast.replicas.pocket.render import spans
+from holdfast.replicas.pocket.sources import source_choices
 from holdfast.replicas.pocket.tokenizer import CONTEXT
 from holdfast.replicas.pocket.words import Lexicon, Split
 
@@ -23,26 +24,28 @@ POOL = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tokenized conversation: tokens, rotary positions, which tokens the assistant wrote, the tools it chose."""
+    """One tokenized conversation: tokens, rotary positions, which tokens the assistant wrote, where pointing looks."""
 
     ids: list[int]
     positions: list[int]
     learned: list[bool]
-    choices: list[Choice] = field(default_factory=list)
+    tools: list[Choice] = field(default_factory=list)
+    sources: list[Choice] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """``ids`` and ``positions`` ``[rows, length]``; flat ``where`` of predicting tokens; their ``targets``.
 
-    ``pointing`` are the choices of tools.
+    ``tools`` and ``sources`` are where the pointing heads look.
     """
 
     ids: Tensor
     positions: Tensor
     where: Tensor
     targets: Tensor
-    pointing: Pointing
+    tools: Pointing
+    sources: Pointing
 
     @property
     def tokens(self) -> int:
@@ -75,8 +78,10 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
         positions += range(at, at + len(piece.ids))
         learned += [span.learned] * len(piece.ids)
         at += len(piece.ids)
-    choices = row_pointing(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
-    return Row(ids[:context], positions[:context], learned[:context], [c for c in choices if c.at < context])
+    tools = tool_choices(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
+    sources = source_choices(conversation, pieces, encoded)
+    tools, sources = ([choice for choice in choices if choice.at < context] for choices in (tools, sources))
+    return Row(ids[:context], positions[:context], learned[:context], tools, sources)
 
 
 def collate(rows: list[Row]) -> Batch:
@@ -93,8 +98,9 @@ def collate(rows: list[Row]) -> Batch:
             if row.learned[at]:
                 where.append(index * length + at - 1)
                 targets.append(row.ids[at])
-    pointing = collate_pointing([row.choices for row in rows])
-    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), pointing)
+    tools = collate_pointing([row.tools for row in rows])
+    sources = collate_pointing([row.sources for row in rows])
+    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), tools, sources)
 
 
 def word_pieces(tokenizer: Tokenizer) -> list[str]:

@@ -125,12 +125,15 @@ class Backbone(nn.Module):
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed output ``[rows, length, hidden]``; pointing's queries and keys ``[rows, length, head_dim]``."""
+        """The normed output ``[rows, length, hidden]``; queries and keys of the layer whose heads point.
+
+        That is the second from the top; its queries and keys are ``[rows, heads, length, head_dim]``.
+        """
         x: Tensor = self.embed_tokens(ids)
         for number, layer in enumerate(self.layers, start=1):
             x, (q, k) = layer(x, cos, sin)
             if number == max(1, len(self.layers) - 1):
-                pointing = q[:, 0], k[:, 0]
+                pointing = q, k
         out: Tensor = self.norm(x)
         return out, *pointing
 
@@ -154,7 +157,7 @@ class Pocket(nn.Module):
                 )
 
     def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[chosen, vocabulary]`` in float32; pointing's queries and keys ``[rows, length, head_dim]``.
+        """Logits ``[chosen, vocabulary]`` in float32; queries and keys of the pointing layer.
 
         ``ids`` and ``positions`` are ``[rows, length]``; ``where`` are flat indices of the tokens that predict a
         learned one, so the head is computed for nothing else.

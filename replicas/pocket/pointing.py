@@ -1,8 +1,10 @@
-"""Pointing: while training, one attention head is told to look at the tool that will be called next, or at none.
+"""Pointing: while training, two attention heads are told where in the prompt to look.
 
 Whether to call at all is one token of a reply, and a model that cannot yet tell the tools apart there learns nothing
-from it. Before a reply and behind each call, the first head of the second layer from the top learns to look at the name
-of the next tool in the prompt, or at the very first token when there is none; so the layers above read the decision.
+from it; which words of a request fill which parameter is as hidden. So in the second layer from the top the first head
+learns, before a reply and behind each call, to look at the name of the next tool, or at the very first token when there
+is none; and the last head learns, all through the arguments, to look at the token that is copied next (``sources``).
+The layer above reads both.
 """
 
 from __future__ import annotations
@@ -18,31 +20,35 @@ from holdfast.replicas.pocket.conversations import Conversation
 from holdfast.replicas.pocket.render import Span, tool_lines
 from holdfast.replicas.pocket.schemas import Json
 
-NOWHERE = (0, 1)
-"""Where the head looks when no tool is next: the first token, which says nothing."""
+NOWHERE = (0,)
+"""Where a head looks when nothing is next: the first token, which says nothing."""
+TOOL_HEAD, SOURCE_HEAD = 0, -1
+"""Which query head looks at tools, and which at what is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Behind token ``at`` of a row the next tool's name stands in tokens ``start`` to ``end``, one past the last."""
+    """Token ``at`` of a row is to look at ``tokens``, no matter at which of them."""
 
     at: int
-    start: int
-    end: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pointing:
-    """All choices of a batch, each ``[choices]``: row, token, and the tokens to look at within the row."""
+    """The choices of a batch: how many ``per_row``; token ``at`` of each ``[choices]``; pairs of choice and token.
 
-    rows: Tensor
+    ``choice`` and ``token`` are ``[pairs]``: choice ``choice[i]`` may look at ``token[i]``. Tokens count within a row.
+    """
+
+    per_row: tuple[int, ...]
     at: Tensor
-    start: Tensor
-    end: Tensor
+    choice: Tensor
+    token: Tensor
 
     def to(self, device: torch.device) -> Pointing:
         """The same on ``device``."""
-        return Pointing(*(getattr(self, name).to(device) for name in self.__slots__))
+        return Pointing(self.per_row, *(getattr(self, name).to(device) for name in ("at", "choice", "token")))
 
 
 def pointing_loss(q: Tensor, k: Tensor, pointing: Pointing) -> Tensor:
@@ -52,20 +58,21 @@ def pointing_loss(q: Tensor, k: Tensor, pointing: Pointing) -> Tensor:
     """
     if not len(pointing.at):
         return q.new_zeros((), dtype=torch.float32)
-    asked = q[pointing.rows, pointing.at].float() * q.shape[-1] ** -0.5  # [choices, head_dim]
-    scores = torch.bmm(k.float()[pointing.rows], asked[:, :, None])[:, :, 0]  # [choices, length]
+    asked = torch.split(pointing.at, list(pointing.per_row))
+    scores = torch.cat([(q[row, at] * q.shape[-1] ** -0.5) @ k[row].T for row, at in enumerate(asked)]).float()
     token = torch.arange(k.shape[1], device=k.device)
-    seen = scores.masked_fill(token > pointing.at[:, None], float("-inf"))
-    right = (token >= pointing.start[:, None]) & (token < pointing.end[:, None])
+    seen = scores.masked_fill(token > pointing.at[:, None], float("-inf"))  # [choices, length]
+    right = torch.zeros_like(seen, dtype=torch.bool)
+    right[pointing.choice, pointing.token] = True
     return (seen.logsumexp(-1) - seen.masked_fill(~right, float("-inf")).logsumexp(-1)).mean()
 
 
-def row_pointing(
+def tool_choices(
     conversation: Conversation, pieces: Sequence[Span], encoded: Sequence[Encoding], call_end: int
 ) -> list[Choice]:
-    """The choices of a tokenized conversation; ``call_end`` is the token that closes a call.
+    """Where the next tool's name stands, before each reply and behind each of its calls.
 
-    There is one before each reply and one behind each of its calls: the tool of the call that comes next.
+    ``pieces`` are the conversation's spans, ``encoded`` their tokens; ``call_end`` is the token that closes a call.
     """
     if not conversation.tools:
         return []
@@ -79,7 +86,7 @@ def row_pointing(
             ends = [at + index for index, token in enumerate(tokens.ids) if token == call_end]
             following = [names[name] for name in called(message)]
             following += [] if message.get("unfinished") and following else [NOWHERE]
-            choices += [Choice(token, *span) for token, span in zip((at - 1, *ends), following, strict=False)]
+            choices += [Choice(token, span) for token, span in zip((at - 1, *ends), following, strict=False)]
         at += len(tokens.ids)
     return choices
 
@@ -95,7 +102,7 @@ def called(message: Json) -> list[str]:
     return []
 
 
-def _names(tools: Sequence[Json], piece: Span, tokens: Encoding) -> dict[str, tuple[int, int]]:
+def _names(tools: Sequence[Json], piece: Span, tokens: Encoding) -> dict[str, tuple[int, ...]]:
     """The tokens of each tool's name in the system prompt ``piece``."""
     found = {}
     line_start = 0
@@ -103,12 +110,22 @@ def _names(tools: Sequence[Json], piece: Span, tokens: Encoding) -> dict[str, tu
         line_start = piece.text.index(line, line_start)
         name = tool["function"]["name"]
         first = line_start + line.index(f'"name": "{name}"') + len('"name": "')
-        inside = [i for i, (a, b) in enumerate(tokens.offsets) if a < first + len(name) and b > first]
-        found[name] = (inside[0], inside[-1] + 1)
+        found[name] = tuple(tokens_of(tokens, first, first + len(name)))
     return found
+
+
+def tokens_of(encoded: Encoding, start: int, end: int) -> range:
+    """The tokens that characters ``start`` to ``end`` stand in."""
+    inside = [i for i, (a, b) in enumerate(encoded.offsets) if a < end and b > start]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)
 
 
 def collate_pointing(rows: Sequence[Sequence[Choice]]) -> Pointing:
     """The choices of the rows of a batch."""
-    found = [(index, choice.at, choice.start, choice.end) for index, row in enumerate(rows) for choice in row]
-    return Pointing(*(torch.tensor([choice[i] for choice in found], dtype=torch.long) for i in range(4)))
+    choices = [choice for row in rows for choice in row]
+    pairs = [(index, token) for index, choice in enumerate(choices) for token in choice.tokens]
+    return Pointing(
+        tuple(len(row) for row in rows),
+        torch.tensor([choice.at for choice in choices], dtype=torch.long),
+        *(torch.tensor([pair[i] for pair in pairs], dtype=torch.long) for i in range(2)),
+    )

@@ -186,7 +186,9 @@ def chain(w: Writer) -> None:
     request = ask(first, w.rng, w.lex)
     head = second.parameters[0]
     later = {p.name: p.draw(w.rng, w.lex) for p in second.parameters[1:] if p.required or w.rng.random() < 0.3}
-    order = follow_up(second, w.rng) + stated(second, later, w.rng, {0})
+    order = follow_up(second, w.rng)
+    clauses, later = stated(second, later, w.rng, {0})
+    order += clauses
     at_once = w.rng.random() < 0.6
     if at_once:
         then = w.rng.choice((" and then ", ", then ", " and "))
@@ -258,7 +260,11 @@ def ask_back(w: Writer) -> None:
     arguments: Json = {p.name: p.draw(w.rng, w.lex) for p in missing}
     only = arguments[missing[0].name]
     short = len(missing) == 1 and isinstance(only, str) and w.rng.random() < 0.5
-    text = only if short else stated(replace(tool, parameters=tuple(missing)), arguments, w.rng, set()).strip(" ,")
+    if short:
+        text = only
+    else:
+        text, arguments = stated(replace(tool, parameters=tuple(missing)), arguments, w.rng, set())
+        text = text.strip(" ,")
     w.say("user", text)
     request = Request(text, tool, arguments)
     w.answer([request], w.call([request]))

@@ -98,9 +98,9 @@ def _begin(w: Writer, text: str) -> None:
 
 
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
-    (decide, 0.16),
-    (call, 0.32),
-    (calls, 0.36),
+    (decide, 0.22),
+    (call, 0.28),
+    (calls, 0.34),
     (chain, 0.12),
     (sequence, 0.04),
 )

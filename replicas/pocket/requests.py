@@ -58,7 +58,7 @@ _SHELL_INTENTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A user's sentence (no opening, no full stop) and the call it asks for."""
+    """A user's sentence (no opening, no full stop) and the call it asks for, arguments in the order they are said."""
 
     text: str
     tool: Tool
@@ -131,17 +131,18 @@ def ask(tool: Tool, rng: random.Random, lex: Lexicon) -> Request:
     pattern = rng.choice(tool.requests)
     if rng.random() < 0.06:
         pattern = rng.choice(_BY_NAME).format(n=tool.name)
-    placed = {int(digit) for digit in re.findall(r"\{(\d)\}", pattern)}
-    arguments = chosen_arguments(tool, rng, lex, placed)
+    placed = [int(digit) for digit in re.findall(r"\{(\d)\}", pattern)]
+    arguments = chosen_arguments(tool, rng, lex, set(placed))
     values = [mention(arguments[p.name]) if p.name in arguments else "" for p in tool.parameters]
     text = pattern.format(*values) if placed else pattern
-    text += stated(tool, arguments, rng, placed)
+    clauses, rest = stated(tool, arguments, rng, set(placed))
+    said = {tool.parameters[i].name: arguments[tool.parameters[i].name] for i in placed} | rest
     question = bool(re.match(r"(what|how|is|which|where|who|do|are|any) ", pattern)) or "what's" in pattern
-    return Request(text, tool, arguments, question)
+    return Request(text + clauses, tool, said, question)
 
 
-def stated(tool: Tool, arguments: Json, rng: random.Random, placed: set[int]) -> str:
-    """Clauses for the arguments that the sentence has not placed yet, in mixed order."""
+def stated(tool: Tool, arguments: Json, rng: random.Random, placed: set[int]) -> tuple[str, Json]:
+    """Clauses for the arguments that the sentence has not placed yet, in mixed order; those arguments in that order."""
     rest = [p for i, p in enumerate(tool.parameters) if i not in placed and p.name in arguments]
     kinds = [p.kind for p in tool.parameters if p.name in arguments]
     if rng.random() < 0.3:
@@ -152,7 +153,7 @@ def stated(tool: Tool, arguments: Json, rng: random.Random, placed: set[int]) ->
         by_kind = telling and kinds.count(p.kind) == 1 and rng.random() < 0.4
         joint = rng.choice((" ", " ", ", ", ", ", " and " if text else " "))
         text += joint + clause(p, arguments[p.name], rng, by_kind=by_kind)
-    return text
+    return text, {p.name: arguments[p.name] for p in rest}
 
 
 def tells_kind(p: Parameter) -> bool:

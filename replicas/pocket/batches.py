@@ -12,9 +12,9 @@ from torch import Tensor
 
 from holdfast.replicas.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
 from holdfast.replicas.pocket.drills import drill
-from holdfast.replicas.pocket.pointing import Choice, Pointing, collate_pointing, tool_choices
+from holdfast.replicas.pocket.pointing import HEADS, Pointing, collate_pointing
 from holdfast.replicas.pocket.render import spans
-from holdfast.replicas.pocket.sources import source_choices
+from holdfast.replicas.pocket.sources import Choices, row_choices
 from holdfast.replicas.pocket.tokenizer import CONTEXT
 from holdfast.replicas.pocket.words import Lexicon, Split
 
@@ -29,23 +29,21 @@ class Row:
     ids: list[int]
     positions: list[int]
     learned: list[bool]
-    tools: list[Choice] = field(default_factory=list)
-    sources: list[Choice] = field(default_factory=list)
+    choices: Choices = field(default_factory=lambda: {name: [] for name in HEADS})
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """``ids`` and ``positions`` ``[rows, length]``; flat ``where`` of predicting tokens; their ``targets``.
 
-    ``tools`` and ``sources`` are where the pointing heads look.
+    ``pointing`` is where each of ``HEADS`` is to look.
     """
 
     ids: Tensor
     positions: Tensor
     where: Tensor
     targets: Tensor
-    tools: Pointing
-    sources: Pointing
+    pointing: dict[str, Pointing]
 
     @property
     def tokens(self) -> int:
@@ -54,7 +52,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``."""
-        return Batch(*(getattr(self, name).to(device) for name in self.__slots__))
+        ids, positions, where, targets = (
+            each.to(device) for each in (self.ids, self.positions, self.where, self.targets)
+        )
+        pointing = {name: each.to(device) for name, each in self.pointing.items()}
+        return Batch(ids, positions, where, targets, pointing)
 
 
 def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Random, context: int = CONTEXT) -> Row:
@@ -78,10 +80,11 @@ def tokenized(conversation: Conversation, tokenizer: Tokenizer, rng: random.Rand
         positions += range(at, at + len(piece.ids))
         learned += [span.learned] * len(piece.ids)
         at += len(piece.ids)
-    tools = tool_choices(conversation, pieces, encoded, tokenizer.get_vocab()["</tool_call>"])
-    sources = source_choices(conversation, pieces, encoded)
-    tools, sources = ([choice for choice in choices if choice.at < context] for choices in (tools, sources))
-    return Row(ids[:context], positions[:context], learned[:context], tools, sources)
+    choices = {
+        name: [choice for choice in found if choice.at < context]
+        for name, found in row_choices(conversation, pieces, encoded).items()
+    }
+    return Row(ids[:context], positions[:context], learned[:context], choices)
 
 
 def collate(rows: list[Row]) -> Batch:
@@ -98,9 +101,8 @@ def collate(rows: list[Row]) -> Batch:
             if row.learned[at]:
                 where.append(index * length + at - 1)
                 targets.append(row.ids[at])
-    tools = collate_pointing([row.tools for row in rows])
-    sources = collate_pointing([row.sources for row in rows])
-    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), tools, sources)
+    pointing = {name: collate_pointing([row.choices[name] for row in rows]) for name in HEADS}
+    return Batch(ids, positions, torch.tensor(where), torch.tensor(targets), pointing)
 
 
 def word_pieces(tokenizer: Tokenizer) -> list[str]:

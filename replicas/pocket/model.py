@@ -124,18 +124,18 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed output ``[rows, length, hidden]``; queries and keys of the layer whose heads point.
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The normed output ``[rows, length, hidden]``; each layer's queries and keys, for pointing.
 
-        That is the second from the top; its queries and keys are ``[rows, heads, length, head_dim]``.
+        Queries and keys are ``[rows, heads, length, head_dim]``.
         """
         x: Tensor = self.embed_tokens(ids)
-        for number, layer in enumerate(self.layers, start=1):
-            x, (q, k) = layer(x, cos, sin)
-            if number == max(1, len(self.layers) - 1):
-                pointing = q, k
+        seen = []
+        for layer in self.layers:
+            x, queries_and_keys = layer(x, cos, sin)
+            seen.append(queries_and_keys)
         out: Tensor = self.norm(x)
-        return out, *pointing
+        return out, seen
 
 
 class Pocket(nn.Module):
@@ -156,16 +156,16 @@ class Pocket(nn.Module):
                     generator=generator,
                 )
 
-    def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits ``[chosen, vocabulary]`` in float32; queries and keys of the pointing layer.
+    def forward(self, ids: Tensor, positions: Tensor, where: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits ``[chosen, vocabulary]`` in float32; each layer's queries and keys, for pointing.
 
         ``ids`` and ``positions`` are ``[rows, length]``; ``where`` are flat indices of the tokens that predict a
         learned one, so the head is computed for nothing else.
         """
         cos, sin = rotary(positions, self.shape.head_dim, self.shape.rope_theta)
-        x, q, k = self.model(ids, cos, sin)
+        x, seen = self.model(ids, cos, sin)
         x = x.flatten(0, 1)[where]
-        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), q, k
+        return (x @ self.model.embed_tokens.weight.T.to(x.dtype)).float(), seen
 
     def logits(self, ids: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """The logits alone."""

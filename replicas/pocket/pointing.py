@@ -1,29 +1,23 @@
-"""Pointing: while training, two attention heads are told where in the prompt to look.
+"""Pointing: while training, three attention heads are told where in the prompt to look.
 
 Whether to call at all is one token of a reply, and a model that cannot yet tell the tools apart there learns nothing
-from it; which words of a request fill which parameter is as hidden. So in the second layer from the top the first head
-learns, before a reply and behind each call, to look at the name of the next tool, or at the very first token when there
-is none; and the last head learns, all through the arguments, to look at the token that is copied next (``sources``).
-The layer above reads both.
+from it; which words of a request fill which parameter is as hidden. So heads near the top learn to look at the next
+tool, at the value that is copied next and at its parameter (``sources`` says where those stand), and what is above
+them reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Encoding
 from torch import Tensor
-
-from holdfast.replicas.pocket.conversations import Conversation
-from holdfast.replicas.pocket.render import Span, tool_lines
-from holdfast.replicas.pocket.schemas import Json
 
 NOWHERE = (0,)
 """Where a head looks when nothing is next: the first token, which says nothing."""
-TOOL_HEAD, SOURCE_HEAD = 0, -1
-"""Which query head looks at tools, and which at what is copied."""
+HEADS = {"tools": (-2, 0), "sources": (-2, -1), "keys": (-1, 0)}
+"""Layer and query head of each. The parameter is known once the value is, so its head is a layer above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,61 +61,17 @@ def pointing_loss(q: Tensor, k: Tensor, pointing: Pointing) -> Tensor:
     return (seen.logsumexp(-1) - seen.masked_fill(~right, float("-inf")).logsumexp(-1)).mean()
 
 
-def tool_choices(
-    conversation: Conversation, pieces: Sequence[Span], encoded: Sequence[Encoding], call_end: int
-) -> list[Choice]:
-    """Where the next tool's name stands, before each reply and behind each of its calls.
-
-    ``pieces`` are the conversation's spans, ``encoded`` their tokens; ``call_end`` is the token that closes a call.
-    """
-    if not conversation.tools:
-        return []
-    names = _names(conversation.tools, pieces[0], encoded[0])
-    replies = [message for message in conversation.messages if message["role"] == "assistant"]
-    choices: list[Choice] = []
-    at = 0
-    for piece, tokens in zip(pieces, encoded, strict=True):
-        if piece.learned:
-            message = replies.pop(0)
-            ends = [at + index for index, token in enumerate(tokens.ids) if token == call_end]
-            following = [names[name] for name in called(message)]
-            following += [] if message.get("unfinished") and following else [NOWHERE]
-            choices += [Choice(token, span) for token, span in zip((at - 1, *ends), following, strict=False)]
-        at += len(tokens.ids)
-    return choices
-
-
-def called(message: Json) -> list[str]:
-    """The tools that an assistant message calls, begins to call or asks the arguments of, in order."""
-    if message.get("tool_calls"):
-        return [call["function"]["name"] for call in message["tool_calls"]]
-    if message.get("asks_for"):
-        return [message["asks_for"]]
-    if message.get("unfinished") and message["content"].startswith("<tool_call>"):
-        return [message["content"].split('"')[3]]
-    return []
-
-
-def _names(tools: Sequence[Json], piece: Span, tokens: Encoding) -> dict[str, tuple[int, ...]]:
-    """The tokens of each tool's name in the system prompt ``piece``."""
-    found = {}
-    line_start = 0
-    for tool, line in zip(tools, tool_lines(tools), strict=True):
-        line_start = piece.text.index(line, line_start)
-        name = tool["function"]["name"]
-        first = line_start + line.index(f'"name": "{name}"') + len('"name": "')
-        found[name] = tuple(tokens_of(tokens, first, first + len(name)))
-    return found
-
-
-def tokens_of(encoded: Encoding, start: int, end: int) -> range:
-    """The tokens that characters ``start`` to ``end`` stand in."""
-    inside = [i for i, (a, b) in enumerate(encoded.offsets) if a < end and b > start]
-    return range(inside[0], inside[-1] + 1) if inside else range(0)
+def pointing_losses(seen: Sequence[tuple[Tensor, Tensor]], pointing: Mapping[str, Pointing]) -> list[Tensor]:
+    """The loss of each of ``HEADS``; ``seen`` are each layer's queries and keys ``[rows, heads, length, head_dim]``."""
+    losses = []
+    for name, (layer, head) in HEADS.items():
+        q, k = seen[max(layer, -len(seen))]
+        losses.append(pointing_loss(q[:, head], k[:, head], pointing[name]))
+    return losses
 
 
 def collate_pointing(rows: Sequence[Sequence[Choice]]) -> Pointing:
-    """The choices of the rows of a batch."""
+    """The choices of one head in the rows of a batch."""
     choices = [choice for row in rows for choice in row]
     pairs = [(index, token) for index, choice in enumerate(choices) for token in choice.tokens]
     return Pointing(

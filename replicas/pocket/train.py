@@ -27,7 +27,7 @@ from holdfast.replicas.pocket.batches import Batch, Mix, Row
 from holdfast.replicas.pocket.conversations import MOST_TOOLS
 from holdfast.replicas.pocket.feed import Order, feed
 from holdfast.replicas.pocket.model import Pocket, PocketShape
-from holdfast.replicas.pocket.pointing import SOURCE_HEAD, TOOL_HEAD, pointing_loss
+from holdfast.replicas.pocket.pointing import HEADS, pointing_losses
 from holdfast.replicas.pocket.probe import probe, probe_rows
 from holdfast.replicas.pocket.tokenizer import load, train_tokenizer
 
@@ -123,16 +123,14 @@ def rate_at(config: TrainConfig, step: int) -> float:
 
 
 def train_step(run: Run, batch: Batch) -> Tensor:
-    """One update; returns the losses before it, on the model's device: per learned token, of tools, of sources."""
+    """One update; returns the losses before it, on the model's device: per learned token, then of ``HEADS``."""
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(run.config, run.step)
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
-        logits, q, k = run.model(batch.ids, batch.positions, batch.where)
-        tools = pointing_loss(q[:, TOOL_HEAD], k[:, TOOL_HEAD], batch.tools)
-        sources = pointing_loss(q[:, SOURCE_HEAD], k[:, SOURCE_HEAD], batch.sources)
-        losses = torch.stack((F.cross_entropy(logits, batch.targets), tools, sources))
-    (losses[0] + run.config.pointing * (tools + sources)).backward()  # type: ignore[no-untyped-call]
+        logits, seen = run.model(batch.ids, batch.positions, batch.where)
+        losses = torch.stack((F.cross_entropy(logits, batch.targets), *pointing_losses(seen, batch.pointing)))
+    (losses[0] + run.config.pointing * losses[1:].sum()).backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
         optimizer.step()
@@ -195,21 +193,19 @@ def train(
     tokenizer = load(folder)
     run = open_run(config, shape, folder, device)
     rows = probe_rows(tokenizer, config.probe_count, PROBE_SEED)
-    started, mean = time.monotonic(), torch.zeros(3, device=device)
+    started, mean = time.monotonic(), torch.zeros(1 + len(HEADS), device=device)
     first_tokens, first_step = run.tokens, run.step
     for batch in data(run, folder, workers) if run.step < config.steps else ():
         mean = mean.lerp(train_step(run, batch.to(device)), max(0.05, 1 / (run.step - first_step)))
         last = run.step >= config.steps or (stop is not None and stop.is_set())
         if run.step % 20 == 0 or last:
             speed = (run.tokens - first_tokens) / (time.monotonic() - started)
-            loss, tools, sources = (round(value, 4) for value in mean.tolist())
+            losses = dict(zip(("loss", *HEADS), (round(value, 4) for value in mean.tolist()), strict=True))
             log(
                 folder,
                 step=run.step,
                 tokens=run.tokens,
-                loss=loss,
-                tools=tools,
-                sources=sources,
+                **losses,
                 tokens_per_second=round(speed),
             )
         if run.step % config.checkpoint_every == 0 or last:

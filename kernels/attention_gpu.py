@@ -10,19 +10,17 @@ Keys are found through the page table cell by cell, so any page size will do. Ce
 read: what unused pages hold does not matter. The order of every sum is fixed: the same step gives the same bits.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.attention_work import NARROW_ROWS, WIDE_ROWS, AttentionWork, Ints, attention_work, spread
+from holdfast.kernels.attention_plan import GpuPlan, make_plan, plan_key, tile_of
+from holdfast.kernels.attention_work import NARROW_ROWS, WIDE_ROWS
 from holdfast.kernels.paging import PagedBatch
 
 _LOG2E = 1.4426950408889634
+_MERGED = 16  # partial results that are read at a time
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
 
@@ -36,7 +34,7 @@ def _bent(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _folded(  # type: ignore[no-untyped-def]
+def _fold(  # type: ignore[no-untyped-def]
     query,
     position,
     keys,
@@ -48,43 +46,55 @@ def _folded(  # type: ignore[no-untyped-def]
     softcap,
     window,
     cell_stride,
+    top,
+    total,
+    mixed,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,  # without: whole tiles, of which every row sees every position
 ):
-    """Maximum, sum and output, not yet divided, of a tile's rows over the positions [low, high) of one sequence."""
+    """Maximum, sum and output, not yet divided, of a tile's rows, over the positions [low, high) as well."""
     dims = tl.arange(0, DIM_TILE)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     for start in tl.range(low, high, KEYS):
         seen = start + tl.arange(0, KEYS)
-        inside = seen < high
-        page = tl.load(pages + seen // PAGE, mask=inside, other=0)
+        if MASKED:
+            inside = seen < high
+            page = tl.load(pages + seen // PAGE, mask=inside, other=0)
+        else:
+            inside = tl.full([KEYS], True, tl.int1)
+            page = tl.load(pages + seen // PAGE)
         cell = (page.to(tl.int64) * PAGE + seen % PAGE) * cell_stride
-        key = tl.load(keys + cell[None, :] + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0)
+        if MASKED or DIM != DIM_TILE:
+            key = tl.load(keys + cell[None, :] + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0)
+        else:
+            key = tl.load(keys + cell[None, :] + dims[:, None])
         if WIDEN:
             key = key.to(tl.float32)
         scores = tl.dot(query, key, input_precision=precision) * scale
         if SOFTCAP:
             scores = _bent(scores, softcap, LOG2E)
-        visible = inside[None, :] & (seen[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (seen[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
+        if MASKED:
+            visible = inside[None, :] & (seen[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (seen[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing in this tile
         weights = tl.exp2(scores - anchor[:, None])
         fade = tl.exp2(top - anchor)
-        value = tl.load(values + cell[:, None] + dims[None, :], mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+        if MASKED or DIM != DIM_TILE:
+            within = inside[:, None] & (dims < DIM)[None, :]
+            value = tl.load(values + cell[:, None] + dims[None, :], mask=within, other=0.0)
+        else:
+            value = tl.load(values + cell[:, None] + dims[None, :])
         if WIDEN:
             value = value.to(tl.float32)
         mixed = tl.dot(weights.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
@@ -118,9 +128,11 @@ def _attend_item(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    PLAIN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     EXACT: tl.constexpr,
@@ -143,16 +155,27 @@ def _attend_item(  # type: ignore[no-untyped-def]
     if WIDEN:
         query = query.to(tl.float32)
     pages = page_table + row * table_stride
-    top, total, mixed = _folded(
-        query, position, keys, values, pages, low, high, scale, softcap, window, cell_stride,
-        DIM, DIM_TILE, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN,
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
+    if PLAIN:  # tiles before the first of the rows' positions: nothing of them is hidden
+        before = tl.minimum(high, tl.min(tl.where(real, position, high), 0) + 1) - low
+        middle = low + tl.maximum(before, 0) // KEYS * KEYS
+        top, total, mixed = _fold(
+            query, position, keys, values, pages, low, middle, scale, softcap, window, cell_stride, top, total, mixed,
+            DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=False,
+        )  # fmt: skip
+        low = middle
+    top, total, mixed = _fold(
+        query, position, keys, values, pages, low, high, scale, softcap, window, cell_stride, top, total, mixed,
+        DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=True,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     if slot < 0:
         to = out + token.to(tl.int64) * out_token + heads * out_head
         tl.store(to[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
     else:
-        place = (slot + entry).to(tl.int64) * (tl.num_programs(1) * GROUP) + heads
+        place = (slot + entry).to(tl.int64) * (KV_HEADS * GROUP) + heads
         tl.store(partial + place[:, None] * DIM + dims[None, :], mixed, mask=stored)
         lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(partial_lse + place, lse, mask=real)
@@ -184,9 +207,11 @@ def _attend_items(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,  # the next power of two
     GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    PLAIN: tl.constexpr,  # tiles that nothing is hidden of are worked without masks
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     EXACT: tl.constexpr,  # float32 products without TF32
@@ -194,14 +219,15 @@ def _attend_items(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
     LOOP: tl.constexpr,  # a fixed number of programs share the items; else there is one program to an item
 ):
-    head = tl.program_id(1)
+    # The heads of an item run beside each other: a cell's heads are neighbours in memory.
+    first, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     k, v = keys + head * head_stride, values + head * head_stride
-    last = tl.load(count) if LOOP else tl.program_id(0) + 1
-    for number in tl.range(tl.program_id(0), last, tl.num_programs(0)):
+    last = tl.load(count) if LOOP else first + 1
+    for number in tl.range(first, last, tl.num_programs(0) // KV_HEADS):
         _attend_item(
             q, k, v, page_table, positions, order, items + number * 6, out, partial, partial_lse,
             scale, softcap, window, q_token, q_head, cell_stride, table_stride, out_token, out_head, head,
-            DIM, DIM_TILE, GROUP, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN,
+            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, PLAIN, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN,
         )  # fmt: skip
 
 
@@ -216,6 +242,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,  # that are read at a time
 ):
     """One token and one head: two runs of partial results into one output."""
     merge = merges + tl.program_id(0) * 7
@@ -228,71 +255,22 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     for run in tl.static_range(2):
         first, stride = tl.load(merge + 1 + 3 * run), tl.load(merge + 2 + 3 * run)
         count = tl.load(merge + 3 + 3 * run)
-        for part in tl.range(count):
+        for start in tl.range(0, count, PARTS):
+            part = start + tl.arange(0, PARTS)
             place = (first + part * stride).to(tl.int64) * HEADS + head
-            lse = tl.load(partial_lse + place)
-            higher = tl.maximum(top, lse)
+            lse = tl.load(partial_lse + place, mask=part < count, other=float("-inf"))
+            higher = tl.maximum(top, tl.max(lse, 0))
             anchor = tl.where(higher == float("-inf"), 0.0, higher)
             fade, weight = tl.exp2(top - anchor), tl.exp2(lse - anchor)
-            result = tl.load(partial + place * DIM + dims, mask=dims < DIM, other=0.0)
-            mixed = mixed * fade + result * weight
-            total = total * fade + weight
+            inside = (part < count)[:, None] & (dims < DIM)[None, :]
+            result = tl.load(partial + place[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
+            mixed = mixed * fade + tl.sum(result * weight[:, None], 0)
+            total = total * fade + tl.sum(weight, 0)
             top = higher
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     to = out + token.to(tl.int64) * out_token + head * out_head
     if tl.load(merge + 3) + tl.load(merge + 6) > 0:  # a row of padding merges nothing
         tl.store(to + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
-
-
-@dataclass(slots=True)
-class GpuPlan:
-    """What every layer of a forward shares, on the device: items, order, merges, positions and room for partials.
-
-    With `counts`, two int32 tensors of one element, so many of the narrow and wide items are real, and `programs`
-    share them for each KV head: the launch is the same however many there are, as a graph's has to be. No wide items
-    are launched where `wide` is empty. Rows of `merges` that are zero merge nothing.
-    """
-
-    narrow: Tensor
-    wide: Tensor
-    narrow_rows: int
-    order: Tensor
-    merges: Tensor
-    positions: Tensor
-    partial: Tensor
-    partial_lse: Tensor
-    counts: tuple[Tensor, Tensor] | None = None
-    programs: int = 0
-
-
-def make_plan(q: Tensor, batch: PagedBatch, kv_heads: int, window: int, cascade: bool = True) -> GpuPlan:
-    """Work out the items of a forward over queries like `q` and copy them to its device, in one copy."""
-    _, heads, dim = q.shape
-    work = attention_work(batch, heads // kv_heads, kv_heads, window, cascade)
-    arrays = plan_arrays(work, batch)
-    buffer, offsets = spread(arrays)
-    device = torch.from_numpy(buffer).to(q.device, non_blocking=True)
-    views = [device[at : at + array.size].view(array.shape) for array, at in zip(arrays, offsets, strict=True)]
-    return plan_over(work, views, heads, dim)
-
-
-def plan_arrays(work: AttentionWork, batch: PagedBatch) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """What a plan needs on the device: narrow and wide items, order, merges, and the positions of the tokens."""
-    spans = [np.arange(s, s + n, dtype=np.int32) for s, n in zip(batch.starts, batch.lengths, strict=True)]
-    return work.narrow, work.wide, work.order, work.merges, np.concatenate(spans)
-
-
-def plan_over(work: AttentionWork, views: Sequence[Tensor], heads: int, dim: int) -> GpuPlan:
-    """A plan over `views`, which are `plan_arrays` on the device."""
-    narrow, wide, order, merges, positions = views
-    partial = torch.empty(max(work.partials, 1), heads, dim, dtype=torch.float32, device=order.device)
-    lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=order.device)
-    return GpuPlan(narrow, wide, work.narrow_rows, order, merges, positions, partial, lse)
-
-
-def plan_key(window: int) -> int:
-    """Under which key of `PagedBatch.plans` the plan for a window lies; 0: none."""
-    return -window - 1
 
 
 def attend_gpu(
@@ -341,7 +319,8 @@ def launch_items(
             DIM=dim,
             DIM_TILE=triton.next_power_of_2(dim),
             HEADS=heads,
-            num_warps=1,
+            PARTS=_MERGED,
+            num_warps=4,
         )
 
 
@@ -359,8 +338,10 @@ def _launch(
 ) -> None:
     """Run items of one kind, in tiles of `rows` query rows; `count` of them, None for all."""
     heads, dim = q.shape[1:]
-    tile, wide = max(16, triton.next_power_of_2(dim)), rows > NARROW_ROWS
-    _attend_items[(len(items) if count is None else plan.programs, kv.shape[4])](
+    kv_heads, wide = kv.shape[4], rows > NARROW_ROWS
+    dim_tile, exact = max(16, triton.next_power_of_2(dim)), q.dtype == torch.float32
+    tile = plan.tiles[wide] if plan.tiles is not None else tile_of(rows, dim_tile, exact)
+    _attend_items[((len(items) if count is None else plan.programs[wide]) * kv_heads,)](
         q,
         kv[layer, 0],
         kv[layer, 1],
@@ -378,17 +359,19 @@ def _launch(
         batch.page_table.stride(0),
         *out.stride()[:2],
         DIM=dim,
-        DIM_TILE=tile,
-        GROUP=heads // kv.shape[4],
+        DIM_TILE=dim_tile,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
         PAGE=batch.page_size,
         ROWS=rows,
-        KEYS=32 if tile > 128 else 64,
+        KEYS=tile.keys,
+        PLAIN=wide and not arguments[2],
         SOFTCAP=bool(arguments[1]),
         WINDOW=bool(arguments[2]),
-        EXACT=q.dtype == torch.float32,
+        EXACT=exact,
         LOG2E=_LOG2E,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         LOOP=count is not None,
-        num_warps=8 if wide else 4,
-        num_stages=3,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )

@@ -3,8 +3,9 @@
 An item is one program's work for one KV head: some query tokens against the positions [low, high) of one page table
 row. The query heads of a group fold into the rows of its tile, so a KV head is read once for all of them. Three kinds:
 
-    narrow   a chunk of few tokens: a decode, a verification window. Its positions are cut into parts of `SPLIT`, so
-             that one long sequence fills the device; the parts are merged by their log-sum-exp.
+    narrow   a chunk of few tokens: a decode, a verification window. Its positions are cut into parts, so that one
+             sequence fills the device; the parts are merged by their log-sum-exp. The more positions, the longer the
+             parts (`_PARTS`): few programs cost time where there is little to read, many results where there is much.
     wide     a block of a longer chunk's tokens; cut only where a chunk has too few blocks to fill the device.
     shared   the tokens of several narrow chunks against a prefix whose pages they have in common, read once for all
              (a cascade); each chunk then continues behind the prefix by itself.
@@ -25,10 +26,12 @@ from holdfast.kernels.paging import PagedBatch, PageRuns
 
 Ints = npt.NDArray[np.int32]
 
-SPLIT = 256  # positions of a narrow part
+SPLIT = 128  # positions of the shortest narrow part
+_PARTS = ((16, 1), (64, 2), (128, 4))  # up to so many times SPLIT positions in parts of so many times SPLIT
+_LONGEST = 8  # times SPLIT, beyond
 NARROW_ROWS = 64  # query rows (tokens times the group's heads) up to which a chunk is narrow
 WIDE_ROWS = 128  # query rows of a wide or shared tile
-WIDE_SPLIT = 1024  # the least positions of a wide part
+WIDE_SPLIT = 256  # the least positions of a wide or shared part
 PROGRAMS = 128  # programs that about fill a device
 SHARED = 512  # the least cells that are worth a tile of their own
 
@@ -40,8 +43,9 @@ class AttentionWork:
     """Items and what becomes of their results.
 
     `narrow`, `wide` [n, 6] int32: first entry, entries, page table row, low, high, and the first of the partial results
-    that the entries' outputs go to, one after the other, or -1 for the output itself. `narrow_rows`: rows a narrow tile
-    needs. `order` [entries] int32: the token of each entry; the first T are the tokens themselves.
+    that the entries' outputs go to, one after the other, or -1 for the output itself; wide ones with the most positions
+    first, so that none of those is left when the others are done. `narrow_rows`: rows a narrow tile needs.
+    `order` [entries] int32: the token of each entry; the first T are the tokens themselves.
     `merges` [m, 7] int32: a token and where its partial results lie, twice (first, stride, count). `partials`: how many
     there are.
     """
@@ -89,13 +93,15 @@ def attention_work(
     for shared in groups:
         tokens = np.concatenate([np.arange(firsts[c], firsts[c] + lengths[c], dtype=np.int32) for c in shared.members])
         row = int(rows[shared.members[0]])
-        partials = _shared_items(shared, row, tokens, entries, group, partials, wide, merges[0])
+        programs = max(1, PROGRAMS // (-(-len(tokens) * group // WIDE_ROWS) * kv_heads))
+        partials = _shared_items(shared, row, tokens, entries, group, programs, partials, wide, merges[0])
         order.append(tokens)
         entries += len(tokens)
     most = int(lengths[narrow].max(initial=1)) * group
+    blocks = np.array(wide, np.int32).reshape(-1, 6)
     return AttentionWork(
         narrow=items,
-        wide=np.array(wide, np.int32).reshape(-1, 6),
+        wide=blocks[np.argsort(blocks[:, LOW] - blocks[:, HIGH], kind="stable")],
         narrow_rows=max(16, 1 << (most - 1).bit_length()),
         order=np.concatenate(order),
         merges=np.concatenate(merges),
@@ -108,11 +114,12 @@ def _narrow_items(
 ) -> tuple[Ints, Ints, Ints, int]:
     """Items of the narrow chunks, how many parts each has, where its partial results begin, and how many there are.
 
-    Parts end at multiples of `SPLIT`. A chunk of one part that does not continue a shared prefix writes its output
+    Parts end at multiples of their length. A chunk of one part that does not continue a shared prefix writes its output
     itself: it has no partial results.
     """
-    before = low // SPLIT
-    parts = (high + SPLIT - 1) // SPLIT - before
+    size = _part_sizes(high - low)
+    before = low // size
+    parts = (high + size - 1) // size - before
     chunk = np.repeat(np.arange(len(parts), dtype=np.int32), parts)
     part = np.arange(len(chunk), dtype=np.int32) - np.repeat(np.cumsum(parts) - parts, parts).astype(np.int32)
     merged = (parts > 1) | continued
@@ -120,10 +127,18 @@ def _narrow_items(
     bases = (np.cumsum(kept) - kept).astype(np.int32)
     items = np.empty((len(chunk), 6), np.int32)
     items[:, FIRST], items[:, COUNT], items[:, ROW] = firsts[chunk], lengths[chunk], rows[chunk]
-    items[:, LOW] = np.maximum((before[chunk] + part) * SPLIT, low[chunk])
-    items[:, HIGH] = np.minimum((before[chunk] + part + 1) * SPLIT, high[chunk])
+    items[:, LOW] = np.maximum((before[chunk] + part) * size[chunk], low[chunk])
+    items[:, HIGH] = np.minimum((before[chunk] + part + 1) * size[chunk], high[chunk])
     items[:, SLOT] = np.where(merged[chunk], bases[chunk] + part * lengths[chunk], -1)
     return items, np.where(merged, parts, 0).astype(np.int32), bases, int(kept.sum())
+
+
+def _part_sizes(positions: Ints) -> Ints:
+    """How long the parts of chunks that read so many positions are."""
+    sizes = np.full(len(positions), SPLIT * _LONGEST, np.int32)
+    for most, times in reversed(_PARTS):
+        sizes[positions <= SPLIT * most] = SPLIT * times
+    return sizes
 
 
 def _merges(firsts: Ints, lengths: Ints, bases: Ints, parts: Ints) -> Ints:
@@ -173,17 +188,18 @@ def _shared_items(
     tokens: Ints,
     entries: int,
     group: int,
+    programs: int,
     partials: int,
     wide: list[tuple[int, ...]],
     merges: Ints,
 ) -> int:
     """Items of a shared prefix, appended; notes in its members' `merges` where the results lie.
 
-    `tokens` are the members' tokens, which are the entries from `entries` on. Returns how many partial results there
-    are now.
+    `tokens` are the members' tokens, which are the entries from `entries` on; `programs`: how many cuts fill the
+    device. Returns how many partial results there are now.
     """
     block = WIDE_ROWS // group
-    cuts = max(1, shared.cells // WIDE_SPLIT)
+    cuts = max(1, min(programs, shared.cells // WIDE_SPLIT))
     size = -(-shared.cells // cuts // SPLIT) * SPLIT
     edges = [*range(0, shared.cells, size), shared.cells]
     for part, (begin, end) in enumerate(pairwise(edges)):

@@ -1,6 +1,7 @@
 """What a GPU can do, measured: memory bandwidth and the rate of its matrix units; and how calls are timed."""
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import torch
 
 _FLUSH_BYTES = 256 << 20  # beyond any cache
 _MATRIX = 8192
+_CYCLES = 2e9  # a second, of the device's clock at its fastest
+_LONGEST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +21,6 @@ class Ceilings:
     rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A call's seconds and the share of its bound that it reaches: bandwidth, rate, or what it is held against."""
-
-    name: str
-    seconds: float
-    bound: str
-    share: float
-
-
 class Clock:
     """Times calls on the device, each after its caches were flushed."""
 
@@ -36,12 +29,19 @@ class Clock:
 
     def seconds(self, call: Callable[[], object], repeats: int = 20) -> float:
         """The median of `repeats` calls, after three to warm up."""
+        began = 0.0
         for _ in range(3):
+            began = time.perf_counter()
+            self._flush.zero_()
             call()
+        launching = time.perf_counter() - began
+        torch.cuda.synchronize()
+        # The device waits until all calls are launched, so that it is never the host that is timed.
+        torch.cuda._sleep(int(_CYCLES * min(2 * repeats * launching, _LONGEST_S)))  # type: ignore[no-untyped-call]
         pairs = []
         for _ in range(repeats):
             self._flush.zero_()
-            begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             call()
             end.record()
@@ -54,8 +54,8 @@ def measure_ceilings(clock: Clock) -> Ceilings:
     """Read 2 GiB by one reduction, and multiply two matrices of 8192 x 8192."""
     data = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     read = clock.seconds(lambda: torch.amax(data))
+    copied = clock.seconds(lambda: data[: 1 << 29].copy_(data[1 << 29 :]))
     a, b = torch.randn(2, _MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda").unbind(0)
     multiply = clock.seconds(lambda: a @ b)
-    copied = clock.seconds(lambda: data[: 1 << 29].copy_(data[1 << 29 :]))
     # A reduction may be bound by its own arithmetic; a copy reads and writes. The better of both is the ceiling.
     return Ceilings(max(data.nbytes / read, data.nbytes / copied), 2 * _MATRIX**3 / multiply)

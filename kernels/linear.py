@@ -1,4 +1,5 @@
-"""Products with matrices that stay, the weights of a model: packed once for a CPU, plain elsewhere.
+"""Products with matrices that stay, the weights of a model: packed once for a CPU, plain elsewhere; on a GPU few rows
+may go another way, where that was measured to be faster (`stream_gpu`).
 
 Maths: y = x W^T + b, and a gated pair's y = silu(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in], b [out],
 y [..., out].
@@ -8,6 +9,8 @@ one row it walks the matrix badly, with more of them it reorders the matrix in e
 once, is 1.4 times faster at one row and up to 3 times at eight, and what follows a product runs in its registers
 (docs/performance.md). Products of small matrices wait for no memory; they are left as they are.
 """
+
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -23,17 +26,31 @@ class Matrix:
     Drop the plain weight after making one of it: where it was packed, this is a second copy.
     """
 
-    __slots__ = ("_bias", "_packed", "_plain")
+    __slots__ = ("_bias", "_packed", "_plain", "_streamed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
         self._packed = _pack(weight) if can_pack(weight) else None
         self._plain = weight if self._packed is None else None
+        self._streamed: Container[int] = ()
+
+    @property
+    def plain(self) -> Tensor | None:
+        """The weight, where it was not packed."""
+        return self._plain
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def stream(self, rows: Container[int]) -> None:
+        """Multiply so many rows by `stream_gpu`."""
+        self._streamed = rows
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         """x [..., in] in the weight's dtype -> [..., out]; `plus` [..., out] is added, in float32 where packed."""
         if self._plain is not None:
-            y = linear(x, self._plain, self._bias)
+            y = _by_either(x, self._plain, self._bias, self._streamed)
             return y if plus is None else plus + y
         if plus is None:
             return _times(x, self._packed, self._bias)
@@ -43,15 +60,25 @@ class Matrix:
 class GatedMatrix:
     """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first."""
 
-    __slots__ = ("_gate", "_plain", "_up")
+    __slots__ = ("_gate", "_plain", "_streamed", "_up")
 
     def __init__(self, gate_up: Tensor) -> None:
         self._plain: Tensor | None = None
+        self._streamed: Container[int] = ()
         gate, up = gate_up.chunk(2)
         if can_pack(gate):
             self._gate, self._up = _pack(gate), _pack(up)
         else:
             self._plain = gate_up
+
+    @property
+    def plain(self) -> Tensor | None:
+        """Both weights, where they were not packed."""
+        return self._plain
+
+    def stream(self, rows: Container[int]) -> None:
+        """Multiply so many rows by `stream_gpu`."""
+        self._streamed = rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -67,7 +94,7 @@ class GatedMatrix:
         """
         if self._plain is None:
             raise ValueError("packed matrices multiply one after the other")
-        return linear(x, self._plain)
+        return _by_either(x, self._plain, None, self._streamed)
 
 
 def matrix_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
@@ -91,6 +118,15 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _by_either(x: Tensor, weight: Tensor, bias: Tensor | None, streamed: Container[int]) -> Tensor:
+    """x W^T + b by torch, or by our kernel for as many rows as are `streamed`."""
+    if x.shape[0] not in streamed:
+        return linear(x, weight, bias)
+    from holdfast.kernels.stream_gpu import streamed as product  # Triton comes with torch for a GPU and not for a CPU
+
+    return product(x, weight, bias)
 
 
 def _times(x: Tensor, packed: Tensor | None, bias: Tensor | None, after: str = "none") -> Tensor:

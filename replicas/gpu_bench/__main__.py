@@ -21,9 +21,10 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
+from holdfast.kernels.report import Deadline, Lines, Part, Report
+from holdfast.kernels.supervise import RESUME, module_command, supervised
 from holdfast.replicas.gpu_bench import steps, workflows
 from holdfast.replicas.gpu_bench.host import host_time
-from holdfast.replicas.gpu_bench.report import Deadline, Lines, Part, Report
 from holdfast.replicas.gpu_bench.served import Stage, free_device, full_turns, small_turns
 from holdfast.replicas.gpu_bench.world import World, full_size, small_size
 
@@ -37,15 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
     parser.add_argument("--only", choices=("steps", "turns"), help="single steps, or whole workflows")
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
+    parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     gpu = torch.cuda.is_available()
-    report = Report(options.json, options.seconds)
+    if gpu and not options.resume:
+        given = [f"--seconds={options.seconds}", *(["--no-peers"] if options.no_peers else [])]
+        given += [f"--only={options.only}"] if options.only else []
+        return supervised(module_command("holdfast.replicas.gpu_bench", given), options.json)
+    report = Report(options.json, options.seconds, options.resume)
     report.found |= {"machine": _machine(gpu), "versions": _versions()}
     print(report.found["machine"]["device"], report.found["versions"], flush=True)
     if options.only == "steps":
         _steps(report, _ceilings(report, gpu), gpu)
     else:
         stage = Stage(full_turns() if gpu else small_turns(), _ceilings(report, gpu))
+        workflows.remember(stage, report.found["parts"])
         try:
             if options.only is None:
                 _steps(report, stage.ceilings, gpu)  # while the model is being written
@@ -59,8 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ceilings(report: Report, gpu: bool) -> Ceilings:
+    """Measured once, also where several processes come to share the parts."""
+    if "ceilings" in report.found:
+        return Ceilings(**report.found["ceilings"])
     ceilings = measure_ceilings(Clock()) if gpu else Ceilings(1e12, 1e13)
     report.found["ceilings"] = {"bandwidth": ceilings.bandwidth, "rate": ceilings.rate}
+    report.write()
     return ceilings
 
 
@@ -97,6 +108,7 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
 
         return run
 
+    report.run("products", part(steps.products), 60.0)
     report.run("decode, launched", part(steps.decode_shares), 90.0)
     report.run("verify, launched", part(steps.verify_cost), 30.0)
     report.run("graphs", part(_graphs), 60.0)

@@ -2,8 +2,8 @@
 
 import time
 
+from holdfast.kernels.report import Lines
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.gpu_bench.report import Lines
 from holdfast.replicas.gpu_bench.turns import drain
 from holdfast.replicas.gpu_bench.world import World
 

@@ -1,11 +1,13 @@
 """Inflated Pocket, loaded as an engine loads what it serves: it says what Pocket says, at the cost of a large model.
 
-It is written to a folder first, in a thread beside whatever is measured meanwhile: there is one way to load a model,
-and transformers reads the same files.
+It is written to a folder first, beside whatever is measured meanwhile: there is one way to load a model, and
+transformers reads the same files.
 """
 
 import gc
 import json
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,13 +21,14 @@ from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.gpu_bench.bounds import Bounds
 from holdfast.replicas.gpu_bench.dialogues import Dialogue, dialogues
-from holdfast.replicas.gpu_bench.turns import Turn
 from holdfast.replicas.gpu_bench.watch import Watched
 from holdfast.replicas.model.decoder import decoder_shape
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.pocket.export import WEIGHTS
 from holdfast.replicas.pocket.inflate import inflate
+
+_THREADS = 4  # that write the model beside a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Stage:
 
     sizes: TurnSizes
     ceilings: Ceilings
-    ours: dict[tuple[int, int], list[Turn]] = field(default_factory=dict)  # by (turns, programs)
+    ours: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # seconds of turns, by (turns, programs)
     _recorded: dict[tuple[int, int, int], list[Dialogue]] = field(default_factory=dict)
     _loaded: LoadedRunner | None = None
     _failure: BaseException | None = None  # of loading: it would not go better the next time
@@ -92,8 +95,7 @@ class Stage:
         if isinstance(shape, dict):
             (base / "shape.json").write_text(json.dumps(shape))
             shape = str(base / "shape.json")
-        options: dict[str, Any] = {"dtype": self.sizes.dtype, "pad_vocabulary": True}
-        self._folder = self._thread.submit(inflate, POCKET, shape, base / "model", **options)
+        self._folder = self._thread.submit(_inflated, shape, base / "model", self.sizes)
 
     def folder(self, seconds: float | None = None) -> Path:
         """Where the model lies, once it is written. Raises TimeoutError after `seconds`, InflateError."""
@@ -163,6 +165,20 @@ class Stage:
         self.release()
         self._thread.shutdown(wait=True)
         self._made.cleanup()
+
+
+def _inflated(shape: str, folder: Path, sizes: TurnSizes) -> Path:
+    """Write the model. Beside a GPU in a process of its own, since the host's time is measured meanwhile."""
+    if sizes.device == "cpu":
+        return inflate(POCKET, shape, folder, dtype=sizes.dtype, pad_vocabulary=True)
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    options = ["--shape", shape, "--out", str(folder), "--dtype", dtype, "--pad-vocabulary"]
+    command = ["env", f"OMP_NUM_THREADS={_THREADS}", "CUDA_VISIBLE_DEVICES=", sys.executable]
+    command += ["-m", "holdfast.replicas.pocket.inflate", POCKET, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the model could not be written: {done.stderr[-500:]}")
+    return folder
 
 
 def free_device() -> None:

@@ -12,14 +12,19 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.gpu_bench.world import World
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host_pages import HostPages
+from holdfast.replicas.model.products import choose_ways
 from holdfast.replicas.scheduling.plan import Chunk, Draw, PageIds, PageMoves, RowWrite, StepPlan
+
+_HELD_S = 0.01  # the host lays out and launches any step in less
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Medians in seconds: a step on the device, the same at the pace of one after the other, and beginning it."""
+    """Medians in seconds: a step on the device; with its preparation, when nothing else runs; at the pace of one after
+    the other; and the host's time to begin it."""
 
     device_s: float
+    alone_s: float
     paced_s: float
     begin_s: float
 
@@ -38,13 +43,16 @@ def decoding(world: World, rows: int, cached: int, window: int = 1) -> StepPlan:
 
 
 def timed(world: World, plan: StepPlan) -> StepTimes:
-    """A step repeated: by itself, and begun while the one before is still running."""
+    """A step repeated: behind something else, by itself, and begun while the one before is still running."""
     runner, repeat = world.runner, world.sizes.repeat
     for _ in range(2):
         runner.run(plan)
     plan = StepPlan(plan.chunks)  # its rows are written
-    alone = []
+    device, alone = [], []
     for _ in range(repeat):
+        world.hold(_HELD_S)
+        output = runner.run(plan)
+        device.append(output.forward_s + output.sample_s)
         output = runner.run(plan)
         alone.append(output.forward_s + output.sample_s)
     begins, began = [], world.now()
@@ -57,7 +65,22 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
         before = flight
     before.land()
     paced = (world.now() - began) / (repeat + 1)
-    return StepTimes(statistics.median(alone), paced, statistics.median(begins))
+    return StepTimes(statistics.median(device), statistics.median(alone), paced, statistics.median(begins))
+
+
+def products(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+    """Products of few rows by our kernel and by torch, and a layer's apart or fused; what follows takes the faster."""
+    timed, layers = choose_ways(world.decoder, world.seconds)
+    for each in timed:
+        read_s = each.outputs * each.inputs * world.bounds.item_bytes / world.bounds.ceilings.bandwidth
+        figures = {"ours_s": each.ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / each.ours_s}
+        figures |= {"ours_of_bandwidth": read_s / each.ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}
+        yield f"{each.rows} rows, {each.inputs} to {each.outputs}", figures
+    read_s = world.bounds.layer_bytes / world.bounds.ceilings.bandwidth
+    for one in layers:
+        figures = {"fused_s": one.fused_s, "apart_s": one.apart_s, "apart_over_fused": one.apart_s / one.fused_s}
+        figures |= {"fused_of_bandwidth": read_s / one.fused_s, "apart_of_bandwidth": read_s / one.apart_s}
+        yield f"{one.rows} rows, a layer without attention", figures
 
 
 def decode_shares(world: World) -> Iterator[tuple[str, dict[str, float]]]:
@@ -101,11 +124,13 @@ def alias(world: World) -> Iterator[tuple[str, dict[str, float]]]:
             acquired = cache.acquire("", tokens, 0.0)
             t1 = time.perf_counter()
             write = RowWrite(0, 0, acquired.holding.pages)
-            flight = world.runner.begin(StepPlan((), (write,)))
+            world.hold(_HELD_S)
             t2 = time.perf_counter()
+            flight = world.runner.begin(StepPlan((), (write,)))
+            t3 = time.perf_counter()
             output = flight.land()
             match_s.append(t1 - t0)
-            write_s.append(t2 - t1)
+            write_s.append(t3 - t2)
             device_s.append(output.forward_s + output.sample_s)
             cache.drop(acquired.holding)
         found[length] = {
@@ -147,6 +172,7 @@ def _range(count: int) -> PageIds:
 def _figures(times: StepTimes, ideal: float) -> dict[str, float]:
     return {
         "device_s": times.device_s,
+        "alone_s": times.alone_s,
         "paced_s": times.paced_s,
         "begin_s": times.begin_s,
         "ideal_s": ideal,

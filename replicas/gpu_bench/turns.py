@@ -15,11 +15,11 @@ from itertools import count
 
 import numpy as np
 
+from holdfast.kernels.report import Deadline, Figures
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
 from holdfast.replicas.gpu_bench.bounds import Bounds
 from holdfast.replicas.gpu_bench.dialogues import Dialogue, Exchange
-from holdfast.replicas.gpu_bench.report import Deadline, Figures
 from holdfast.replicas.gpu_bench.watch import Watched
 from holdfast.replicas.tokens import TokenIds
 

@@ -3,8 +3,8 @@
 import itertools
 from typing import Any
 
+from holdfast.kernels.report import Deadline, Figures, Lines, Report
 from holdfast.replicas.gpu_bench.peers import Batching, PromptLookup, Way, load_model
-from holdfast.replicas.gpu_bench.report import Deadline, Lines, Report
 from holdfast.replicas.gpu_bench.served import Stage
 from holdfast.replicas.gpu_bench.turns import Player, play, summary
 
@@ -43,7 +43,7 @@ def turns(stage: Stage, turns: int, rows: int, deadline: Deadline, speculation: 
             yield f"turn {turn.turn}", turn.figures
     finally:
         if speculation:
-            stage.ours[turns, rows] = played
+            stage.ours[turns, rows] = [turn.wall_s for turn in played]
     yield "all", summary(played) | {"wanted_turns": turns}
 
 
@@ -61,8 +61,8 @@ def against(stage: Stage, way: Way, turns: int, rows: int, deadline: Deadline) -
         figures = {"theirs_s": seconds}
         done += 1
         if turn < len(ours):
-            both_theirs, both_ours = both_theirs + seconds, both_ours + ours[turn].wall_s
-            figures |= {"ours_s": ours[turn].wall_s, "theirs_over_ours": seconds / ours[turn].wall_s}
+            both_theirs, both_ours = both_theirs + seconds, both_ours + ours[turn]
+            figures |= {"ours_s": ours[turn], "theirs_over_ours": seconds / ours[turn]}
         yield f"{name}, turn {turn}", figures
     total: dict[str, Any] = {"turns": done, "turns_of_both": min(done, len(ours)), "wanted_turns": turns}
     if both_ours:
@@ -70,15 +70,27 @@ def against(stage: Stage, way: Way, turns: int, rows: int, deadline: Deadline) -
     yield f"{name}, all", total
 
 
+def workflow(turns: int, rows: int) -> str:
+    """The name of a part."""
+    return f"turns, {turns}, {rows} at once"
+
+
+def remember(stage: Stage, parts: dict[str, dict[str, Figures]]) -> None:
+    """Take over what a process before this one has played."""
+    for count, rows in itertools.product(stage.sizes.turns, stage.sizes.rows):
+        lines = parts.get(workflow(count, rows), {})
+        stage.ours[count, rows] = [figures["wall_s"] for line, figures in lines.items() if line != "all"]
+
+
 def run_ours(stage: Stage, report: Report, only: str = "") -> None:
     """The parts of our engine: with drafts, then the longest one without."""
     report.run("load", lambda deadline: load(stage, deadline), 150.0)
     for count, rows in itertools.product(stage.sizes.turns, stage.sizes.rows):
-        name = f"turns, {count}, {rows} at once"
+        name = workflow(count, rows)
         report.run(name, lambda deadline, count=count, rows=rows: turns(stage, count, rows, deadline), 45.0)  # type: ignore[misc]
     longest = max(stage.sizes.turns)
     for rows in stage.sizes.rows:
-        name = f"turns, {longest}, {rows} at once, no drafts"
+        name = f"{workflow(longest, rows)}, no drafts"
         report.run(name, lambda deadline, rows=rows: turns(stage, longest, rows, deadline, speculation=False), 30.0)  # type: ignore[misc]
 
 

@@ -1,13 +1,14 @@
 """A model of a given shape with random weights, and what the parts of the benchmark need of it. Nothing is on disk."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import transformers as tf
 
-from holdfast.kernels.ceilings import Ceilings
+from holdfast.kernels.ceilings import Ceilings, Clock
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.gpu_bench.bounds import Bounds
@@ -128,6 +129,19 @@ class World:
         """Until the device has nothing left to do."""
         if self.sizes.device == "cuda":
             torch.cuda.synchronize()
+
+    def hold(self, seconds: float) -> None:
+        """Keep the device busy for about so long: what is begun meanwhile runs without the host's pauses in it."""
+        if self.sizes.device == "cuda":
+            torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]  # cycles, at its fastest
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """What a call takes on the device."""
+        if self.sizes.device == "cuda":
+            return Clock().seconds(call)
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
 
     def now(self) -> float:
         """Seconds, once it has."""

@@ -144,7 +144,9 @@ class HostPages:
         self._kv.index_copy_(2, self._index(moves.device), staged.movedim(0, 2))
 
     def _index(self, pages: PageIds) -> Tensor:
-        return torch.from_numpy(pages.astype(np.int64)).to(self._kv.device)
+        index = torch.from_numpy(pages.astype(np.int64))
+        # From memory that is not pinned the copy would wait for all that the stream has still to do.
+        return index.pin_memory().to(self._kv.device, non_blocking=True) if self._kv.is_cuda else index
 
     def _try(self, work: Callable[[], None]) -> None:
         """The supervisor of the copies: whatever goes wrong with one is told by `wait`."""

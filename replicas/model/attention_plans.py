@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.kernels.attention_gpu import plan_arrays, plan_key, plan_over
+from holdfast.kernels.attention_plan import plan_arrays, plan_key, plan_over
 from holdfast.kernels.attention_work import AttentionWork, Ints, attention_work
 from holdfast.kernels.paging import PagedBatch
 from holdfast.replicas.model.face import AttentionShape

@@ -135,6 +135,16 @@ class Decoder:
         return self._shape.vocabulary
 
     @property
+    def layers(self) -> list[Layer]:
+        return self._layers
+
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        """All that the forward multiplies with."""
+        layers = [each for layer in self._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return [*layers, self._head]
+
+    @property
     def attention(self) -> AttentionShape:
         shape = self._shape
         windows = tuple(sorted({window or 0 for window in shape.window}))

@@ -1,8 +1,8 @@
 """Steps on a GPU, begun without waiting for it: everything that a step needs goes over in one copy, only ids come back.
 
 The order on the device is that of the calls. A step whose tokens follow from the step before takes them from where that
-left them (`Chunk.follows`). Decoding and verifying replay a graph where one was captured; a step with longer chunks
-launches its forward, and neither is waited for before it is landed. On a CPU the same runs through Triton's
+left them (`Chunk.follows`). A step of few tokens replays a graph where one was captured; one with more launches its
+forward, and neither is waited for before it is landed. On a CPU the same runs through Triton's
 interpreter, which is how it is tested.
 """
 
@@ -159,7 +159,7 @@ class DeviceSteps:
         if loaded is not None and self.graphs is not None:
             asked = self._apply(extra, loaded.extra, self.graphs.token_ids, before)
             self.replayed += 1
-            return self.graphs.replay(loaded.bucket, len(layout.token_ids)), asked
+            return self.graphs.replay(loaded.bucket, len(layout.drawn)), asked
         return self._eager(layout, works, extra, before)
 
     def _eager(

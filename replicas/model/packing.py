@@ -5,6 +5,7 @@ because a copy may still be reading one when the next step is packed.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,14 @@ def write(buffer: npt.NDArray[np.uint8], offset: int, array: Array) -> None:
 
 def view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """A part of a buffer of bytes as a tensor."""
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = prod(shape) * dtype.itemsize
     return buffer[offset : offset + size].view(dtype).view(*shape)
+
+
+def sent(array: Array, device: torch.device) -> Tensor:
+    """One array on a device, without waiting for what that is still doing: a copy from pinned memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Mailer:

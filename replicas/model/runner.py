@@ -186,6 +186,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu)
     model = _load_model(info, resolved, kv)
+    if on_gpu:
+        _choose_ways(model)
     if profiled:
         resolved = fill_memory(resolved, model, kv, GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
@@ -229,6 +231,20 @@ def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: Memor
     return replace(config, cells=cells)
 
 
+def _choose_ways(model: Model) -> None:
+    """Time products and let them take the faster way, or torch's where ours fails."""
+    from holdfast.kernels.ceilings import Clock
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder
+    from holdfast.replicas.model.products import choose_ways
+
+    if not isinstance(model, GpuDecoder):
+        return
+    try:
+        choose_ways(model, Clock().seconds)
+    except STEP_ERRORS:
+        log.exception("products are left to torch: ours could not be timed")
+
+
 def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
     """Capture graphs for decoding and verifying, and go on without where that fails: they are only faster."""
     tokens = graph_tokens(config)
@@ -239,7 +255,7 @@ def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     try:
         captured = runner.capture(gpu_capture(), room_for(tokens, model.attention, processors), log.info)
-    except RuntimeError:
+    except STEP_ERRORS:
         log.exception("steps run without CUDA graphs: they could not be captured")
         return
     if captured:

@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.model.packing import sent
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
@@ -117,7 +118,7 @@ def _draw(logits: Tensor, rows: Rows) -> Tensor:
     if not rows.sampled:
         return greedy(scores)
     some = len(rows.sampled) < logits.shape[0]
-    index = torch.tensor(rows.sampled, device=device)
+    index = _indices(rows.sampled, device)
     drawn = gumbel_argmax(
         scores[index] if some else scores,
         torch.tensor([[s.temperature] for s in rows.settings], device=device),
@@ -132,8 +133,8 @@ def adjusted(logits: Tensor, rows: Rows) -> Tensor:
     scores = logits.float()
     if rows.edits:
         at, token, change = zip(*rows.edits, strict=True)
-        where = (torch.tensor(at, device=logits.device), torch.tensor(token, device=logits.device))
-        scores = scores.index_put(where, torch.tensor(change, device=logits.device), accumulate=True)
+        where = (_indices(at, logits.device), _indices(token, logits.device))
+        scores = scores.index_put(where, sent(np.array(change, np.float32), logits.device), accumulate=True)
     return _masked(scores, rows) if rows.masks else scores
 
 
@@ -147,7 +148,7 @@ def _masked(scores: Tensor, rows: Rows) -> Tensor:
         at += len(masks.drafts) + 1
     forbidden = _unpacked(packed, device)[:, :vocabulary]
     every = len(rows.masked) == len(scores)
-    index = torch.tensor(rows.masked, device=device)
+    index = _indices(rows.masked, device)
     masked = scores.clone() if every else scores[index]
     masked[:, : forbidden.shape[1]].masked_fill_(forbidden, -torch.inf)
     masked[:, forbidden.shape[1] :] = -torch.inf  # rows of the output layer without a token
@@ -159,7 +160,11 @@ def _unpacked(packed: Bits, device: torch.device) -> Tensor:
     if device.type == "cpu":
         bits = np.unpackbits(~packed.view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
-    return unpacked_on_device(torch.from_numpy(packed).to(device))
+    return unpacked_on_device(sent(packed, device))
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return sent(np.array(numbers, np.int64), device)
 
 
 def unpacked_on_device(words: Tensor) -> Tensor:
@@ -181,7 +186,7 @@ def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
 def row_logprobs(logits: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows that ask for it, the drawn token's log probability and the most likely ones with their ids; all
     before any setting touched the logits. [rows.logprobs], then twice [rows.logprobs, rows.most_logprobs]."""
-    index = torch.tensor(rows.logprobs, device=logits.device)
+    index = _indices(rows.logprobs, logits.device)
     return log_probabilities(logits[index], tokens[index].long(), rows.most_logprobs)
 
 

@@ -1,14 +1,15 @@
-"""CUDA graphs of the decoder's forward: for decoding and verifying, whose launches then cost the host nothing.
+"""CUDA graphs of the decoder's forward, for steps of few tokens, whose launches would cost more than what they launch:
+decoding, verifying, and the short chunks that a turn begins with.
 
 A graph replays the same launches over the same memory. So inputs lie in one static buffer, filled by the step's one
 copy; a forward is captured for each `Bucket`, and a step runs in the smallest that holds it. What differs from step to
 step is data: attention's items are shared by a fixed number of programs (`GpuPlan.counts`), and tokens that only fill
 the bucket are written to a scratch cell, attended to by nobody, and their logits dropped.
 
-    | token ids, positions, cells | per window: counts, order, positions, merges, wide items | extra | narrow items |
+    | ids, positions, cells, drawn | per window: counts, order, positions, merges, wide items | extra | narrow items |
 
 The part that a step uses of the last field ends its copy. `extra` carries what the step needs outside of the forward.
-Steps with longer chunks, or more items than there is room for, run without a graph. What captures and replays is handed
+Steps with more tokens or items than there is room for run without a graph. What captures and replays is handed
 in: a CPU calls the forward again over the same buffers, which is how all this is tested.
 """
 
@@ -22,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.attention_gpu import GpuPlan, plan_key
-from holdfast.kernels.attention_work import NARROW_ROWS
+from holdfast.kernels.attention_plan import GpuPlan, plan_key
 from holdfast.kernels.paging import PagedBatch
 from holdfast.replicas.model.attention_plans import WindowWork
 from holdfast.replicas.model.batch import StepBatch, StepLayout
@@ -35,16 +35,22 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a call whose launches are to be captured, gives what replays them."""
 
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_AT_ONCE = 3  # programs of narrow items that a multiprocessor's registers are enough for
+_FEW = 8  # tokens, whose items about fill the device at once
+_ROUNDS = 4  # as many programs as run at once, of more tokens: what is left of the last round is little of the whole
 _TILES = (16, 32, 64)  # query rows of narrow items, which follow from the longest window of the step
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, prefixes in common or none."""
+    """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, with wide items or without.
+
+    Wide items are prefixes in common and chunks that are too long for a narrow tile.
+    """
 
     tokens: int
     tile: int
-    shared: bool
+    wide: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +59,19 @@ class GraphRoom:
 
     tokens: int = 256
     items: int = 8192
-    shared_items: int = 512
+    wide_items: int = 512
     partials: int = 8192
     extra: int = 1 << 16  # bytes
-    programs: int = 64  # that share the items of one KV head
+    programs: int = 16  # of one KV head, so that every multiprocessor has one
 
     def buckets(self, group: int) -> list[Bucket]:
         """Every bucket, the largest first: what it takes of the device's memory the others use again."""
         found: list[Bucket] = []
-        if group > NARROW_ROWS:
-            return found  # every chunk is a long one
         for tokens in (n for n in _TOKENS if n <= self.tokens):
             for before, tile in zip((0, *_TILES), _TILES, strict=False):
                 # A tile of more rows than the one before needs a window of at least so many tokens.
                 if tile == _TILES[0] or tokens * group > before:
-                    found += [Bucket(tokens, tile, shared) for shared in ((False, True) if tokens > 1 else (False,))]
+                    found += [Bucket(tokens, tile, wide) for wide in ((False, True) if tokens > 1 else (False,))]
         return sorted(found, reverse=True)
 
 
@@ -116,7 +120,6 @@ class StepGraphs:
         device = table.device
         heads, dim = self._shape.heads, self._shape.head_dim
         self._static = torch.zeros(self._size, dtype=torch.uint8, device=device)
-        self._all = torch.arange(room.tokens, device=device)  # every token is drawn from
         self._partial = torch.zeros(room.partials, heads, dim, dtype=torch.float32, device=device)
         self._lse = torch.zeros(room.partials, heads, dtype=torch.float32, device=device)
         self._logits = torch.zeros(room.tokens, model.vocabulary, dtype=dtype, device=device)
@@ -134,17 +137,15 @@ class StepGraphs:
     def bucket_for(self, layout: StepLayout, works: Sequence[WindowWork]) -> Bucket | None:
         """The graph for a step; None where it has to run without one."""
         tokens, room = len(layout.token_ids), self.room
-        if not 0 < tokens <= room.tokens or len(layout.drawn) != tokens:
-            return None
-        if max(layout.lengths) * self._shape.group > NARROW_ROWS:
+        if not 0 < tokens <= room.tokens:
             return None
         for each in works:
             work = each.work
-            if len(work.narrow) > room.items or len(work.wide) > room.shared_items or work.partials > room.partials:
+            if len(work.narrow) > room.items or len(work.wide) > room.wide_items or work.partials > room.partials:
                 return None
-        shared = any(len(each.work.wide) for each in works)
+        wide = any(len(each.work.wide) for each in works)
         size = self._sizes[bisect_left(self._sizes, tokens)]
-        bucket = Bucket(size, max(each.work.narrow_rows for each in works), shared)
+        bucket = Bucket(size, max(each.work.narrow_rows for each in works), wide)
         return bucket if bucket in self._replays else None
 
     def load(
@@ -172,10 +173,10 @@ class StepGraphs:
         """The static token ids, [most tokens] int64."""
         return self._token_ids.view(self._static)
 
-    def replay(self, bucket: Bucket, tokens: int) -> Tensor:
-        """Logits [tokens, vocabulary] of the step that was loaded last; overwritten by the next replay."""
+    def replay(self, bucket: Bucket, drawn: int) -> Tensor:
+        """Logits [drawn, vocabulary] of the step that was loaded last; overwritten by the next replay."""
         self._replays[bucket]()
-        return self._logits[:tokens]
+        return self._logits[:drawn]
 
     # ---- parts ----
 
@@ -187,14 +188,15 @@ class StepGraphs:
             offset, at = at, at + -(-int(np.prod(shape)) * dtype.itemsize // 64) * 64
             return _Field(offset, dtype, shape)
 
-        self._token_ids, self._positions, self._cells = (field(torch.int64, room.tokens) for _ in range(3))
+        fields = (field(torch.int64, room.tokens) for _ in range(4))
+        self._token_ids, self._positions, self._cells, self._drawn = fields
         self._windows = [
             (
                 (field(torch.int32, 1), field(torch.int32, 1)),  # how many narrow items, how many wide ones
                 field(torch.int32, 2 * room.tokens),  # order: a token is in one shared prefix at most
                 field(torch.int32, room.tokens),
                 field(torch.int32, room.tokens, 7),
-                field(torch.int32, room.shared_items, 6),
+                field(torch.int32, room.wide_items, 6),
             )
             for _ in self._shape.windows
         ]
@@ -209,8 +211,9 @@ class StepGraphs:
             _filled(layout.token_ids, bucket.tokens),
             _filled(layout.positions, bucket.tokens),
             _filled(layout.cells, bucket.tokens, self._scratch),
+            _filled(layout.drawn, bucket.tokens),
         ]
-        places = [self._token_ids.offset, self._positions.offset, self._cells.offset]
+        places = [field.offset for field in (self._token_ids, self._positions, self._cells, self._drawn)]
         for each, fields, narrow_field in zip(works, self._windows, self._narrow, strict=True):
             narrow, wide, order, merges, positions = each.arrays
             (n_narrow, n_wide), *others = fields
@@ -229,7 +232,7 @@ class StepGraphs:
             counts, order, positions, merges, wide = fields
             plan = GpuPlan(
                 narrow=narrow.view(static),
-                wide=wide.view(static, None if bucket.shared else 0),
+                wide=wide.view(static, None if bucket.wide else 0),
                 narrow_rows=bucket.tile,
                 order=order.view(static),
                 merges=merges.view(static, size),
@@ -237,11 +240,11 @@ class StepGraphs:
                 partial=self._partial,
                 partial_lse=self._lse,
                 counts=(counts[0].view(static), counts[1].view(static)),
-                programs=self.room.programs,
+                programs=(self.room.programs * _AT_ONCE * (1 if size <= _FEW else _ROUNDS), self.room.programs),
             )
             pages.plans[plan_key(window)] = plan
         ids, positions_of = self._token_ids.view(static, size), self._positions.view(static, size)
-        batch = StepBatch(ids[None], positions_of[None], self._all[:size], pages)
+        batch = StepBatch(ids[None], positions_of[None], self._drawn.view(static, size), pages)
 
         def forward() -> None:
             with torch.inference_mode():
@@ -260,24 +263,26 @@ def _filled(array: Array, length: int, value: int = 0) -> Array:
 def room_for(tokens: int, shape: AttentionShape, multiprocessors: int, partial_bytes: int = 256 << 20) -> GraphRoom:
     """Room for steps of up to `tokens` tokens on a device with so many multiprocessors."""
     partials = partial_bytes // (4 * shape.heads * shape.head_dim)
-    programs = max(1, -(-4 * multiprocessors // shape.kv_heads))
+    programs = -(-multiprocessors // shape.kv_heads)
     most = max(n for n in _TOKENS if n <= max(tokens, 1))
     return replace(GraphRoom(), tokens=most, items=min(partials, 1 << 15), partials=partials, programs=programs)
 
 
 def gpu_capture() -> Capture:
-    """Captures CUDA graphs that share one pool of memory: nothing in it outlives a replay, and no two run at once."""
-    pool = torch.cuda.graph_pool_handle()
+    """Captures CUDA graphs that share one pool of memory: nothing in it outlives a replay, and no two run at once.
+
+    All on one stream beside the others: the libraries keep memory of their own for each stream they were called on.
+    """
+    pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def capture(call: Callable[[], None]) -> Callable[[], None]:
-        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             call()  # compiles, and lets the libraries choose and allocate
             call()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=beside):
             call()
         replay: Callable[[], None] = graph.replay
         return replay

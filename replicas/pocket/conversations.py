@@ -260,13 +260,10 @@ def ask_back(w: Writer) -> None:
     arguments: Json = {p.name: p.draw(w.rng, w.lex) for p in missing}
     only = arguments[missing[0].name]
     short = len(missing) == 1 and isinstance(only, str) and w.rng.random() < 0.5
-    if short:
-        text = only
-    else:
-        text, arguments = stated(replace(tool, parameters=tuple(missing)), arguments, w.rng, set())
-        text = text.strip(" ,")
-    w.say("user", text)
-    request = Request(text, tool, arguments)
+    asked = replace(tool, parameters=tuple(missing))
+    text, said = (only, arguments) if short else stated(asked, arguments, w.rng, set())
+    w.say("user", text.strip(" ,"))
+    request = Request(text, tool, said)
     w.answer([request], w.call([request]))
 
 

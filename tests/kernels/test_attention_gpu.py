@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from paged_world import PagedWorld, relative_error
 
 from holdfast.kernels import attention_work
-from holdfast.kernels.attention_gpu import attend_gpu, launch_items, make_plan
+from holdfast.kernels.attention_gpu import attend_gpu, launch_items
+from holdfast.kernels.attention_plan import make_plan
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))

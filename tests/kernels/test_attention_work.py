@@ -73,9 +73,25 @@ def test_every_position_is_attended_once_through_its_own_page(spans, page_size, 
 def test_chunks_with_a_prefix_in_common_read_it_in_one_piece():
     spans = [(4 * SPLIT + 7, 1, True), (4 * SPLIT + 300, 5, True), (4 * SPLIT, 1, False)]
     work = attention_work(paged_batch(spans, 16, 4 * SPLIT), 4, 8)
-    assert work.wide[:, 1].tolist() == [6]
-    assert work.wide[0, 3:5].tolist() == [0, 4 * SPLIT]
+    assert work.wide[:, 1].tolist() == [6, 6]
+    assert sorted(work.wide[:, 3:5].tolist()) == [[0, 2 * SPLIT], [2 * SPLIT, 4 * SPLIT]]
     assert (work.narrow[:, 3] >= 4 * SPLIT)[work.narrow[:, 2] < 2].all()
+
+
+@given(st.integers(0, 300_000), st.sampled_from([1, 8]))
+def test_parts_are_short_where_there_is_little_to_read_and_few_where_there_is_much(start, length):
+    work = attention_work(paged_batch([(start, length, False)], 16, 0), 4, 8)
+    sizes = work.narrow[:, 4] - work.narrow[:, 3]
+    assert sizes.max() <= 8 * SPLIT
+    if start >= 8 * SPLIT:
+        assert len(sizes) * 8 >= 64  # programs of 8 KV heads
+    assert len(sizes) <= 1 + max(32, (start + length) // (8 * SPLIT))
+
+
+def test_the_longest_blocks_of_a_chunk_are_begun_first():
+    work = attention_work(paged_batch([(0, 3000, False), (700, 900, False)], 16, 0), 4, 8)
+    sizes = work.wide[:, 4] - work.wide[:, 3]
+    assert (np.diff(sizes) <= 0).all()
 
 
 def test_arrays_in_one_buffer_keep_their_values():

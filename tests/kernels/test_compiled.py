@@ -1,4 +1,4 @@
-"""The Triton kernels compile for Ampere and Hopper without a GPU, and use what they were written for."""
+"""What the launchers ask for compiles for Ampere and Hopper without a GPU, fits there, and uses their tensor cores."""
 
 import json
 import os
@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that a program may have, CUDA programming guide, table of limits
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability):
+    """A program with more shared memory than there is, or a grid beyond its limits, fails on the device not there."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), str(capability)], env=environment, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
     programs = json.loads(ran.stdout)
-    assert all(program["shared_bytes"] <= SHARED_BYTES[capability] for program in programs.values())
-    for name, program in programs.items():
-        if name.startswith("attention"):
-            assert program["tensor_cores"], name
-            assert program["copies_ahead"], name
+    kernels = {program["kernel"] for program in programs}
+    assert len(kernels) == 9
+    for program in programs:
+        assert program["stack_bytes"] <= 64, program  # registers that did not do: a few of the widest tiles
+        if program["kernel"] in ("_attend_items", "_stream"):
+            assert program["tensor_cores"], program
+            assert program["copies_ahead"], program

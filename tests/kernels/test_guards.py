@@ -13,6 +13,7 @@ from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
+from holdfast.kernels.stream_gpu import streamed
 
 GUARD = 96  # elements before and behind
 
@@ -67,7 +68,13 @@ def draws(guard: Guards) -> torch.Tensor:
     return torch.cat((drawn, accepted, cutoff.nan_to_num(neginf=0.0)))
 
 
-@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws])
+def products(guard: Guards) -> torch.Tensor:
+    x, weight, norm, residual = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 300, (3, 17)))
+    plain = streamed(x, weight, guard(torch.randn(34)))
+    return torch.cat((plain.flatten(), streamed(x, weight, None, (norm, 1e-6), True, residual).flatten()))
+
+
+@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products])
 def test_nothing_outside_is_read_or_written_and_the_same_step_has_the_same_bits(kernel: Callable):
     outputs = []
     for _ in range(2):

@@ -1,107 +1,118 @@
-"""Compiles the Triton kernels for a GPU that need not be there, and prints what each program takes, as JSON.
+"""Compiles the Triton kernels for a GPU that need not be there, as their launchers ask for them, and prints what each
+program takes, as JSON: `python compile_kernels.py 90`, or with `--all` for every size of head and dtype.
 
 A process of its own: Triton decides at its first import whether it compiles or interprets.
 """
 
 import json
 import sys
+from itertools import product
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from dry_device import DryDevice
 
-from holdfast.kernels import attention_gpu, mlp, norm, rope_gpu, sampling_gpu
+from holdfast.kernels.attention_gpu import attend_gpu, launch_items
+from holdfast.kernels.attention_plan import make_plan
+from holdfast.kernels.check_worlds import paged
+from holdfast.kernels.mlp import silu_and_mul
+from holdfast.kernels.norm import add_norm
+from holdfast.kernels.rope_gpu import rotate_and_store
+from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
+from holdfast.kernels.stream_gpu import streamed
 
-HALF = "*bf16"
-ATTENTION = {
-    **dict.fromkeys(("q", "keys", "values"), HALF),
-    **dict.fromkeys(("page_table", "positions", "order", "items", "count"), "*i32"),
-    "out": HALF,
-    **dict.fromkeys(("partial", "partial_lse"), "*fp32"),
-    **dict.fromkeys(("scale", "softcap"), "fp32"),
-    "window": "i32",
-    **dict.fromkeys(
-        ("q_token", "q_head", "cell_stride", "head_stride", "table_stride", "out_token", "out_head"), "i32"
-    ),
+CHUNK, DECODE = [(0, 100)], [(300, 1)]
+LLAMA = (8, 4, 128)  # KV heads, query heads to each of them, their size
+
+
+def world(spans, shape=LLAMA, page=16, dtype=torch.bfloat16):
+    return paged(spans, *shape, dtype, "cpu", page)
+
+
+def attend(made, window=0, softcap=0.0):
+    attend_gpu(made.q, made.kv, 0, made.batch, 0.1, window, softcap)
+
+
+def in_a_graph(made):
+    plan = make_plan(made.q, made.batch, made.kv.shape[4], 0)
+    count = torch.ones(1, dtype=torch.int32)
+    plan.counts, plan.programs = (count, count), (50, 17)
+    launch_items(made.q, made.kv, 0, made.batch, plan, torch.empty_like(made.q), 0.1, 0, 0.0)
+
+
+def rotate(dtype=torch.bfloat16):
+    made = world([(0, 3)], dtype=dtype)
+    table = (torch.zeros(64, 64), torch.zeros(64, 64), torch.arange(3))
+    norms = (torch.ones(128, dtype=dtype), torch.ones(128, dtype=dtype))
+    rotate_and_store(torch.zeros(3, 48, 128, dtype=dtype), 32, *table, made.kv, 0, made.batch.cells, norms, 1e-6)
+
+
+def draw():
+    logits, rows = torch.zeros(1, 128256, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
+    cutoff = cutoffs(logits.float(), rows, torch.ones(1), torch.zeros(1))
+    first, keys = torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    draw_and_verify(logits, first, rows, torch.ones(1), keys, cutoff)
+    draw_and_verify(logits, first, rows)
+
+
+def layers():
+    x, residual = torch.zeros(2, 3, 4096, dtype=torch.bfloat16).unbind(0)
+    add_norm(x, residual, torch.ones(4096, dtype=torch.bfloat16), 1e-6)
+    silu_and_mul(torch.zeros(3, 28672, dtype=torch.bfloat16))
+
+
+def products():
+    x, wide, norm = (torch.zeros(size, dtype=torch.bfloat16) for size in ((3, 4096), (28672, 4096), 4096))
+    streamed(x, wide)
+    streamed(x, wide, norm=(norm, 1e-6), gated=True)
+    streamed(x, wide[:4096], residual=torch.zeros_like(x))
+
+
+LAUNCHES = {
+    "attention, decode": lambda: attend(world(DECODE)),
+    "attention, decode, pages of 1": lambda: attend(world(DECODE, page=1)),
+    "attention, verification of 8": lambda: attend(world([(300, 8)])),
+    "attention, verification of 16": lambda: attend(world([(300, 16)])),
+    "attention, decode in a graph": lambda: in_a_graph(world(DECODE)),
+    "attention, chunk in a graph": lambda: in_a_graph(world(CHUNK)),
+    "attention, chunk": lambda: attend(world(CHUNK)),
+    "attention, chunk, window and softcap": lambda: attend(world(CHUNK), 33, 5.0),
+    "rotate and store": rotate,
+    "layers": layers,
+    "draw": draw,
+    "products": products,
 }
-MERGE = {
-    "merges": "*i32",
-    "partial": "*fp32",
-    "partial_lse": "*fp32",
-    "out": HALF,
-    "out_token": "i32",
-    "out_head": "i32",
-}
-ROPE = {
-    "qkv": HALF,
-    **dict.fromkeys(("cos", "sin"), "*fp32"),
-    **dict.fromkeys(("positions", "cells"), "*i64"),
-    **dict.fromkeys(("keys", "values", "q_weight", "k_weight"), HALF),
-    "eps": "fp32",
-    **dict.fromkeys(("token_stride", "table_stride", "cell_stride", "head_stride"), "i32"),
-}
-NORM = {**dict.fromkeys(("x", "residual", "weight", "out"), HALF), "eps": "fp32", "row_stride": "i32"}
-MLP = {"gate_up": HALF, "out": HALF, "row_stride": "i32"}
-BEST = {
-    "logits": HALF,
-    "temperatures": "*fp32",
-    "keys": "*i32",
-    "cutoff": "*fp32",
-    "best": "*fp32",
-    "best_token": "*i32",
-    "row_stride": "i32",
-}
-VERIFY = {"best": "*fp32", **dict.fromkeys(("best_token", "first_rows", "drafts", "drawn", "accepted"), "*i32")}
-CUTOFF = {"scaled": "*fp32", "top_k": "*i32", **dict.fromkeys(("top_p", "min_p", "cutoff"), "*fp32")}
+SHAPES = ((2, 4, 16), (2, 4, 64), (2, 4, 80), (2, 4, 96), (2, 4, 112), (4, 7, 128), (2, 1, 256), (2, 16, 128))
 
 
-def attention(rows, page, keys, warps, **other):
-    sizes = {"DIM": 128, "DIM_TILE": 128, "GROUP": 4, "PAGE": page, "ROWS": rows, "KEYS": keys}
-    flags = dict.fromkeys(("SOFTCAP", "WINDOW", "EXACT", "WIDEN", "LOOP"), False) | {"LOG2E": 1.4426950408889634}
-    return attention_gpu._attend_items, ATTENTION, sizes | flags | other, {"num_warps": warps, "num_stages": 3}
+def every_shape():
+    """Attention with heads of every size, in every dtype."""
+    for spans, shape, dtype in product(
+        (CHUNK, DECODE, [(300, 8)]), SHAPES, (torch.bfloat16, torch.float16, torch.float32)
+    ):
+        name = f"attention, {spans[0][1]} tokens, {'x'.join(map(str, shape))}, {dtype}"
+        yield name, lambda spans=spans, shape=shape, dtype=dtype: attend(world(spans, shape, dtype=dtype))
 
 
-PROGRAMS = {
-    "attention, decode": attention(16, 16, 64, 4),
-    "attention, decode, pages of 1": attention(16, 1, 64, 4),
-    "attention, verification": attention(64, 16, 64, 4),
-    "attention, decode in a graph": attention(16, 16, 64, 4, LOOP=True),
-    "attention, chunk": attention(128, 16, 64, 8),
-    "attention, chunk, window and softcap": attention(128, 16, 64, 8, SOFTCAP=True, WINDOW=True),
-    "merge": (attention_gpu._merge_parts, MERGE, {"DIM": 128, "DIM_TILE": 128, "HEADS": 32}, {"num_warps": 1}),
-    "rotate and store": (
-        rope_gpu._rotate_and_store,
-        ROPE,
-        {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "HALF_TILE": 64, "HEADS_TILE": 8, "NORM": True},
-        {"num_warps": 4},
-    ),
-    "norm": (norm._add_norm, NORM, {"WIDTH": 4096, "TILE": 4096, "ADD": True}, {"num_warps": 8}),
-    "silu": (mlp._silu_and_mul, MLP, {"INNER": 14336, "TILE": 1024}, {"num_warps": 4}),
-    "draw": (
-        sampling_gpu._best_of_part,
-        BEST,
-        {"VOCABULARY": 128256, "PARTS": 32, "TILE": 4096, "FILTER": True, "SAMPLE": True},
-        {"num_warps": 4},
-    ),
-    "verify": (sampling_gpu._verify, VERIFY, {"VOCABULARY": 128256, "PARTS": 32, "PARTS_TILE": 32}, {"num_warps": 1}),
-    "cutoff": (sampling_gpu._find_cutoff, CUTOFF, {"VOCABULARY": 128256, "TILE": 4096}, {"num_warps": 8}),
-}
-
-
-def compiled(kernel, types, constants, options, capability):
-    """What a program takes. Pointers and strides are multiples of 16, as they are on a device."""
-    aligned = [name for name in types if types[name].startswith("*") or name.endswith(("_token", "_head", "stride"))]
-    attributes = {(list(types).index(name),): [["tt.divisibility", 16]] for name in aligned}
-    signature = types | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assembly = program.asm["ptx"]
-    return {
-        "shared_bytes": program.metadata.shared,
-        "tensor_cores": "wgmma" in assembly or "mma.sync" in assembly,
-        "copies_ahead": "cp.async" in assembly,
-    }
+def main(capability: int, launches) -> None:
+    device = DryDevice(capability)
+    for device.label, launch in launches.items():
+        launch()
+    found = [
+        {
+            "launch": program.label,
+            "kernel": program.name,
+            "shared_bytes": program.shared,
+            "warps": program.warps,
+            "registers": program.registers,
+            "stack_bytes": program.stack,
+            "tensor_cores": "wgmma" in program.ptx or "mma.sync" in program.ptx,
+            "copies_ahead": "cp.async" in program.ptx,
+            "seconds": round(program.seconds, 2),
+        }
+        for program in device.programs
+    ]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compiled(*program, int(sys.argv[1])) for name, program in PROGRAMS.items()}))
+    main(int(sys.argv[1]), LAUNCHES | dict(every_shape()) if "--all" in sys.argv else LAUNCHES)

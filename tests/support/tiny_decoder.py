@@ -21,7 +21,7 @@ from holdfast.replicas.speculation.config import DraftConfig
 
 VOCABULARY = 61
 CONTEXT = 128
-ROOM = GraphRoom(tokens=8, items=64, shared_items=16, partials=256, extra=4096, programs=2)
+ROOM = GraphRoom(tokens=8, items=64, wide_items=16, partials=256, extra=4096, programs=2)
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

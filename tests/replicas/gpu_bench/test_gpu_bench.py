@@ -22,7 +22,7 @@ def test_single_steps_run_and_are_written_down(tmp_path, capsys):
     found = json.loads(file.read_text())
     assert found["failed"] == {}
     assert found["left_out"] == []
-    parts = ["decode, launched", "verify, launched", "graphs", "decode", "verify", "prefill", "alias"]
+    parts = ["products", "decode, launched", "verify, launched", "graphs", "decode", "verify", "prefill", "alias"]
     assert list(found["parts"]) == [*parts, "host tier", "host"]
     assert all(found["parts"].values())
     assert found["parts"]["graphs"]["graphs"]["believed"] == 1

@@ -65,6 +65,22 @@ def test_effects_come_in_order_and_a_step_that_fails_leaves_the_rest_in_use():
     assert drawn is not None
 
 
+def test_a_kernel_that_does_not_fit_the_device_fails_its_step_alone(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    tiny = TinyEngine("device")
+    plan = StepPlan((Chunk(0, 0, prompt(3, 5), Draw(Sampling(), 0)),), (RowWrite(0, 0, np.array([0], np.int32)),))
+
+    def forward(batch):
+        raise OutOfResources(1, 0, "shared memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny.steps._model, "forward", forward, raising=False)
+        with pytest.raises(EngineError, match="shared memory"):
+            tiny.steps.run(plan)
+    assert tiny.steps.run(plan).drawn[0] is not None
+
+
 def test_what_follows_a_step_that_failed_is_computed_from_nothing():
     """Nobody wants it: those it is for have failed. Others in the step are not affected."""
     tiny = TinyEngine("device")

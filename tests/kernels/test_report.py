@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from holdfast.replicas.gpu_bench import report as reports
-from holdfast.replicas.gpu_bench.report import Report
+from holdfast.kernels import report as reports
+from holdfast.kernels.report import Report
 
 
 def test_a_part_that_fails_leaves_the_others_their_figures(tmp_path):
-    report = Report(tmp_path / "gpu.json", 1000.0)
+    report = Report(tmp_path / "found.json", 1000.0)
 
     def half(deadline):
         yield "first", {"x": 1.0}
@@ -18,7 +18,7 @@ def test_a_part_that_fails_leaves_the_others_their_figures(tmp_path):
 
     report.run("half", half)
     report.run("whole", lambda deadline: iter([("second", {"share": 0.5}), ("third", {"theirs_over_ours": 2.0})]))
-    found = json.loads((tmp_path / "gpu.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["parts"]["half"] == {"first": {"x": 1.0}}
     assert found["parts"]["whole"] == {"second": {"share": 0.5}, "third": {"theirs_over_ours": 2.0}}
     assert "no kernel image" in found["failed"]["half"]

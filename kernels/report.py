@@ -1,0 +1,159 @@
+"""What a benchmark found, written down line by line; and the time that each part may take.
+
+A part that fails, or takes too long, is written down as such and leaves the others their figures. Where a process ends
+with it, as after a kernel that read where it may not, another one goes on behind that part (`supervise`). What is
+measured is the parts' matter.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+_GRACE_S = 15.0  # beyond its deadline a part is broken off
+_BRIEF_S = 5.0  # a part of one line that took no longer needs no line of its own
+LOST = 75  # exit status: the device answers no more, a new process may go on
+
+
+class OverTimeError(BaseException):
+    """A part went on beyond its time. No Exception, so that no engine takes it for the failure of a step."""
+
+
+class Deadline:
+    """Until when a part may begin something else."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; none are left from 0 on."""
+        return self._end - time.perf_counter()
+
+    @property
+    def over(self) -> bool:
+        return self.left <= 0
+
+
+Figures: TypeAlias = dict[str, Any]
+Lines: TypeAlias = Iterator[tuple[str, Figures]]
+Part: TypeAlias = Callable[[Deadline], Lines]
+
+
+class Report:
+    """What was found so far. `seconds`: after which no other part begins.
+
+    With `resume` it goes on with what the file says: parts that are in it were done, or ended their process.
+    """
+
+    def __init__(self, file: Path | None, seconds: float, resume: bool = False) -> None:
+        self.found: dict[str, Any] = {"parts": {}, "failed": {}, "left_out": [], "seconds": {}, "began": time.time()}
+        self._file = file
+        if resume and file is not None and file.exists():
+            self.found |= json.loads(file.read_text()) | {"left_out": []}
+        self._before = set(self.found["parts"])
+        self._deadline = Deadline(seconds - (time.time() - self.found["began"]))
+
+    def run(self, name: str, part: Part, budget: float = 60.0) -> None:
+        """Run a part for about `budget` seconds; what it raises is written down. The supervisor of the parts.
+
+        The process ends with `LOST` where the device is of no use any more.
+        """
+        if name in self._before:
+            return
+        seconds = min(budget, self._deadline.left)
+        if seconds <= 0:
+            self.found["left_out"].append(name)
+            print(f"{name}: left out, there is no time", flush=True)
+            return
+        began = time.perf_counter()
+        figures: Figures = {}
+        self.found["parts"][name] = figures
+        self.found["running"] = {"part": name, "until": time.time() + seconds + _GRACE_S}
+        self.write()
+        try:
+            with _alarm(seconds + _GRACE_S):
+                for line, found in part(Deadline(seconds)):
+                    figures[line] = found
+                    print(f"{line:60} {_shown(found)}", flush=True)
+                    self.write()
+        except (Exception, OverTimeError) as failure:
+            self.found["failed"][name] = traceback.format_exc()
+            print(f"{name}: FAILED, {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+        self.found["seconds"][name] = took = time.perf_counter() - began
+        del self.found["running"]
+        if took > _BRIEF_S or list(figures) != [name]:
+            print(f"({name}: {took:.1f} s, {self._deadline.left:.0f} s left)", flush=True)
+        self.write()
+        if name in self.found["failed"] and not device_answers():
+            print("the device does not answer any more", flush=True)
+            os._exit(LOST)  # what holds tensors cannot be taken down in order any more
+
+    def write(self) -> None:
+        """Write the file, with the shares of ceilings and the ratios to others in one place each."""
+        self.found["shares"] = self._all("share", "efficiency")
+        self.found["ratios"] = self._all("theirs_over_ours")
+        if self._file is not None:
+            put(self._file, self.found)
+
+    def _all(self, *keys: str) -> dict[str, float]:
+        """These figures of every line of every part that has one of them."""
+        parts: dict[str, dict[str, Figures]] = self.found["parts"]
+        return {
+            part if part == line else f"{part}: {line}": figures[key]
+            for part, lines in parts.items()
+            for line, figures in lines.items()
+            for key in keys
+            if key in figures
+        }
+
+
+def put(file: Path, found: dict[str, Any]) -> None:
+    """Write what was found; who reads the file meanwhile sees the old or the new one."""
+    beside = file.with_name(file.name + ".new")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.replace(file)
+
+
+def device_answers() -> bool:
+    """Whether the GPU, if there is one, still does what it is told: after some errors a process has to end."""
+    import torch  # who only supervises does without
+
+    if not torch.cuda.is_available():
+        return True
+    try:
+        torch.cuda.synchronize()
+        return int(torch.ones(1, device="cuda").sum()) == 1
+    except RuntimeError:
+        return False
+
+
+def _shown(found: Figures) -> str:
+    shown = (f"{key} {value if isinstance(value, str) else format(value, '.4g')}" for key, value in found.items())
+    return "  ".join(shown)
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise OverTimeError here after so long. Only the main thread can be told; in another one nothing happens."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise OverTimeError(f"broken off after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)

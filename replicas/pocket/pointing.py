@@ -30,19 +30,23 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Pointing:
-    """The choices of a batch: how many ``per_row``; token ``at`` of each ``[choices]``; pairs of choice and token.
+    """The choices of a batch, at most ``most`` in a row.
 
-    ``choice`` and ``token`` are ``[pairs]``: choice ``choice[i]`` may look at ``token[i]``. Tokens count within a row.
+    ``row``, ``slot`` and ``at`` are ``[choices]``: of its row the choice is number ``slot``, for token ``at``.
+    ``choice`` and ``token`` are ``[pairs]``: choice ``choice[i]`` may look at ``token[i]`` of its row.
     """
 
-    per_row: tuple[int, ...]
+    most: int
+    row: Tensor
+    slot: Tensor
     at: Tensor
     choice: Tensor
     token: Tensor
 
     def to(self, device: torch.device) -> Pointing:
         """The same on ``device``."""
-        return Pointing(self.per_row, *(getattr(self, name).to(device) for name in ("at", "choice", "token")))
+        moved = (each.to(device) for each in (self.row, self.slot, self.at, self.choice, self.token))
+        return Pointing(self.most, *moved)
 
 
 def pointing_loss(q: Tensor, k: Tensor, pointing: Pointing) -> Tensor:
@@ -50,12 +54,13 @@ def pointing_loss(q: Tensor, k: Tensor, pointing: Pointing) -> Tensor:
 
     ``q`` and ``k`` ``[rows, length, head_dim]`` are one head's, in position; ``q`` is not scaled yet.
     """
-    if not len(pointing.at):
+    if not pointing.most:
         return q.new_zeros((), dtype=torch.float32)
-    asked = torch.split(pointing.at, list(pointing.per_row))
-    scores = torch.cat([(q[row, at] * q.shape[-1] ** -0.5) @ k[row].T for row, at in enumerate(asked)]).float()
-    token = torch.arange(k.shape[1], device=k.device)
-    seen = scores.masked_fill(token > pointing.at[:, None], float("-inf"))  # [choices, length]
+    row, slot, at = pointing.row, pointing.slot, pointing.at
+    asked = q.new_zeros(len(q), pointing.most, q.shape[-1])
+    asked[row, slot] = q[row, at] * q.shape[-1] ** -0.5
+    scores = torch.bmm(asked, k.transpose(1, 2))[row, slot].float()  # [choices, length]
+    seen = scores.masked_fill(torch.arange(k.shape[1], device=k.device) > at[:, None], float("-inf"))
     right = torch.zeros_like(seen, dtype=torch.bool)
     right[pointing.choice, pointing.token] = True
     return (seen.logsumexp(-1) - seen.masked_fill(~right, float("-inf")).logsumexp(-1)).mean()
@@ -72,10 +77,13 @@ def pointing_losses(seen: Sequence[tuple[Tensor, Tensor]], pointing: Mapping[str
 
 def collate_pointing(rows: Sequence[Sequence[Choice]]) -> Pointing:
     """The choices of one head in the rows of a batch."""
-    choices = [choice for row in rows for choice in row]
-    pairs = [(index, token) for index, choice in enumerate(choices) for token in choice.tokens]
-    return Pointing(
-        tuple(len(row) for row in rows),
-        torch.tensor([choice.at for choice in choices], dtype=torch.long),
-        *(torch.tensor([pair[i] for pair in pairs], dtype=torch.long) for i in range(2)),
+    found = [(number, slot, choice) for number, row in enumerate(rows) for slot, choice in enumerate(row)]
+    columns = (
+        [number for number, _, _ in found],
+        [slot for _, slot, _ in found],
+        [choice.at for _, _, choice in found],
+        [index for index, (_, _, choice) in enumerate(found) for _ in choice.tokens],
+        [token for _, _, choice in found for token in choice.tokens],
     )
+    most = max((len(row) for row in rows), default=0)
+    return Pointing(most, *(torch.tensor(column, dtype=torch.long) for column in columns))

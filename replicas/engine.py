@@ -24,6 +24,7 @@ from holdfast.replicas.events import (
     Stop,
     Submit,
     Terminal,
+    Tokens,
 )
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host_tier import HostTier
@@ -52,7 +53,6 @@ class Engine:
     """One replica's requests and their steps.
 
     `config` is resolved: it has no "auto" and no 0 where a number is needed. `eos` are the model's own end tokens.
-    `drafter` stands in for the one that `config.speculation` describes.
     """
 
     def __init__(
@@ -63,14 +63,13 @@ class Engine:
         vocabulary: int | None = None,
         cost: VerificationCost | None = None,
         stopwatch: Stopwatch = time.perf_counter,
-        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self._eos = eos
         self._vocabulary = vocabulary
         self._order = order_of(config.order)
         self._learned = Learned(config.retention.wait_window)
-        self._drafter = drafter or Drafter(config.speculation, cost)
+        self._drafter = Drafter(config.speculation, cost)
         self.stats = EngineStats(drafts=self._drafter.counts)
         self._steps = Steps(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
@@ -113,14 +112,15 @@ class Engine:
             self._start_anew(failure, now, coming)
         return self._flush(now)
 
-    def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
+    def step(self, now: float, clock: Stopwatch | None = None, times: int = 1) -> list[Event]:
         """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
 
-        Where steps overlap its events come with the next call.
+        Where steps overlap its events come with the next call. `times`: that one which only decodes may stand for, with
+        a runner that does them all at once.
         """
         try:
             self._sessions.expire(now)
-            self._steps.advance(self._scheduler, self.cache, now, clock)
+            self._steps.advance(self._scheduler, self.cache, now, clock, times)
         except Exception as failure:
             self._start_anew(failure, now)
         return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
@@ -242,7 +242,7 @@ class Engine:
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
         for event in self._events:  # more may be told meanwhile
-            if isinstance(event, Terminal):
+            if not isinstance(event, Tokens):
                 self.stats.ended[type(event).__name__.lower()] += 1
                 sequence = self._live.get(event.request_id)
                 if sequence is not None and sequence.status is Status.ENDED:

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.records import record
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.tokens import TokenIds as TokenIds
@@ -183,7 +184,7 @@ Command: TypeAlias = Request | Stop | Abort | Notice
 # ---- events ----
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tokens:
     """Tokens committed for a request in one step; `logprobs` is empty or as long as `tokens`."""
 

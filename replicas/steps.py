@@ -66,7 +66,9 @@ class Steps:
         """Whether a step has begun whose results were not taken in."""
         return self._flying is not None
 
-    def advance(self, scheduler: Scheduler, cache: KVCache, now: float, clock: Stopwatch | None) -> None:
+    def advance(
+        self, scheduler: Scheduler, cache: KVCache, now: float, clock: Stopwatch | None, times: int = 1
+    ) -> None:
         """Plan and begin a step, take one in. `clock` gives the time of a step's end; without it that is `now`."""
         before, self._flying = self._flying, None
         if before is not None and not before.step.open:
@@ -74,7 +76,7 @@ class Steps:
             return
         try:
             t0 = self._watch()
-            step = self._plan(scheduler, now, before)
+            step = self._plan(scheduler, now, before, times)
             expect_sound(cache)
             if step is not None:
                 self._flying = self._begin(step, scheduler, now, t0)
@@ -96,10 +98,10 @@ class Steps:
             except Exception:  # of a step that no request waits for
                 log.exception("a forgotten step failed")
 
-    def _plan(self, scheduler: Scheduler, now: float, before: _Flying | None) -> Step | None:
+    def _plan(self, scheduler: Scheduler, now: float, before: _Flying | None, times: int) -> Step | None:
         """The next step, None where there is nothing to do."""
         t0 = self._watch()
-        step = scheduler.schedule(now, before.step if before is not None else None)
+        step = scheduler.schedule(now, before.step if before is not None else None, times)
         self._stats.schedule_s += self._watch() - t0
         plan = step.plan
         return step if plan.busy or plan.writes or plan.copies else None

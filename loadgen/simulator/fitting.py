@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.loadgen.simulator.outcome import Outcome
-from holdfast.loadgen.simulator.profile import Profile, decodes_only
+from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.replica import Bulk
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
@@ -82,7 +82,7 @@ class TimedRunner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         output = self.runner.run(plan)
-        self._plan, self.decoded = plan, decodes_only(plan)
+        self._plan, self.decoded = plan, plan.decodes
         self.drew = sum(each is not None for each in output.drawn)
         self.seconds = time.perf_counter() - self._begun
         return output

@@ -9,6 +9,7 @@ from holdfast.loadgen.simulator.programs import CONTEXT
 from holdfast.replicas.config import EngineConfig, OrderName
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.retention.config import PolicyName, RetentionConfig
+from holdfast.replicas.speculation.config import DraftConfig
 
 PAGE = 16
 _ENDLESS = 1e12  # seconds, and requests: what comes waits as long as it has to
@@ -57,6 +58,7 @@ def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
         session_rows=128,
         max_waiting=int(_ENDLESS),
         queue_timeout_s=_ENDLESS,
+        speculation=DraftConfig(enabled=False),
         order=named.order,
         retention=RetentionConfig(policy=named.retention),
     )

@@ -78,15 +78,6 @@ class Profile:
         )
 
 
-def decodes_only(plan: StepPlan) -> bool:
-    """Whether a step takes every sequence in it one token further, and does nothing else that takes time."""
-    return not plan.moves and all(_decodes(chunk) for chunk in plan.chunks)
-
-
-def _decodes(chunk: Chunk) -> bool:
-    return chunk.draw is not None and len(chunk.tokens) == chunk.draw.drafts + 1
-
-
 def contexts(chunks: Sequence[Chunk]) -> int:
     """Cells that decoding chunks look at in all, their own included."""
-    return sum(chunk.start + 1 for chunk in chunks)
+    return sum([chunk.start for chunk in chunks]) + len(chunks)

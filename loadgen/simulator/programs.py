@@ -38,6 +38,14 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Of a kind's tools: the mean of their `times`, and the variance of the seconds of one that takes the mean."""
+
+    mean: float
+    within: float
+
+
+@dataclass(frozen=True, slots=True)
 class Length:
     """Tokens, log-normal with this mean; `spread` is of the logarithm."""
 
@@ -59,14 +67,17 @@ class Kind:
     reply: Length
     result: Length
 
-    def tool(self, rng: random.Random) -> tuple[str, float]:
-        """A tool and the seconds it takes. Mean and variance over all tools are those of `figures`."""
-        shares, figures = [tool.share for tool in self.tools], self.figures
+    def times(self) -> Times:
+        """Mean and variance over all tools are those of `figures`."""
+        figures = self.figures
         mean = sum(tool.share * tool.times for tool in self.tools)
         square = sum(tool.share * (tool.times / mean) ** 2 for tool in self.tools)
-        within = (figures.tool_variance + figures.tool_s**2) / square - figures.tool_s**2
-        tool = rng.choices(self.tools, shares)[0]
-        return tool.name, tool.times / mean * log_normal(rng, figures.tool_s, within)
+        return Times(mean, (figures.tool_variance + figures.tool_s**2) / square - figures.tool_s**2)
+
+    def tool(self, rng: random.Random, times: Times) -> tuple[str, float]:
+        """A tool and the seconds it takes."""
+        tool = rng.choices(self.tools, [tool.share for tool in self.tools])[0]
+        return tool.name, tool.times / times.mean * log_normal(rng, self.figures.tool_s, times.within)
 
 
 _SHELL = (Tool("cat", 0.3, 0.35), Tool("sed", 0.25, 0.3), Tool("grep", 0.25, 0.4), Tool("python", 0.13, 2.0),
@@ -151,6 +162,7 @@ class Workload:
 
     def _program(self, number: int, arrived: float, rng: random.Random) -> Program:
         kind, times = KINDS[self.kind], self.turns_times
+        tool_times = kind.times()
         shared = max(1, round(kind.shared * self.scale))
         count = kind.figures.turns(rng) * times
         turns: list[Turn] = []
@@ -161,7 +173,7 @@ class Workload:
             else:
                 prompt = min(shared + kind.task.draw(rng, self.scale), room - MAX_TOKENS)
             reply = min(kind.reply.draw(rng, self.scale / times), MAX_TOKENS - 1)
-            name, tool_s = kind.tool(rng)
+            name, tool_s = kind.tool(rng, tool_times)
             room -= prompt + reply
             if room < 0:  # the context is full: the agent ends with what it has
                 break

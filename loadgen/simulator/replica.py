@@ -15,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.loadgen.simulator.profile import Profile
-from holdfast.loadgen.simulator.runner import Foresight, Machine
+from holdfast.loadgen.simulator.runner import Machine
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Event, Finished, Notice, Submit, Terminal, Tokens
+from holdfast.replicas.kv.cache import to_be_had
 from holdfast.replicas.tokens import TokenIds
 
 
@@ -52,13 +53,14 @@ class Replica:
 
     def __init__(self, name: str, config: EngineConfig, profile: Profile, machine: Machine, bulk: Bulk) -> None:
         self.name = name
-        self._foresight = Foresight()
         self._runner = machine
-        self.engine = Engine(config, self._runner, stopwatch=lambda: 0.0, drafter=self._foresight)
+        self.engine = Engine(config, machine, stopwatch=lambda: 0.0)
         self._profile = profile
         self._bulk = bulk
         self._came: list[tuple[float, Submit, Reply]] = []
         self._replies: dict[str, Reply] = {}
+        self._decoding = 0  # sequences that decode
+        self._contexts = 0  # cells that they look at in their next step, all together
         self._drew = 0  # sequences that drew in the step before and go on
         self._planned = 0  # steps of a bulk that nobody waits for; 0: the engine has run
         self._events: list[Event] = []
@@ -100,7 +102,7 @@ class Replica:
             steps = self._most(max(self._bulk.free, 1) if all_known else self._bulk.blind)
             due = self.engine.due
             change = known if due is None else min(known, due)
-            self._run(self._profile.decode_steps(*self._batch(), change - self.at, steps))
+            self._run(self._profile.decode_steps(self._decoding, self._contexts, change - self.at, steps))
         else:
             self._run(1)
         return self.at
@@ -109,7 +111,7 @@ class Replica:
         """A request has come: when the step that runs then is over; None where nothing is to be cut short."""
         if not self._planned:
             return None
-        steps = self._profile.decode_steps(*self._batch(), now - self.at, self._planned)
+        steps = self._profile.decode_steps(self._decoding, self._contexts, now - self.at, self._planned)
         if steps == self._planned:
             return None
         self._planned = steps
@@ -129,39 +131,44 @@ class Replica:
     # ---- parts ----
 
     def _run(self, steps: int) -> None:
-        self._foresight.steps = steps
         begun, runner = self.at, self._runner
         runner.begin()
-        for event in self.engine.step(begun, lambda: begun + runner.seconds):
+        for event in self.engine.step(begun, lambda: begun + runner.seconds, steps):
             if isinstance(event, Tokens):
                 reply = self._replies[event.request_id]
                 if runner.own:
                     at = len(reply.text) - reply.left
                     reply.text[at : at + len(event.tokens)] = event.tokens
-                reply.context += len(event.tokens) - (not reply.decoding)
-                reply.left -= len(event.tokens)
-                reply.decoding = True
+                self._drawn(reply, len(event.tokens))
             else:
                 self._events.append(event)
         self.at = begun + runner.end()
         self.steps += runner.steps
 
-    def _batch(self) -> tuple[int, int]:
-        """Sequences that decode, and the cells they look at."""
-        contexts = [reply.context for reply in self._replies.values() if reply.decoding]
-        return len(contexts), sum(contexts)
+    def _drawn(self, reply: Reply, tokens: int) -> None:
+        """A reply has got so many tokens more."""
+        reply.left -= tokens
+        if not reply.decoding:
+            reply.decoding = True
+            self._decoding += 1
+            self._contexts += reply.context
+            tokens -= 1
+        reply.context += tokens
+        self._contexts += tokens
 
     def _end(self) -> float:
-        return self.at + self._profile.decode_s(*self._batch(), self._planned)
+        return self.at + self._profile.decode_s(self._decoding, self._contexts, self._planned)
 
     def _most(self, most: int) -> int:
         """Decode steps until a sequence ends, at most `most`; fewer where cells may come to be missing before."""
         steps = min(min(reply.left for reply in self._replies.values() if reply.decoding), most)
-        room = self.engine.cache.stats.to_be_had // len(self._replies) - 2 * self.engine.config.page_size
+        room = to_be_had(self.engine.cache) // len(self._replies) - 2 * self.engine.config.page_size
         return max(min(steps, room), 1)
 
     def _ended(self, event: Terminal) -> Finished:
         if not isinstance(event, Finished):
             raise EngineError(f"{event.request_id} did not get its answer: {event}")
-        del self._replies[event.request_id]
+        reply = self._replies.pop(event.request_id)
+        self._decoding -= reply.decoding
+        self._contexts -= reply.context if reply.decoding else 0
         return event

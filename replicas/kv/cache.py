@@ -43,16 +43,6 @@ class CacheStats:
     host_total: int = 0  # of the second tier
     host_used: int = 0
 
-    @property
-    def in_use(self) -> int:
-        """Cells that no eviction could free now."""
-        return self.total - self.free - self.evictable
-
-    @property
-    def to_be_had(self) -> int:
-        """Cells that are free, or would be by eviction."""
-        return self.free + self.evictable
-
 
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
     """A verb that changes the books: the cache is not sound any more once one has broken off."""
@@ -125,7 +115,14 @@ class KVCache:
 
     @_change
     def acquire(
-        self, scope: str, tokens: TokenIds, now: float, *, reuse: bool = True, continues: bool = False
+        self,
+        scope: str,
+        tokens: TokenIds,
+        now: float,
+        *,
+        reuse: bool = True,
+        continues: bool = False,
+        match: Match | None = None,
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
@@ -134,11 +131,13 @@ class KVCache:
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
+        `match` is what `found` says of these tokens now, where that is known.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
         root = self.tree.root(scope)
-        match = self.tree.walk(root, tokens[: -1 if reuse else 0])
+        if match is None or not reuse:
+            match = self.tree.walk(root, tokens[: -1 if reuse else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
         copies: tuple[PageCopy, ...] = ()
         taken = self.tree.take_last_page(match) if continues else None
@@ -171,18 +170,19 @@ class KVCache:
         Evicts where needed. None, and nothing changed, when even eviction cannot free enough.
         """
         self._expect(holding)
-        missing = self.pool.pages_for(n_tokens) - holding.n_pages
+        first = holding.n_pages
+        missing = self.pool.pages_for(n_tokens) - first
         if missing <= 0:
             return NO_PAGES
-        pages = self._take(missing, after=int(holding.row[holding.n_pages - 1]) if holding.n_pages else None)
+        pages = self._take(missing, after=holding.row.item(first - 1) if first else None)
         if pages is None:
             return None
-        end = holding.n_pages + missing
+        end = first + missing
         if end > len(holding.row):
             row = np.empty(max(end, 2 * len(holding.row)), dtype=np.int32)
-            row[: holding.n_pages] = holding.pages
+            row[:first] = holding.pages
             holding.row = row
-        holding.row[holding.n_pages : end] = pages
+        holding.row[first:end] = pages
         holding.n_pages = end
         return pages
 
@@ -206,15 +206,25 @@ class KVCache:
         holding.node, holding.n_shared = node, length
 
     @_change
-    def finish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
+    def finish(
+        self,
+        holding: Holding,
+        tokens: TokenIds,
+        n_computed: int,
+        now: float,
+        label: Label = PLAIN,
+        *,
+        pin: bool = False,
+    ) -> Pin | None:
         """End a sequence and keep its first `n_computed` cells: those the tree lacks become a node under `label`.
 
-        For completion and for preemption. Pages that hold nothing new are freed.
+        For completion and for preemption. Pages that hold nothing new are freed. With `pin` what is kept stays
+        protected from eviction by what is returned.
         """
         self._expect(holding, tokens, n_computed)
         if not self.prefix_cache or n_computed <= holding.n_shared:
             self.drop(holding)
-            return
+            return self.pin(holding.scope, tokens[:n_computed], now) if pin else None
         self._live.remove(holding)
         match = self.tree.walk(holding.node, tokens[:n_computed])
         first, known = holding.n_shared // self.page_size, match.length // self.page_size
@@ -223,10 +233,17 @@ class KVCache:
         if match.length < n_computed:
             node = self._save(match, tokens[:n_computed], holding, label)
         self.tree.lease(node, now, held=holding.node)
-        self.tree.release(node)
+        if not (pin and node.end == n_computed):
+            self.tree.release(node)
         self.pool.release(holding.row[first:known])
         self.pool.release(holding.row[kept : holding.n_pages])
         self.pool.release(holding.spare)
+        if not pin:
+            return None
+        # The lease of a moment ago is the pin's, but where what is kept ends inside a node.
+        held = Pin(node if node.end == n_computed else self.tree.lease_at(Match(node, n_computed), now), n_computed)
+        self._pins.add(held)
+        return held
 
     @_change
     def drop(self, holding: Holding) -> None:
@@ -281,19 +298,21 @@ class KVCache:
 
         None, and nothing evicted, when they are not to be had.
         """
-        if n > self.pool.free + self.tree.evictable:
-            return None
-        while self.pool.free < n:
-            freed = self.tree.evict(self.host.save if self.host is not None else None)
-            assert freed is not None, "evictable pages were counted that are not there"
-            self._evicted_pages += freed
-        return self.pool.alloc(n, after)
+        pool = self.pool
+        if n > pool.free:
+            if n > pool.free + self.tree.evictable:
+                return None
+            while pool.free < n:
+                freed = self.tree.evict(self.host.save if self.host is not None else None)
+                assert freed is not None, "evictable pages were counted that are not there"
+                self._evicted_pages += freed
+        return pool.alloc(n, after)
 
     def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
         """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""
         if holding not in self._live:
             raise EngineError("this holding has ended")
-        if n_computed > holding.capacity or (tokens is not None and n_computed > len(tokens)):
+        if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
 
 
@@ -301,6 +320,16 @@ def found(cache: KVCache, scope: str, tokens: TokenIds) -> Match | None:
     """Where what `acquire` would find cached now ends; None in a scope that has nothing. Changes nothing."""
     root = cache.tree.roots.get(scope)
     return cache.tree.walk(root, tokens[:-1]) if root is not None else None
+
+
+def to_be_had(cache: KVCache) -> int:
+    """Cells that are free, or would be by eviction."""
+    return (cache.pool.free + cache.tree.evictable) * cache.page_size
+
+
+def in_use(cache: KVCache) -> int:
+    """Cells that no eviction could free now."""
+    return cache.pool.total * cache.page_size - to_be_had(cache)
 
 
 def claimed(cache: KVCache, match: Match | None) -> int:

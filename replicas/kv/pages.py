@@ -11,6 +11,8 @@ from holdfast.replicas.scheduling.plan import PageIds
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 
 LEAST_ROOM = 8  # pages that are left free behind new ones, while there are others
+_FEW = 16  # pages up to which looking for one after the other is fastest
+_STRETCH = 1 << 15  # flags that are looked at at once: about 4 us
 
 
 class PagePool:
@@ -46,13 +48,8 @@ class PagePool:
         """
         if n > self.free:
             return None
-        pages = NO_PAGES if after is None else self._behind(after, n)
-        if len(pages) < n:
-            others = self._search(n - len(pages))
-            pages = np.concatenate((pages, others)) if len(pages) else others
         self.free -= n
-        self.owners[pages] = 1
-        return pages
+        return self._few(n, after) if n <= _FEW else self._many(n, after)
 
     def retain(self, pages: PageIds) -> None:
         """One more owner for each of `pages`, all distinct and in use."""
@@ -60,6 +57,8 @@ class PagePool:
 
     def release(self, pages: PageIds) -> int:
         """One owner fewer for each of `pages`, all distinct; returns how many became free by it."""
+        if not len(pages):
+            return 0
         self.owners[pages] -= 1
         freed = pages[self.owners[pages] == 0]
         self._is_free[freed] = True
@@ -70,30 +69,55 @@ class PagePool:
         """How many pages `n_tokens` cells take."""
         return -(-n_tokens // self.page_size)
 
-    def _behind(self, page: int, n: int) -> PageIds:
-        """The free pages right behind `page`, `n` at most; they are free no more."""
-        return self._take_run(page + 1, min(page + 1 + n, self.total))
+    def _few(self, n: int, after: int | None) -> PageIds:
+        """`n` pages with one owner each, looked for one by one."""
+        flags = self._free_flags
+        pages: list[int] = []
+        page = self.total if after is None else after + 1
+        while len(pages) < n and page < self.total and flags[page]:
+            flags[page] = 0
+            pages.append(page)
+            page += 1
+        missing = n - len(pages)
+        if missing:
+            page = self._cursor - 1
+            for _ in range(missing):
+                page = self._next_free(page + 1)
+                flags[page] = 0
+                pages.append(page)
+            self._leave_room(page + 1, missing)
+        for page in pages:
+            self.owners[page] = 1
+        return np.array(pages, np.int32)
 
-    def _search(self, n: int) -> PageIds:
-        """`n` pages from the cursor on, free no more. The cursor skips as many as may come to belong behind them."""
-        runs: list[PageIds] = []
-        missing, at = n, self._cursor
-        while missing:
-            first = self._free_flags.find(1, at)
-            if first < 0:
-                at = 0  # round to the pages before the cursor
-                continue
-            run = self._take_run(first, min(first + missing, self.total))
-            runs.append(run)
-            missing -= len(run)
-            at = first + len(run)
-        behind = at + max(n, LEAST_ROOM)
-        self._cursor = behind if behind < self.total else 0
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+    def _many(self, n: int, after: int | None) -> PageIds:
+        """The same, with all flags of a stretch looked at at once."""
+        pages = NO_PAGES if after is None else self._run_from(after + 1, n)
+        missing, at = n - len(pages), self._cursor
+        while len(pages) < n:
+            more = (self._is_free[at : at + _STRETCH].nonzero()[0][: n - len(pages)] + at).astype(np.int32)
+            self._is_free[more] = False
+            pages = np.concatenate((pages, more))
+            at = at + _STRETCH if at + _STRETCH < self.total else 0  # round to the pages before the cursor
+        if missing:
+            self._leave_room(int(pages[-1]) + 1, missing)
+        self.owners[pages] = 1
+        return pages
 
-    def _take_run(self, first: int, end: int) -> PageIds:
-        """The free pages from `first` on that lie before `end` and before the next that is taken; free no more."""
+    def _run_from(self, first: int, n: int) -> PageIds:
+        """The free pages from `first` on that lie before the next that is taken, `n` at most; free no more."""
+        end = min(first + n, self.total)
         taken = self._free_flags.find(0, first, end)
         end = taken if taken >= 0 else max(end, first)
         self._is_free[first:end] = False
         return np.arange(first, end, dtype=np.int32)
+
+    def _next_free(self, at: int) -> int:
+        """The first free page from `at` on, or from 0 on where none is left behind it. There is one."""
+        page = self._free_flags.find(1, at)
+        return page if page >= 0 else self._free_flags.find(1)
+
+    def _leave_room(self, end: int, n: int) -> None:
+        """`n` pages up to `end` were searched for: the next search skips as many as may come to belong behind them."""
+        behind = end + max(n, LEAST_ROOM)
+        self._cursor = behind if behind < self.total else 0

@@ -56,7 +56,7 @@ class LatencySnapshot:
 class Tally:
     """One running statistic: Welford's mean and variance, and the last durations."""
 
-    __slots__ = ("_ascending", "_recent", "_squares", "count", "mean")
+    __slots__ = ("_ascending", "_latency", "_recent", "_squares", "count", "mean")
 
     def __init__(self) -> None:
         self.count = 0
@@ -64,6 +64,7 @@ class Tally:
         self._squares = 0.0
         self._recent: deque[float] = deque()  # as they came
         self._ascending: list[float] = []  # the same: a snapshot sorts nothing
+        self._latency: ToolLatency | None = UNKNOWN  # what is known; None: it has changed
 
     def add(self, seconds: float) -> None:
         if len(self._recent) == RECENT:
@@ -74,10 +75,13 @@ class Tally:
         error = seconds - self.mean
         self.mean += error / self.count
         self._squares += error * (seconds - self.mean)
+        self._latency = None
 
     def latency(self) -> ToolLatency:
-        variance = self._squares / (self.count - 1) if self.count > 1 else 0.0
-        return ToolLatency(self.count, self.mean, variance, tuple(self._ascending))
+        if self._latency is None:
+            variance = self._squares / (self.count - 1) if self.count > 1 else 0.0
+            self._latency = ToolLatency(self.count, self.mean, variance, tuple(self._ascending))
+        return self._latency
 
 
 class LatencyBook:

@@ -77,10 +77,10 @@ class Learned:
         """A step took so long."""
         self._prefill.measured(plan, seconds)
 
-    @property
-    def conditions(self) -> Conditions:
+    def conditions(self, others: int = 0) -> Conditions:
+        """What a policy may know now; `others` are the cells of the sequences that run."""
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
         cost = self._prefill.cost
         if self.reload is not None:
             cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
-        return Conditions(wait, self.turns.eta, self.turns.mean, restore=cost)
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost)

@@ -46,18 +46,16 @@ class PrefillFit:
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """A step of this plan took `seconds`. One that only decoded says nothing here."""
+        if seconds <= 0 or plan.times > 1 or not plan.prefills:
+            return
         squares = tokens = 0.0
-        prefills = False
         for chunk in plan.chunks:
             n = len(chunk.tokens)
             end = chunk.start + n
             squares += end * end - chunk.start * chunk.start
             tokens += n
-            prefills |= chunk.draw is None or n > chunk.draw.drafts + 1
-        if not prefills or seconds <= 0:
-            return
         x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
-        self._products = _KEPT * self._products + np.outer(x, x)
+        self._products = _KEPT * self._products + x[:, None] * x
         self._sums = _KEPT * self._sums + seconds * x
         self._seen += 1
         if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
@@ -66,9 +64,12 @@ class PrefillFit:
 
 
 def _not_negative(products: Array, sums: Array) -> tuple[float, float, float]:
-    """The least squares without negative coefficients, from A'A and A'y: the best of all sets of terms."""
+    """The least squares without negative coefficients, from A'A and A'y: of all terms, or of the best set of them."""
+    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
+    if (whole >= 0).all():
+        return float(whole[0]), float(whole[1]), float(whole[2])
     best, least = np.zeros(3), 0.0
-    for size in (1, 2, 3):
+    for size in (1, 2):
         for terms in combinations(range(3), size):
             chosen = list(terms)
             square = products[np.ix_(chosen, chosen)]

@@ -5,6 +5,7 @@ Source of the formulas: Continuum's first version (`bernstein`), its simplified 
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -114,12 +115,13 @@ class Continuum:
 def best_time(tool: ToolLatency, benefit: float) -> float:
     """argmax over t in {0} and the recent durations of P(duration <= t) * benefit - t; the smallest of equals."""
     best, most = 0.0, 0.0
-    for i, seconds in enumerate(tool.recent):
-        if benefit - seconds <= most:
-            break  # no longer one can gain more
-        gain = (i + 1) / len(tool.recent) * benefit - seconds
-        if gain > most:
-            best, most = seconds, gain
+    for i in range(bisect_left(tool.recent, benefit) - 1, -1, -1):
+        returned = (i + 1) / len(tool.recent) * benefit
+        if returned < most:
+            break  # no shorter one can gain as much
+        gain = returned - tool.recent[i]
+        if gain >= most and gain > 0.0:
+            best, most = tool.recent[i], gain
     return best
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed, found
+from holdfast.replicas.kv.cache import KVCache, claimed, found, to_be_had
 from holdfast.replicas.kv.radix import Match
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
@@ -79,7 +79,7 @@ class Admission:
             self._waiting.unhold(done.follower)
         if not len(self._waiting):
             return
-        needed = sum(self._budget.need(s, s.n_computed) for s in self._running)
+        needed = self._budget.committed(self._running)
         pinned = self._running.cells_pinned
         while (sequence := self._waiting.head()) is not None:
             try:
@@ -109,7 +109,7 @@ class Admission:
             return None
         if not self._has_room(sequence, needed + need, match):
             return None
-        if not self._running.start(builder, sequence, now):
+        if not self._running.start(builder, sequence, match, now):
             return None
         self._waiting.remove(sequence)
         if sequence.scheduled is None:
@@ -132,7 +132,7 @@ class Admission:
         to = None if alone else sequence.submit.program_arrival
         while True:
             prefix = claimed(self._cache, match)
-            if needed + prefix <= self._cache.stats.to_be_had:
+            if needed + prefix <= to_be_had(self._cache):
                 return True
             others = len(keeping.kept) > keeping.holds(owner)
             if not (others and keeping.give_way(to, besides=owner)):

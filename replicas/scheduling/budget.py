@@ -1,5 +1,6 @@
 """How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.replicas.config import EngineConfig
@@ -28,6 +29,11 @@ class Budget:
         """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
         completion = len(sequence.buffer) - sequence.length
         return sequence.length - n_cached + min(completion, self.reserve)
+
+    def committed(self, running: Iterable[Sequence]) -> int:
+        """The cells that all these may come to need beyond what they have computed."""
+        reserve = self.reserve
+        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
 
     def admits(self, committed: int, need: int, *, alone: bool) -> bool:
         """Whether `need` more cells fit beside `committed`. A request that runs alone always does."""

@@ -17,6 +17,7 @@ from holdfast.replicas.scheduling.plan import (
 )
 from holdfast.replicas.sequences.ahead import reach
 from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.speculation.drafter import NO_DRAFT
 from holdfast.replicas.tokens import TokenIds
 
 
@@ -38,32 +39,30 @@ class PlanBuilder:
     writes: list[RowWrite] = field(default_factory=list)
     copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
     loads: list[Load] = field(default_factory=list)
+    times: int = 1  # steps that it may stand for, as long as all that is planned is to decode
 
     @property
     def busy(self) -> bool:
         """Whether some sequence gets on."""
         return bool(self.chunks or self.loads)
 
-    def compute(self, sequence: Sequence, size: int, drafts: TokenIds | None = None) -> None:
+    def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
         """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
         start = sequence.n_computed + sequence.ahead
         end = start + size
-        tokens = sequence.buffer[start:end].copy()
-        if end > sequence.length:
-            tokens[-1] = 0  # drawn by the step in flight: whoever runs the plan puts it there
+        tokens = sequence.buffer[start:end]  # a view: they never change any more
+        if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
+            tokens = np.append(tokens[:-1], np.int32(0))
         draw = None
         if end == reach(sequence) and end < len(sequence.buffer):
-            sampling = sequence.sampling
-            penalised = sampling.presence_penalty or sampling.frequency_penalty
-            history = sequence.generated.copy() if penalised else None
-            n_drafts = 0 if drafts is None else len(drafts)
-            masks = None
-            if sequence.matcher is not None:
-                masks = RowMasks(sequence.matcher, () if drafts is None else tuple(drafts.tolist()))
-            draw = Draw(sampling, sequence.seed, n_drafts, history, masks)
-            if drafts is not None and n_drafts:
+            draw = sequence.draw
+            if draw is None or len(drafts):
+                draw = _draw(sequence, drafts)
                 tokens = np.concatenate((tokens, drafts))
-        self.chunks.append(Chunk(sequence.the_row, start, tokens, draw, sequence.awaited))
+        if draw is None or draw is not sequence.draw:
+            self.times = 1
+        assert sequence.row is not None, sequence.request_id
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
         self.sequences.append(sequence)
 
     def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
@@ -87,4 +86,17 @@ class PlanBuilder:
         if self.loads:
             device = np.concatenate([load.moves.device for load in self.loads])
             loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-        return StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)
+        times = 1 if len(saves) or self.loads or not self.chunks else self.times
+        return StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads, times)
+
+
+def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
+    """What to draw after a sequence's last token. Where that is the same in every step the sequence keeps it."""
+    sampling, matcher = sequence.sampling, sequence.matcher
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
+    history = sequence.generated.copy() if penalised else None
+    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
+    draw = Draw(sampling, sequence.seed, len(drafts), history, masks)
+    if draw.plain:
+        sequence.draw = draw
+    return draw

@@ -13,7 +13,7 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
 
     Forced tokens are always drawn, so they cost a row of the forward each and never a step.
     """
-    matcher = sequence.matcher
+    matcher = sequence.submit.matcher
     if matcher is None:
         return drafts
     limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
@@ -25,5 +25,6 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
 
 def check(sequence: Sequence) -> None:
     """Raises InvalidRequestError once the sequence's grammar has grown beyond its limits: it says no more."""
-    if sequence.matcher is not None and sequence.matcher.failed:
+    matcher = sequence.submit.matcher
+    if matcher is not None and matcher.failed:
         raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")

@@ -8,11 +8,10 @@
 Not here: for how long (`retention/ttl`), the pins themselves (`kept`). The rows of paused programs are `places`'.
 """
 
-from dataclasses import replace
-
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import KVCache, in_use
+from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.retention.learned import Learned
 from holdfast.replicas.retention.ttl import Pause, policy_of
@@ -21,7 +20,6 @@ from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.tokens import TokenIds
 
 
 class Keeping:
@@ -64,12 +62,15 @@ class Keeping:
             self._learned.waited(now - sequence.arrived)
         return held is not None
 
-    def paused(self, sequence: Sequence, tokens: TokenIds, now: float) -> None:
-        """A program's turn is over, `tokens` are in the tree: keep them until it is known what it called."""
+    def wants(self, sequence: Sequence) -> bool:
+        """Whether a finished sequence leaves cells that a next turn of its program may come back for."""
         owner = sequence.owner
-        if owner is None or owner.session or not self._active or sequence.submit.program_end:
-            return
-        self._stats.pins_refused += self.kept.keep(sequence, owner, tokens, now, now + self._config.settle_s)
+        return owner is not None and not owner.session and self._active and not sequence.submit.program_end
+
+    def paused(self, sequence: Sequence, pin: Pin, now: float) -> None:
+        """A program's turn is over, its cells have a `pin`: keep that until it is known what the turn called."""
+        assert sequence.owner is not None
+        self._stats.pins_refused += self.kept.keep(sequence, sequence.owner, pin, now, now + self._config.settle_s)
 
     def notice(self, notice: Notice, now: float) -> None:
         """Something about programs that pause. What comes too late is ignored."""
@@ -111,9 +112,8 @@ class Keeping:
         if held is None or held.request_id != ended.request_id:
             return
         pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.turn)
-        others = self._cache.stats.in_use - self.kept.cells
-        conditions = replace(learned.conditions, others=others)
-        ttl = 0.0 if ended.last else self._policy.ttl(pause, learned.latency, conditions)
+        others = in_use(self._cache) - self.kept.cells
+        ttl = 0.0 if ended.last else self._policy.ttl(pause, learned.latency, learned.conditions(others))
         if ttl > 0.0:
             self._stats.pins += 1
             self.kept.until(held, held.since + min(ttl, self._config.most_s))

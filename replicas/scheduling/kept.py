@@ -3,7 +3,6 @@
 The only caller of the cache for programs' pins. Not here: whom they are kept for and how long (`keeping`).
 """
 
-import logging
 from collections.abc import Iterator
 
 from holdfast.replicas.kv.cache import KVCache
@@ -15,9 +14,6 @@ from holdfast.replicas.scheduling.places import surely
 from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
-from holdfast.replicas.tokens import TokenIds
-
-log = logging.getLogger(__name__)
 
 
 class Kept:
@@ -49,8 +45,8 @@ class Kept:
     def find(self, owner: Owner | None) -> Held | None:
         return self._pins.find(owner) if owner is not None else None
 
-    def keep(self, sequence: Sequence, owner: Owner, tokens: TokenIds, now: float, until: float) -> int:
-        """Pin what `sequence` left in the tree, in place of what its program had pinned before.
+    def keep(self, sequence: Sequence, owner: Owner, pin: Pin, now: float, until: float) -> int:
+        """Hold the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
 
         Returns how many pins were dropped because its tenant's, or all, would have kept too much; its own may be
         one of them.
@@ -58,9 +54,6 @@ class Kept:
         before = self._pins.find(owner)
         if before is not None:
             self.drop(before)
-        pin = self._pin(owner, tokens, now)
-        if pin is None:
-            return 0
         submit = sequence.submit
         turn = submit.program_turns + 1
         self._pins.add(Held(owner, pin, submit.program_arrival, submit.request_id, turn, now, until))
@@ -104,11 +97,3 @@ class Kept:
         for sequence in self._waiting.turns_of(owner):
             sequence.pinned = pinned
             self._waiting.reorder(sequence)
-
-    def _pin(self, owner: Owner, tokens: TokenIds, now: float) -> Pin | None:
-        """Without its pin a program may have to compute again, and nothing worse: no reason to fail."""
-        try:
-            return self._cache.pin(owner.scope, tokens, now) if len(tokens) else None
-        except Exception:
-            log.exception("a program's cells could not be pinned")
-            return None

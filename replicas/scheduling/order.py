@@ -22,7 +22,12 @@ _PROGRAMS = 65_536  # whose service is remembered, the least recently served for
 
 
 class Order(ABC):
-    """One policy. Those that only look at what a sequence says of itself keep the bodies that are here."""
+    """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
+
+    `settled`: the key of a running sequence never changes.
+    """
+
+    settled = True
 
     @abstractmethod
     def key(self, sequence: Sequence) -> Key: ...
@@ -79,6 +84,8 @@ class PlasOrder(Order):
     waited `patience` times its program's service goes back to the first level, once: after that it only sinks, so the
     order of the running settles. The three constants are ours; the paper leaves them open.
     """
+
+    settled = False
 
     def __init__(
         self,

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.events import Sampling, TokenIds, TokenLogprobs
+from holdfast.replicas.records import record
 
 PageIds = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RowWrite:
     """Put `pages` into page-table row `row`, from page slot `first` on: one device operation, any length."""
 
@@ -71,7 +72,7 @@ class Draw:
         return self.drafts == 0 and self.history is None and self.masks is None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Chunk:
     """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
 
@@ -86,12 +87,18 @@ class Chunk:
     draw: Draw | None = None
     follows: int | None = None
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it takes its sequence one token further, with drafts or without."""
+        return self.draw is not None and len(self.tokens) == self.draw.drafts + 1
 
-@dataclass(frozen=True, slots=True)
+
+@record
 class StepPlan:
     """One step. Order of effects: saves, copies, row writes, then loads beside one forward over all chunks.
 
-    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded.
+    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded. `times`: a step
+    that does nothing but decode may stand for so many; each sequence draws as many tokens in it.
     """
 
     chunks: tuple[Chunk, ...]
@@ -99,6 +106,7 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     saves: PageMoves = NO_MOVES
     loads: PageMoves = NO_MOVES
+    times: int = 1
 
     @property
     def moves(self) -> bool:
@@ -111,9 +119,22 @@ class StepPlan:
         return len(self.chunks) > 0 or self.moves
 
     @property
+    def decodes(self) -> bool:
+        """Whether it takes every sequence in it one token further, and does nothing else that takes time."""
+        if self.times > 1:
+            return True
+        return len(self.chunks) > 0 and not self.moves and not self.prefills
+
+    @property
+    def prefills(self) -> bool:
+        """Whether a part of a prompt is among the chunks, where the scheduler puts it: behind those that decode."""
+        return not all(chunk.decodes for chunk in reversed(self.chunks))
+
+    @property
     def plain(self) -> bool:
         """Whether the step after it can be planned before it is known what this one draws."""
-        return not self.moves and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
+        once = not self.moves and self.times == 1
+        return once and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
 
     def after(self, drawn: "Sequence[Drawn | None]") -> "StepPlan":
         """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
@@ -129,7 +150,7 @@ class StepPlan:
         return replace(self, chunks=chunks)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Drawn:
     """Tokens drawn for one chunk: accepted drafts, then the next token. Never empty."""
 
@@ -137,7 +158,7 @@ class Drawn:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepOutput:
     """`drawn[i]` belongs to `plan.chunks[i]`; None where the chunk draws nothing.
 

@@ -1,12 +1,13 @@
 """The sequences that run: each has a row of the pool and cells of the cache, and gives both back however it leaves."""
 
 import logging
+from bisect import insort
 from collections.abc import Iterator
 from enum import Enum
 
-from holdfast.replicas.kv.cache import Holding, KVCache
+from holdfast.replicas.kv.cache import Holding, KVCache, Pin
 from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.kv.radix import common_prefix
+from holdfast.replicas.kv.radix import Match, common_prefix
 from holdfast.replicas.kv.reloads import Reloads
 from holdfast.replicas.scheduling.builder import Load, PlanBuilder
 from holdfast.replicas.scheduling.keeping import Keeping
@@ -52,6 +53,7 @@ class Running:
         self._stats = stats
         self._histories = Histories(cache.pool.total * cache.page_size)
         self._sequences: list[Sequence] = []
+        self._in_order: list[Sequence] | None = None  # the same, first to be served first; None: not known yet
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -64,16 +66,18 @@ class Running:
         """Cells that sessions keep from being evicted, those with an operation in the batch included."""
         return self.places.cells_pinned + sum(s.n_history for s in self._sequences)
 
-    def in_order(self, *, decoding: bool) -> list[Sequence]:
-        """Those that decode, or those that prefill, first to be served first; without those that are about to end."""
-        return sorted((s for s in self._sequences if s.decoding is decoding and not closing(s)), key=self._order.key)
+    def in_order(self) -> list[Sequence]:
+        """All, first to be served first, so the last one is to be preempted next."""
+        if self._in_order is None or not self._order.settled:
+            self._in_order = sorted(self._sequences, key=self._order.key)
+        return self._in_order
 
-    def last(self) -> Sequence:
-        """The one to be preempted next."""
-        return max(self._sequences, key=self._order.key)
+    def part(self, *, decoding: bool) -> list[Sequence]:
+        """Those that decode, or those that prefill, in order; without those that are about to end."""
+        return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and closing(s))]
 
-    def start(self, builder: PlanBuilder, sequence: Sequence, now: float) -> bool:
-        """Give a waiting sequence a row and its cached prefix; False when no row is free.
+    def start(self, builder: PlanBuilder, sequence: Sequence, match: Match | None, now: float) -> bool:
+        """Give a waiting sequence a row and its cached prefix, which `match` has found; False when no row is free.
 
         Where its owner left off the row shows the pages already, and only what differs is written.
         """
@@ -84,7 +88,12 @@ class Running:
         kept = self.keeping.begins(sequence, now)
         try:
             acquired = self._cache.acquire(
-                sequence.submit.scope, sequence.tokens, now, reuse=sequence.reuse, continues=kept or place is not None
+                sequence.submit.scope,
+                sequence.tokens,
+                now,
+                reuse=sequence.reuse,
+                continues=kept or place is not None,
+                match=match,
             )
         except Exception:
             self.places.release(row)
@@ -96,6 +105,8 @@ class Running:
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
+        if self._in_order is not None:
+            insort(self._in_order, sequence, key=self._order.key)
         same = common_prefix(place.pages, holding.pages) if place is not None and place.row is not None else 0
         builder.copies[row] = acquired.copies
         builder.write(sequence, same, holding.pages[same:].copy())
@@ -105,7 +116,8 @@ class Running:
 
     def grow(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """Make sure that `n_tokens` positions of the sequence have cells; False when they are not to be had."""
-        holding = sequence.held
+        holding = sequence.holding
+        assert holding is not None, sequence.request_id
         first = holding.n_pages
         if n_tokens <= first * holding.page_size:
             return True
@@ -144,6 +156,8 @@ class Running:
     def leave(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
         """Take row and cells back, or park them for its owner's next turn. Raises BooksError when that fails."""
         self._sequences.remove(sequence)
+        if self._in_order is not None:
+            self._in_order.remove(sequence)
         holding, row, owner = sequence.held, sequence.the_row, sequence.owner
         computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
@@ -152,7 +166,10 @@ class Running:
         try:
             self.reloads.end(holding)
             pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()
-            self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED)
+            pin = leaving is Leaving.FINISHED and len(computed) > 0 and self.keeping.wants(sequence)
+            pinned = self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED, pin=pin)
+            if pinned is not None:
+                self.keeping.paused(sequence, pinned, now)
             if not leaving.keeps_row or owner is None:
                 self.places.release(row)
             if owner is not None:
@@ -169,18 +186,16 @@ class Running:
         elif leaving.keeps_row:
             self._histories.remember(owner, sequence.buffer[: place.n_tokens])
             self.places.park_program(owner, place)
-            if leaving is Leaving.FINISHED:
-                self.keeping.paused(sequence, sequence.buffer[: place.n_tokens], now)
 
-    def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool) -> None:
-        """Give a holding back; where keeping its cells fails they are freed."""
+    def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
+        """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""
         if keep:
             try:
-                self._cache.finish(holding, computed, len(computed), now)
-                return
+                return self._cache.finish(holding, computed, len(computed), now, pin=pin)
             except Exception:
                 log.exception("cells could not be kept")
         surely(self._cache.drop, holding)
+        return None
 
     def _count(self, sequence: Sequence, place: Place | None) -> None:
         """A turn begins: how much of what its owner had is in place, and how much was in vain."""

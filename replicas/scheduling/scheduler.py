@@ -7,7 +7,7 @@ tensors and no clock: cells and rows come through `running`, time from the calle
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Event, FinishReason, Tokens
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import KVCache, in_use
 from holdfast.replicas.retention.learned import Learned
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.builder import PlanBuilder
@@ -96,21 +96,25 @@ class Scheduler:
 
     # ---- one step ----
 
-    def schedule(self, now: float, flying: Step | None = None) -> Step:
+    def schedule(self, now: float, flying: Step | None = None, times: int = 1) -> Step:
         """Plan the next step; admit what there is room for; end what waited too long or can never go on.
 
         With a step `flying`, which must be `open`, the plan is for when that is over; there may be nothing to do then.
+        Where nothing but decoding is to be done it is for `times` steps at once, if there are cells for that.
         """
-        with as_if_over(flying):
-            builder = self._build(now, waits=flying is None)
+        if flying is None:
+            builder = self._build(now, times, waits=True)
+        else:
+            with as_if_over(flying):
+                builder = self._build(now, times, waits=False)
         plan = builder.plan(self._running.reloads.saves())
         unasked = self._speculation.silent or all(chunk.draw is None for chunk in plan.chunks)
-        held = tuple(sequence.holding for sequence in builder.sequences)
+        held = tuple([sequence.holding for sequence in builder.sequences])
         return Step(plan, tuple(builder.sequences), tuple(builder.loads), held, now, plan.plain and unasked)
 
-    def _build(self, now: float, *, waits: bool) -> PlanBuilder:
+    def _build(self, now: float, times: int, *, waits: bool) -> PlanBuilder:
         """The parts of a plan. `waits`: no step is in flight, so something must get on."""
-        builder = PlanBuilder()
+        builder = PlanBuilder(times=times)
         self.ends.events += self.admission.expire(now)
         self.keeping.expire(now)
         if not self._decode(builder, now):
@@ -124,7 +128,7 @@ class Scheduler:
             if self.keeping.give_way(to=None):
                 self._prefill(builder, now)
                 continue
-            victim = self._running.last()
+            victim = self._running.in_order()[-1]
             if len(self._running) == 1 and not victim.reuse:
                 self.ends.fail(victim, _NO_ROOM, now)
                 continue
@@ -148,8 +152,9 @@ class Scheduler:
             self._speculation.measured(step.plan, seconds)
             self._learned.measured(step.plan, seconds)
         self._order.serve(step.sequences, seconds)
-        for i, sequence in step.present():
-            chunk, drawn = step.plan.chunks[i], output.drawn[i]
+        for sequence, held, chunk, drawn in zip(step.sequences, step.held, step.plan.chunks, output.drawn, strict=True):
+            if sequence.holding is not held:
+                continue
             try:
                 self._advance(sequence, chunk, drawn, now)
                 # A prompt that was only to be computed is over with its last cell.
@@ -184,7 +189,7 @@ class Scheduler:
         True if some sequences had to be preempted for lack of cells.
         """
         preempted = False
-        decoding = self._running.in_order(decoding=True)
+        decoding = self._running.part(decoding=True)
         self._speculation.prepare(decoding)
         for sequence in decoding:
             if sequence.status is not Status.RUNNING:
@@ -196,15 +201,18 @@ class Scheduler:
         return preempted
 
     def _decode_one(self, builder: PlanBuilder, sequence: Sequence, now: float) -> bool:
-        preempted = False
-        drafts = fitting(sequence, self._speculation.propose(sequence), self._config.forced_drafts)
-        if len(drafts) and self._running.grow(builder, sequence, sequence.length + len(drafts)):
+        drafts, end = NO_DRAFT, reach(sequence)
+        if self._speculation.active or sequence.matcher is not None:
+            drafts = fitting(sequence, self._speculation.propose(sequence), self._config.forced_drafts)
+        more = len(drafts) or builder.times - 1
+        if self._running.grow(builder, sequence, end + more):
             builder.compute(sequence, 1, drafts)
             self.stats.drafted += len(drafts)
-            return preempted
-        while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, reach(sequence)):
+            return False
+        builder.times, preempted = 1, False
+        while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
             # Who arrived last gives way, whether its program runs or pauses.
-            alone, last = len(self._running) == 1, self._running.last()
+            alone, last = len(self._running) == 1, self._running.in_order()[-1]
             if self.keeping.give_way(to=None if alone else last.submit.program_arrival):
                 continue
             if alone:
@@ -220,13 +228,15 @@ class Scheduler:
 
         Beside others, a prompt that nobody waits for an answer to is computed in narrow chunks as well.
         """
-        prefilling = self._running.in_order(decoding=False)
+        if len(builder.sequences) == len(self._running):
+            return  # all of them decode
+        prefilling = self._running.part(decoding=False)
         if not prefilling:
             return
         company = len(self._running) > 1
         hurried = company and any(0 < s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running)
         for sequence in prefilling:
-            if builder.chunks and self._cache.stats.in_use >= self._high_water:
+            if builder.chunks and in_use(self._cache) >= self._high_water:
                 self.stats.chunks_deferred += 1
                 continue
             narrow = hurried or (company and sequence.sampling.max_tokens == 0)
@@ -239,6 +249,7 @@ class Scheduler:
                 drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.ahead + size
                 if self._running.grow_over_pins(builder, sequence, end + len(drafts)):
+                    builder.times = 1
                     builder.compute(sequence, size, drafts)
                     self.stats.drafted += len(drafts)
             except Exception as failure:
@@ -273,24 +284,27 @@ class Scheduler:
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
         """Count what a chunk computed. Others may alias a prompt once it is complete, or sooner if they wait for it."""
         end = chunk.start + len(chunk.tokens)
-        n_prefilled = min(end, sequence.n_prompt) - chunk.start
         drafts = chunk.draw.drafts if chunk.draw else 0
-        accepted = len(drawn.tokens) - 1 if drawn else 0
+        more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or what came of further steps
         sequence.n_computed = end - drafts
-        self.stats.accepted += accepted
-        if n_prefilled > 0:
-            self.stats.prompt_computed += n_prefilled
+        if drafts:
+            self.stats.accepted += more
+        if chunk.start < sequence.n_prompt:
+            self.stats.prompt_computed += min(end, sequence.n_prompt) - chunk.start
             # Not without reuse: what the tree has of it would be held twice, where there is no room for it once.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
-        sequence.n_computed += accepted  # drafts that came true are not among its tokens yet
+        sequence.n_computed += more  # these are not among its tokens yet
 
     def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
         kept, reason = sequence.append(drawn.tokens, now)
-        sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
-        self._speculation.learn(sequence, kept)
-        self.stats.completion += len(kept)
-        self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[: len(kept)]))
+        if reason is not None:  # not all of them, it may be
+            sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
+        if self._speculation.active:
+            self._speculation.learn(sequence, kept)
+        n = len(kept)
+        self.stats.completion += n
+        self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
         check(sequence)
         return reason

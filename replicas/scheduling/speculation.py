@@ -21,6 +21,7 @@ class Speculation:
     """Drafts for decoding sequences, by request. A preempted sequence keeps its state: its tokens stay the same."""
 
     def __init__(self, drafter: Drafter) -> None:
+        self.active = drafter.config.enabled
         self._drafter = drafter
         self._states: dict[str, DraftState | None] = {}  # None: its drafter failed
         self._drafts: dict[str, TokenIds] = {}  # of the step in the making
@@ -29,7 +30,7 @@ class Speculation:
     @property
     def silent(self) -> bool:
         """Whether the next step can do without drafts: there were none lately, or never are any."""
-        return not self._drafter.config.enabled or self._blind > 0
+        return not self.active or self._blind > 0
 
     def prepare(self, decoding: Tokens[Sequence]) -> None:
         """Draft for all sequences that decode in a step: they share what verifying may cost.
@@ -37,7 +38,7 @@ class Speculation:
         Whose last token is not known yet has no drafts.
         """
         self._drafts.clear()
-        if not self._drafter.config.enabled:
+        if not self.active:
             return
         if any(sequence.awaited is not None for sequence in decoding):
             self._blind -= 1
@@ -66,11 +67,9 @@ class Speculation:
 
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """The step with this plan took `seconds`; one that only decoded tells what verifying costs."""
-        rows = 0
-        for chunk in plan.chunks:
-            if chunk.draw is None or len(chunk.tokens) != chunk.draw.drafts + 1:
-                return
-            rows += len(chunk.tokens)
+        if not self.active or plan.times > 1 or plan.prefills:
+            return
+        rows = sum(len(chunk.tokens) for chunk in plan.chunks)
         try:
             self._drafter.measured(rows, seconds)
         except Exception:

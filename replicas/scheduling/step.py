@@ -10,15 +10,15 @@ whatever is written to them later was planned, and runs, later.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.records import record
 from holdfast.replicas.scheduling.builder import Load
 from holdfast.replicas.scheduling.plan import StepPlan
 from holdfast.replicas.sequences.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Step:
     """A plan and whom it is for: `sequences[i]` has `held[i]` and belongs to `plan.chunks[i]`.
 
@@ -41,11 +41,8 @@ class Step:
 
 
 @contextmanager
-def as_if_over(step: Step | None) -> Iterator[None]:
+def as_if_over(step: Step) -> Iterator[None]:
     """Let the sequences of a step in flight look as if it were over, but for what it draws."""
-    if step is None:
-        yield
-        return
     try:
         for i, sequence in step.present():
             chunk = step.plan.chunks[i]

@@ -39,7 +39,7 @@ class Histories:
         had computed, and nothing was rewritten.
         """
         before = self._tokens.get(owner)
-        if before is None:
+        if before is None or n_cached >= min(len(before), len(prompt)):
             return 0
         common = common_prefix(before, prompt)
         leaves = common < min(len(before), len(prompt)) and n_cached <= common

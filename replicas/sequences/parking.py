@@ -13,14 +13,14 @@ Not here: the pool and the cache themselves; `scheduling/running` is their only 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.scheduling.plan import PageIds
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Whose turn a sequence is. `session`: opened by a client; else a program."""
+class Owner(NamedTuple):
+    """Whose turn a sequence is. `session`: opened by a client; else a program. A tuple, for it is looked up often."""
 
     scope: str
     name: str

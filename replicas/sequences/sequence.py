@@ -9,6 +9,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Failed, FinishReason, Sampling, Submit, Timing, TokenIds, Usage
 from holdfast.replicas.kv.cache import Holding
+from holdfast.replicas.scheduling.plan import Draw
 from holdfast.replicas.sequences.parking import Owner
 
 
@@ -60,8 +61,13 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
     attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
+    draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
     ahead: int = 0  # tokens that a step in flight computes; set while the step after it is planned, and 0 otherwise
     awaited: int | None = None  # of that step's chunks the one that draws this sequence's next token
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.submit.request_id
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
@@ -71,10 +77,6 @@ class Sequence:
         stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
         owner = Owner.of(submit.scope, submit.session_id, submit.program_id)
         return cls(submit, number, now, n_prompt, buffer, n_prompt, owner=owner, seed=seed, stop_ids=stop_ids)
-
-    @property
-    def request_id(self) -> str:
-        return self.submit.request_id
 
     @property
     def sampling(self) -> Sampling:
@@ -102,7 +104,8 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        return self.pending == 1 and self.length + (self.awaited is not None) > self.n_prompt
+        end = self.length + (self.awaited is not None)
+        return end - self.n_computed - self.ahead == 1 and end > self.n_prompt
 
     @property
     def held(self) -> Holding:
@@ -132,7 +135,7 @@ class Sequence:
         """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
         if self.first_token is None:
             self.first_token = now
-        matcher, end = self.matcher, self.length + len(drawn)
+        matcher, end = self.submit.matcher, self.length + len(drawn)
         if matcher is None and end < len(self.buffer) and self.stop_ids.isdisjoint(drawn):
             self.buffer[self.length : end] = drawn
             self.length = end

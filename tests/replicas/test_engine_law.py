@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Abort, Finished, Stop
+from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.speculation.config import DraftConfig
 
 sessions = st.sampled_from("stu")
@@ -144,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         world.now += 1000.0
         world.step()  # what was kept for programs that did not come back
         world.assert_idle()
-        assert world.engine.cache.stats.in_use == 0
+        assert in_use(world.engine.cache) == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

@@ -12,6 +12,7 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
+from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.scheduling.plan import StepOutput
 from holdfast.replicas.sequences.sequence import Sequence
 
@@ -134,7 +135,7 @@ def judge(world: World, most_failed: int) -> None:
         world.assert_right("after")
     World.check(world)
     world.assert_idle()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
     assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

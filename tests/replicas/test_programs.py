@@ -8,6 +8,7 @@ from engine_world import World, words
 from fake_runner import VOCABULARY
 
 from holdfast.replicas.events import Abort, Stop
+from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import RetentionConfig
 
 # As Qwen3's: what was thought before the last question is dropped.
@@ -89,7 +90,7 @@ def test_parked_programs_stand_in_nobodys_way():
     for program in range(4):
         turns(world, f"p{program}", 1, words(program, 40))
     assert world.engine.occupancy().rows_parked == 4
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
     world.submit("all", words(9, 200), max_tokens=40)  # needs nearly every cell
     for i in range(8):
         world.submit(f"row{i}", words(20 + i, 8), program=f"new{i}")  # and every row

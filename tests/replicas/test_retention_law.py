@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Abort, Finished, ProgramEnded, ToolLatencies, TurnEnded
+from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import PolicyName, RetentionConfig
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.speculation.config import DraftConfig
@@ -132,7 +133,7 @@ class RetentionMachine(RuleBasedStateMachine):
         world.now += 2 * NEVER
         world.step()
         world.assert_idle()
-        assert world.engine.cache.stats.in_use == 0
+        assert in_use(world.engine.cache) == 0
         assert world.engine.occupancy().pins == 0
 
 

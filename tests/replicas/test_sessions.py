@@ -6,6 +6,7 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected
+from holdfast.replicas.kv.cache import in_use
 
 
 def make(**settings) -> World:
@@ -84,7 +85,7 @@ def test_an_engine_that_stops_fails_what_runs_and_what_is_queued():
     world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
     assert all(isinstance(world.end(name), Failed) for name in ("running", "queued", fork))
     world.assert_idle()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -138,11 +139,11 @@ def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
     world.run()
     world.assert_right("q")
     assert world.engine.stats.prompt_computed - before <= 4 + world.config.page_size
-    assert world.engine.cache.stats.in_use > 0
+    assert in_use(world.engine.cache) > 0
     world.close("s")
     world.run()
     world.assert_idle()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
 
 
 def test_close_aborts_what_is_in_flight():
@@ -220,7 +221,7 @@ def test_a_session_that_nobody_uses_is_closed_and_says_so():
     assert world.end("late").error.field == "session_id"
     assert "50 s" in world.end("late").error.message
     world.assert_idle()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
 
 
 def test_sessions_share_a_budget_of_cells():

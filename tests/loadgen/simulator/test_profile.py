@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from holdfast.loadgen.simulator import machines
-from holdfast.loadgen.simulator.profile import Profile, decodes_only
+from holdfast.loadgen.simulator.profile import Profile
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.scheduling.plan import Chunk, Draw, PageMoves, StepPlan
@@ -59,9 +59,9 @@ def test_fewest_steps_that_take_so_long(seconds: float) -> None:
 
 def test_what_only_decodes() -> None:
     pages = np.zeros(1, np.int32)
-    assert decodes_only(StepPlan((chunk(9, 1, 0), chunk(9, 4, 3))))
-    assert not decodes_only(StepPlan((chunk(9, 1, 0), chunk(9, 4, 0))))
-    assert not decodes_only(StepPlan((chunk(9, 1, 0),), saves=PageMoves(pages, pages)))
+    assert StepPlan((chunk(9, 1, 0), chunk(9, 4, 3))).decodes
+    assert not StepPlan((chunk(9, 1, 0), chunk(9, 4, 0))).decodes
+    assert not StepPlan((chunk(9, 1, 0),), saves=PageMoves(pages, pages)).decodes
 
 
 def test_a_profile_is_its_data_sheet() -> None:

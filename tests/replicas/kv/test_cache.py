@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import Holding, KVCache, Label
+from holdfast.replicas.kv.cache import Holding, KVCache, Label, in_use
 from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.kv.radix import PLAIN
 from holdfast.replicas.scheduling.plan import PageCopy
@@ -130,7 +130,7 @@ def test_cells_in_use_are_never_evicted() -> None:
     _run(cache, _count(0, 8))
     reader = cache.acquire("", _count(0, 9), now=1.0).holding
     other = _begin(cache, _count(50, 8), now=2.0)
-    assert (cache.stats.free, cache.stats.evictable, cache.stats.in_use) == (0, 0, 16)
+    assert (cache.stats.free, cache.stats.evictable, in_use(cache)) == (0, 0, 16)
     assert cache.grow(other, 9) is None
     cache.drop(reader)
     assert cache.stats.evictable == 8

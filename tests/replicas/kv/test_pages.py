@@ -1,9 +1,11 @@
 """The page pool: all or nothing, and a page is free exactly when it has no owner left."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.replicas.kv import pages
 from holdfast.replicas.kv.pages import PagePool
 
 
@@ -72,3 +74,21 @@ def test_pool_agrees_with_a_dictionary_of_owners(steps: list[tuple[str, int, int
             owners = {p: c for p, c in owners.items() if c}
         assert pool.free == 12 - len(owners)
         assert set(pool.free_pages.tolist()) == set(range(12)) - set(owners)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.none() | st.integers(0, 99), st.integers(0, 99)), max_size=12))
+def test_pages_are_the_same_looked_for_one_by_one_or_all_at_once(steps: list[tuple[int, int | None, int]]) -> None:
+    one, all_at_once = PagePool(100, page_size=4), PagePool(100, page_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        for n, after, freed in steps:
+            patch.setattr(pages, "_FEW", 99)
+            found = one.alloc(n, after)
+            patch.setattr(pages, "_FEW", 0)
+            patch.setattr(pages, "_STRETCH", 8)
+            others = all_at_once.alloc(n, after)
+            assert (found is None) == (others is None)
+            if found is not None and others is not None:
+                assert found.tolist() == others.tolist()
+                for pool in (one, all_at_once):
+                    pool.release(found[freed % n :: 2])
+            assert one.free_pages.tolist() == all_at_once.free_pages.tolist()

@@ -62,16 +62,16 @@ def test_cells_are_had_again_the_cheaper_way():
 
 def test_the_queue_delay_is_averaged_over_a_window():
     learned = Learned(wait_window=3)
-    assert learned.conditions.wait_s == 0.0
+    assert learned.conditions().wait_s == 0.0
     for delay in (100.0, 1.0, 2.0, 3.0):
         learned.waited(delay)
-    assert learned.conditions.wait_s == pytest.approx(2.0)
+    assert learned.conditions().wait_s == pytest.approx(2.0)
 
 
 def test_a_host_tier_is_part_of_the_conditions():
     learned = Learned(8)
     learned.reload = 1e-5
-    assert learned.conditions.restore.reload == 1e-5
+    assert learned.conditions().restore.reload == 1e-5
 
 
 def test_programs_of_one_length_are_predicted_by_their_turns():

@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.retention.config import RetentionConfig
@@ -126,3 +128,17 @@ def test_policies_read_what_a_book_has_recorded():
     for _ in range(120):
         book.record("acme", "grep", 0.25)
     assert ttl("continuum", book.snapshot(), conditions=Conditions(wait_s=10.0)) == 0.25
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0]) | st.floats(0.0, 50.0), max_size=40),
+    st.floats(0.0, 60.0) | st.sampled_from([1.0, 2.0, 4.0]),
+)
+def test_no_other_time_gains_more_and_no_shorter_one_as_much(seconds: list[float], benefit: float):
+    recent = tuple(sorted(seconds))
+    gains = {0.0: 0.0}
+    for i, duration in enumerate(recent):
+        gain = (i + 1) / len(recent) * benefit - duration
+        gains[duration] = max(gains.get(duration, gain), gain)
+    best = best_time(ToolLatency(len(recent), 0.0, 0.0, recent), benefit)
+    assert all(gains[best] > gain or (gains[best] == gain and best <= t) for t, gain in gains.items())

@@ -5,6 +5,7 @@ from engine_world import World, words
 from fake_runner import complete
 
 from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnded
+from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
 from holdfast.replicas.speculation.config import DraftConfig
@@ -83,7 +84,7 @@ def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time()
     world.now = finished + 20.0
     world.idle()
     assert pinned(world) == set()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
     assert world.engine.stats.pins == world.engine.stats.pins_expired == 1
 
 
@@ -124,7 +125,7 @@ def test_the_last_turn_leaves_nothing(end):
     else:
         ended(world, "a", "p", last=end == "last")
     assert pinned(world) == set()
-    assert world.engine.cache.stats.in_use == 0
+    assert in_use(world.engine.cache) == 0
 
 
 def test_a_notice_that_comes_late_changes_nothing():
@@ -274,7 +275,7 @@ def test_new_books_keep_what_was_learned_and_no_pin():
     world.engine.cache.sound = False
     world.step()
     assert pinned(world) == set()
-    assert world.engine._learned.conditions.wait_s == 3.0
+    assert world.engine._learned.conditions().wait_s == 3.0
 
 
 def talkative(n_prompt: int, n: int) -> list[int]:

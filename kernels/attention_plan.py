@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention_work import NARROW_ROWS, AttentionWork, Ints, attention_work, spread
 from holdfast.kernels.paging import PagedBatch
+from holdfast.kernels.sending import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def make_plan(q: Tensor, batch: PagedBatch, kv_heads: int, window: int, cascade:
     work = attention_work(batch, heads // kv_heads, kv_heads, window, cascade)
     arrays = plan_arrays(work, batch)
     buffer, offsets = spread(arrays)
-    device = torch.from_numpy(buffer).to(q.device, non_blocking=True)
+    device = sent(buffer, q.device)
     views = [device[at : at + array.size].view(array.shape) for array, at in zip(arrays, offsets, strict=True)]
     return plan_over(work, views, heads, dim)
 

@@ -21,6 +21,11 @@ class Ceilings:
     rate: float
 
 
+def hold(seconds: float) -> None:
+    """Keep the GPU busy for about so long: what is begun meanwhile runs without the host's pauses in it."""
+    torch.cuda._sleep(int(_CYCLES * seconds))  # type: ignore[no-untyped-call]
+
+
 class Clock:
     """Times calls on the device, each after its caches were flushed."""
 
@@ -37,7 +42,7 @@ class Clock:
         launching = time.perf_counter() - began
         torch.cuda.synchronize()
         # The device waits until all calls are launched, so that it is never the host that is timed.
-        torch.cuda._sleep(int(_CYCLES * min(2 * repeats * launching, _LONGEST_S)))  # type: ignore[no-untyped-call]
+        hold(min(2 * repeats * launching, _LONGEST_S))
         pairs = []
         for _ in range(repeats):
             self._flush.zero_()

@@ -115,8 +115,8 @@ class Engine:
     def step(self, now: float, clock: Stopwatch | None = None, times: int = 1) -> list[Event]:
         """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
 
-        Where steps overlap its events come with the next call. `times`: that one which only decodes may stand for, with
-        a runner that does them all at once.
+        Where steps overlap its events come with the next call. With a runner that does several decode steps at once, a
+        step that only decodes stands for as many as `times`.
         """
         try:
             self._sessions.expire(now)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers as tf
 
-from holdfast.kernels.ceilings import Ceilings, Clock
+from holdfast.kernels.ceilings import Ceilings, Clock, hold
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.gpu_bench.bounds import Bounds
@@ -131,9 +131,9 @@ class World:
             torch.cuda.synchronize()
 
     def hold(self, seconds: float) -> None:
-        """Keep the device busy for about so long: what is begun meanwhile runs without the host's pauses in it."""
+        """`ceilings.hold`, where there is a GPU."""
         if self.sizes.device == "cuda":
-            torch.cuda._sleep(int(seconds * 2e9))  # type: ignore[no-untyped-call]  # cycles, at its fastest
+            hold(seconds)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """What a call takes on the device."""

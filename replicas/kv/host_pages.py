@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.kernels.sending import sent
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.scheduling.plan import PageIds, PageMoves
@@ -144,9 +145,7 @@ class HostPages:
         self._kv.index_copy_(2, self._index(moves.device), staged.movedim(0, 2))
 
     def _index(self, pages: PageIds) -> Tensor:
-        index = torch.from_numpy(pages.astype(np.int64))
-        # From memory that is not pinned the copy would wait for all that the stream has still to do.
-        return index.pin_memory().to(self._kv.device, non_blocking=True) if self._kv.is_cuda else index
+        return sent(pages.astype(np.int64), self._kv.device)
 
     def _try(self, work: Callable[[], None]) -> None:
         """The supervisor of the copies: whatever goes wrong with one is told by `wait`."""

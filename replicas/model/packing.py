@@ -41,12 +41,6 @@ def view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) 
     return buffer[offset : offset + size].view(dtype).view(*shape)
 
 
-def sent(array: Array, device: torch.device) -> Tensor:
-    """One array on a device, without waiting for what that is still doing: a copy from pinned memory."""
-    tensor = torch.from_numpy(array)
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 class Mailer:
     """Sends arrays to a device. On a CPU it copies as well, so that what is sent is nobody else's."""
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
+from holdfast.kernels.sending import sent
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.events import Sampling, TokenLogprobs
-from holdfast.replicas.model.packing import sent
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32

@@ -5,20 +5,16 @@ that computes the tokens from `start` to `end` of a prompt takes a (end^2 - star
 """
 
 from dataclasses import dataclass
-from itertools import combinations
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.replicas.retention.least_squares import not_negative
 from holdfast.replicas.scheduling.plan import StepPlan
 
 _KEPT = 0.98  # weight of what is known already when a step is added
 _ENOUGH = 8  # steps with a prefill before the fit says anything
 _REFRESH = 64  # steps after which it is drawn anew
 _THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
-
-Array: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +55,5 @@ class PrefillFit:
         self._sums = _KEPT * self._sums + seconds * x
         self._seen += 1
         if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
-            a, b, c = _not_negative(self._products, self._sums)
+            a, b, c = (float(each) for each in not_negative(self._products, self._sums))
             self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
-
-
-def _not_negative(products: Array, sums: Array) -> tuple[float, float, float]:
-    """The least squares without negative coefficients, from A'A and A'y: of all terms, or of the best set of them."""
-    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
-    if (whole >= 0).all():
-        return float(whole[0]), float(whole[1]), float(whole[2])
-    best, least = np.zeros(3), 0.0
-    for size in (1, 2):
-        for terms in combinations(range(3), size):
-            chosen = list(terms)
-            square = products[np.ix_(chosen, chosen)]
-            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
-            loss = float(x @ square @ x - 2 * x @ sums[chosen])
-            if (x >= 0).all() and loss < least:
-                best, least = np.zeros(3), loss
-                best[chosen] = x
-    return float(best[0]), float(best[1]), float(best[2])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast.loadgen.simulator.fitting import MEASURED, Sample, TimedRunner, fit, foretell
+from holdfast.loadgen.simulator.fitting import MEASURED, Sample, TimedRunner, agreement, fit, foretell
 from holdfast.loadgen.simulator.policies import engine_config
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Workload
@@ -41,6 +41,28 @@ def test_no_cost_is_negative() -> None:
     samples = [replace(Sample.of(plan, 0.0), seconds=1.0 / (1 + len(plan.chunks))) for plan in plans(2, 100)]
     found = fit(samples, "found", 1)
     assert min(found.step_s, found.sequence_s, found.token_s, found.pair_s, found.cell_s) >= 0
+
+
+def test_steps_that_vary_add_up_to_what_they_took() -> None:
+    rng = random.Random(4)
+    made = plans(3, 400)
+    samples = [Sample.of(plan, KNOWN.step(plan, 16) * rng.uniform(0.5, 2.0)) for plan in made]
+    found = fit(samples, "found", 1)
+    assert sum(found.step(plan, 16) for plan in made) == pytest.approx(sum(s.seconds for s in samples), rel=1e-3)
+
+
+def test_runs_agree_by_the_mean_over_all_their_programs() -> None:
+    config = replace(engine_config("continuum", KNOWN, host=False), context_length=8192)
+    few, more = (foretell(KNOWN, config, replace(CALM, programs=count), 0) for count in (1, 3))
+    told = agreement(CALM, [few, more], [few, few])
+    seconds = [program.seconds for run in (few, more) for program in run.programs]
+    assert told.measured_s == pytest.approx(sum(seconds) / 4)
+    assert told.simulated_s == pytest.approx(few.programs[0].seconds)
+    assert told.ratio == pytest.approx(told.simulated_s / told.measured_s)
+    assert (told.steps_measured, told.steps_simulated) == (
+        few.counts.machine_steps + more.counts.machine_steps,
+        2 * few.counts.machine_steps,
+    )
 
 
 class Sevens:

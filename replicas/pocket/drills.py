@@ -98,9 +98,9 @@ def _begin(w: Writer, text: str) -> None:
 
 
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
-    (decide, 0.28),
-    (call, 0.24),
-    (calls, 0.32),
+    (decide, 0.20),
+    (call, 0.20),
+    (calls, 0.44),
     (chain, 0.12),
     (sequence, 0.04),
 )

@@ -84,10 +84,9 @@ class ChatClient:
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises UnavailableError."""
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._http.get(self._url + path, raise_for_status=True) as response,
-            ):
+            async with asyncio.timeout(self._timeout_s), self._http.get(self._url + path) as response:
+                if response.status != 200:
+                    raise UnavailableError(f"{self._url}{path}: {await _told(response)}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"{self._url}{path}: {error!r}") from error
@@ -123,14 +122,19 @@ class ChatClient:
             watch.cache = response.headers.get("x-holdfast-cache", "")
             watch.answer.timing = from_header(response.headers.get("server-timing", ""))
             if response.status != 200:
-                body = await response.content.read(300)
-                return Failure.HTTP, f"{response.status} {body.decode(errors='replace')}"
+                return Failure.HTTP, await _told(response)
             lines = EventLines()
             async for piece in response.content.iter_any():
                 watch.piece(lines, piece)
         if not watch.answer.done:
             return Failure.CUT, "the stream ended before [DONE]"
         return None, ""
+
+
+async def _told(response: aiohttp.ClientResponse) -> str:
+    """What a server says that does not answer: its status and the beginning of its words."""
+    body = await response.content.read(300)
+    return f"{response.status} {body.decode(errors='replace')}"
 
 
 def streamed(body: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Undeclared: TypeAlias = Literal["text", "regenerate"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
-OrderName: TypeAlias = Literal["program", "request", "plas", "infercept"]
+OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
 
 POCKET = "pocket"  # the name of the shipped model
 

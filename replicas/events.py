@@ -86,6 +86,7 @@ class Submit:
     With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
     finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
     `program_turns` are the turns that the program had before; `program_end`: it has none after this one.
+    `weight` is the tenant's, for an order that shares.
     """
 
     request_id: str
@@ -101,6 +102,7 @@ class Submit:
     n_generated: int = 0
     program_turns: int = 0
     program_end: bool = False
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ class Service:
             self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
             program_turns=request.program_turns,
             program_end=request.program_end,
+            weight=request.weight,
         )
 
     def _room(self, n_prompt: int) -> int:

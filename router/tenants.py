@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,18 +36,18 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who pays. `weight` is the share among tenants; an `operator` may read the metrics of all of them."""
+    """Who pays. An `operator` may read the metrics of all tenants."""
 
     name: str  # letters, digits, `.`, `_` and `-`; a label of metrics
     key_hashes: tuple[str, ...] = ()  # `sha256:` and the hash of each of its keys, as `holdfast key` prints them
-    weight: float = 1.0  # its share among tenants; kept for later, nothing uses it yet
+    weight: float = 1.0  # its share of a replica's time against the other tenants', where `engine.order` is `fair`
     limits: TenantLimits = TenantLimits()
     operator: bool = False  # may read the metrics and the status of the whole cluster
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigError(f"tenant name {self.name!r} is not {NAME.pattern}", "name")
-        if self.weight <= 0:
+        if not 0 < self.weight < math.inf:
             raise ConfigError(f"weight of tenant {self.name!r} must be positive, not {self.weight}", "weight")
         for value in self.key_hashes:
             if not KEY_HASH.fullmatch(value):

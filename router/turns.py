@@ -191,6 +191,7 @@ class Turns:
                 program_arrival=program.arrival,
                 program_turns=program.turns,
                 program_end=accepted.turn.program_end,
+                weight=accepted.tenant.weight,
             )
             command = accepted.report.asking(command)
             if not accepted.turn.stream:

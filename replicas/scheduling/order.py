@@ -3,22 +3,26 @@
 The smallest key is served first; no two sequences have the same. `key` is the order of the running, where the last is
 preempted when cells run out; `waiting` that of the waiting, behind those that were preempted. So the first of the
 running is never preempted, and there is always one that gets on: keys change between steps only, and a policy that
-changes them lets them settle. Here: what comes before what. Not here: the queue (`waiting`), who fits (`admission`).
+changes them lets them settle. Those that share among tenants keep a line of waiting for each (`line`, `first`).
+Here: what comes before what. Not here: the queue (`waiting`), who fits (`admission`).
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
 from holdfast.replicas.config import OrderName
+from holdfast.replicas.scheduling.plan import Chunk
 from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
 
 Key: TypeAlias = tuple[float, ...]
+Sequences: TypeAlias = tuple[Sequence, ...]
+Chunks: TypeAlias = tuple[Chunk, ...]
 
-_PROGRAMS = 65_536  # whose service is remembered, the least recently served forgotten first
+_PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
 
 
 class Order(ABC):
@@ -40,8 +44,16 @@ class Order(ABC):
         """A request has come in, before its first key is asked for."""
         return
 
-    def serve(self, sequences: Iterable[Sequence], seconds: float) -> None:
-        """These have had a step that took `seconds`."""
+    def line(self, sequence: Sequence) -> str:
+        """The line that it waits in, ordered by `waiting`; the same as long as it waits."""
+        return ""
+
+    def first(self, heads: Sequences) -> Sequence:
+        """Which of these, each the first of its line, is served next."""
+        return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
+
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        """These have had a step that took `seconds`, each with its chunk."""
         return
 
     def due(self, sequence: Sequence) -> float | None:
@@ -108,7 +120,7 @@ class PlasOrder(Order):
         if sequence.owner is not None:
             sequence.attained_s = self._attained.get(sequence.owner, 0.0)
 
-    def serve(self, sequences: Iterable[Sequence], seconds: float) -> None:
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
         for sequence in sequences:
             sequence.attained_s += seconds
             owner = sequence.owner
@@ -128,11 +140,56 @@ class PlasOrder(Order):
         sequence.attained_s = 0.0
 
 
+class FairOrder(ProgramOrder):
+    """The tenant that was served least for its weight comes first, its programs by their first arrival.
+
+    Virtual token counters (Sheng et al. 2024) over the seconds of steps, which the sequences of a step share by their
+    tokens. Who comes back is counted at least as much as the least of those who waited: being away earns nothing, and
+    nobody with a weight waits for ever. What runs is not disturbed; it is ordered as by `program`.
+    """
+
+    def __init__(self, tenants: int = _TENANTS) -> None:
+        super().__init__()
+        self._tenants = tenants
+        self._served: OrderedDict[str, float] = OrderedDict()  # seconds over weight, by cache scope
+        self._least = 0.0  # of those who waited when one was chosen last
+
+    def arrive(self, sequence: Sequence) -> None:
+        scope = sequence.submit.scope
+        self._count(scope, max(self._served.get(scope, 0.0), self._least))
+
+    def line(self, sequence: Sequence) -> str:
+        return sequence.submit.scope
+
+    def first(self, heads: Sequences) -> Sequence:
+        chosen = min(heads, key=lambda head: (self._of(head), self.waiting(head)))
+        self._least = self._of(chosen)
+        return chosen
+
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        if not chunks:
+            return
+        each = seconds / sum(len(chunk.tokens) for chunk in chunks)
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            share = each * len(chunk.tokens) / sequence.submit.weight
+            self._count(sequence.submit.scope, self._of(sequence) + share)
+
+    def _of(self, sequence: Sequence) -> float:
+        return self._served.get(sequence.submit.scope, self._least)
+
+    def _count(self, scope: str, served: float) -> None:
+        self._served[scope] = served
+        self._served.move_to_end(scope)
+        if len(self._served) > self._tenants:
+            self._served.popitem(last=False)
+
+
 _ORDERS: dict[OrderName, Callable[[], Order]] = {
     "program": ProgramOrder,
     "request": RequestOrder,
     "plas": PlasOrder,
     "infercept": partial(ProgramOrder, pinned_first=False),
+    "fair": FairOrder,
 }
 
 

@@ -151,7 +151,7 @@ class Scheduler:
         if step.plan.chunks and not step.loads:  # beside a load a step may take longer than its forward
             self._speculation.measured(step.plan, seconds)
             self._learned.measured(step.plan, seconds)
-        self._order.serve(step.sequences, seconds)
+        self._order.serve(step.sequences, step.plan.chunks, seconds)
         for sequence, held, chunk, drawn in zip(step.sequences, step.held, step.plan.chunks, output.drawn, strict=True):
             if sequence.holding is not held:
                 continue

@@ -14,6 +14,7 @@ _HELD = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
 
 Ticket: TypeAlias = int
+Heap: TypeAlias = list[tuple[Key, Ticket, Sequence]]
 
 
 class WaitingQueue:
@@ -22,7 +23,7 @@ class WaitingQueue:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
-        self._heap: list[tuple[Key, Ticket, Sequence]] = []
+        self._lines: dict[str | None, Heap] = {}  # None: of those that were preempted, who come before all others
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[Sequence] = deque()
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
@@ -52,16 +53,17 @@ class WaitingQueue:
 
     def head(self) -> Sequence | None:
         """The next to be admitted; it stays in the queue."""
-        while self._heap and not self._waits(*self._heap[0][1:]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        heads = {line: heap[0][2] for line in list(self._lines) if (heap := self._cleared(line))}
+        if not heads or None in heads:
+            return heads.get(None)
+        return self._order.first(tuple(heads.values()))
 
     def hold(self) -> Sequence:
         """Set the head aside: it still waits, can be removed and expires, but is not the head until `unhold`."""
         sequence = self.head()
         if sequence is None:
             raise IndexError("nobody is waiting")
-        heapq.heappop(self._heap)
+        heapq.heappop(self._lines[self._line(sequence)])
         self._entries[sequence.request_id] = (_HELD, sequence)
         return sequence
 
@@ -112,16 +114,29 @@ class WaitingQueue:
     def _place(self, sequence: Sequence) -> None:
         ticket = next(self._tickets)
         self._entries[sequence.request_id] = (ticket, sequence)
-        # Preempted ones first: they have a part of their work behind them.
-        key = (0.0 if sequence.preempted else 1.0, *self._order.waiting(sequence))
-        heapq.heappush(self._heap, (key, ticket, sequence))
+        line = self._line(sequence)
+        heap = self._lines.setdefault(line, [])
+        heapq.heappush(heap, (self._order.waiting(sequence), ticket, sequence))
         most = 2 * len(self._entries) + _SLACK
-        if len(self._heap) > most:
-            self._heap = [entry for entry in self._heap if self._waits(*entry[1:])]
-            heapq.heapify(self._heap)
+        if len(heap) > most:
+            heap[:] = [entry for entry in heap if self._waits(*entry[1:])]
+            heapq.heapify(heap)
         if len(self._due) > most:
             self._due = [entry for entry in self._due if entry[2] in self]
             heapq.heapify(self._due)
+
+    def _line(self, sequence: Sequence) -> str | None:
+        """Preempted ones have a part of their work behind them."""
+        return None if sequence.preempted else self._order.line(sequence)
+
+    def _cleared(self, line: str | None) -> Heap:
+        """A line without the entries at its beginning that have lost their meaning; an empty one is forgotten."""
+        heap = self._lines[line]
+        while heap and not self._waits(*heap[0][1:]):
+            heapq.heappop(heap)
+        if not heap:
+            del self._lines[line]
+        return heap
 
     def _waits(self, ticket: Ticket, sequence: Sequence) -> bool:
         entry = self._entries.get(sequence.request_id)

@@ -113,6 +113,16 @@ def test_no_server_is_a_failure_to_connect() -> None:
     assert asyncio.run(nobody()).failure == Failure.CONNECT
 
 
+def test_who_is_refused_is_told_the_servers_words() -> None:
+    async def refused(url: str) -> None:
+        async with ChatClient(url, 5.0) as client:
+            with pytest.raises(UnavailableError, match="/v1/models: 401 Give your key"):
+                await client.get("/v1/models")
+
+    with stub_server(lambda asked: Answer.of(b"Give your key", status=401)) as stub:
+        asyncio.run(refused(stub.url))
+
+
 def test_the_key_goes_with_every_request() -> None:
     async def both(url: str) -> None:
         async with ChatClient(url, 5.0, "secret") as client:

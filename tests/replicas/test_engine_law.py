@@ -66,7 +66,8 @@ class EngineMachine(RuleBasedStateMachine):
         text = (known[: len(known) // 2] if rewrites else known) + words(len(self.world.ends), new)
         if len(text) + most > 64:
             text = text[:40]
-        self.world.submit(name, text, most, program=program)
+        scope, weight = ("other", 3.0) if program == "r" else ("", 1.0)
+        self.world.submit(name, text, most, scope=scope, program=program, weight=weight)
         if program:
             self.texts[program] = text
 

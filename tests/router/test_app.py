@@ -13,7 +13,7 @@ from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_
 
 OURS = ("x-request-id", "x-holdfast-cache", "x-holdfast-replica")
 ACME = Tenant("acme", (hash_key("a"),))
-OTHER = Tenant("other", (hash_key("b"),), limits=TenantLimits(max_concurrent=1, requests_per_minute=2))
+OTHER = Tenant("other", (hash_key("b"),), weight=2.5, limits=TenantLimits(max_concurrent=1, requests_per_minute=2))
 PLAIN = ("POST", "/v1/completions", {"json": {"model": "pocket", "prompt": "hi"}})
 
 
@@ -96,6 +96,7 @@ def test_tenants_do_not_share_answers_or_programs():
         assert answer.headers["x-holdfast-cache"] == "miss"
     assert [request.program_id for request in world.backend.requests] == ["acme/p", "other/p"]
     assert [request.scope for request in world.backend.requests] == ["acme", "other"]
+    assert [request.weight for request in world.backend.requests] == [1.0, 2.5]
 
 
 def test_the_next_turn_carries_the_arrival_and_the_last_replica():

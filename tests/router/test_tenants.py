@@ -94,6 +94,8 @@ def test_behind_an_exposed_proxy_every_caller_of_metrics_needs_a_key():
         lambda: Tenant(""),
         lambda: Tenant("a", ("plain-key",)),
         lambda: Tenant("a", weight=0.0),
+        lambda: Tenant("a", weight=float("nan")),
+        lambda: Tenant("a", weight=float("inf")),
         lambda: TenantLimits(max_concurrent=0),
         lambda: TenantDirectory([ACME, Tenant("acme")]),
         lambda: TenantDirectory([ACME, Tenant("other", ACME.key_hashes[:1])]),

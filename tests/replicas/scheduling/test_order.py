@@ -1,12 +1,13 @@
 """The policies of order, one by one, and in an engine that serves one request at a time."""
 
 from itertools import count
+from typing import get_args
 
 import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, OrderName
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.retention.config import RetentionConfig
@@ -37,7 +38,7 @@ def test_the_word_of_the_configuration_decides():
     assert first("plas", old, new, pinned) == 1
 
 
-@pytest.mark.parametrize("name", ["program", "request", "plas", "infercept"])
+@pytest.mark.parametrize("name", get_args(OrderName))
 def test_a_pin_says_nothing_among_the_running(name):
     order, one = order_of(name), request(1.0)
     before = order.key(one)
@@ -48,7 +49,7 @@ def test_a_pin_says_nothing_among_the_running(name):
 class TestPlas:
     def test_a_request_begins_where_its_program_stands(self):
         order = PlasOrder(levels=3, quantum_s=1.0, factor=4.0)
-        order.serve([request(0.0, program="p")], 1.5)
+        order.serve((request(0.0, program="p"),), (), 1.5)
         later, other = request(1.0, program="p"), request(2.0, program="q")
         order.arrive(later)
         order.arrive(other)
@@ -59,14 +60,14 @@ class TestPlas:
         order, one, levels = PlasOrder(levels=3, quantum_s=1.0, factor=2.0), request(0.0), []
         for _ in range(6):
             levels.append(order.key(one)[0])
-            order.serve([one], 0.5)
+            order.serve((one,), (), 0.5)
         assert levels == [0, 0, 1, 1, 2, 2]
-        order.serve([one], 1e9)
+        order.serve((one,), (), 1e9)
         assert order.key(one)[0] == 2
 
     def test_the_longer_a_program_was_served_the_longer_it_is_patient(self):
         order = PlasOrder(quantum_s=1.0, patience=3.0)
-        order.serve([request(0.0, program="p")], 2.0)
+        order.serve((request(0.0, program="p"),), (), 2.0)
         later, other = request(10.0, program="p"), request(10.0, program="q")
         order.arrive(later)
         order.arrive(other)
@@ -78,7 +79,7 @@ class TestPlas:
     def test_programs_served_longest_ago_are_forgotten(self):
         order = PlasOrder(quantum_s=1.0, programs=2)
         for program in "abca":
-            order.serve([request(0.0, program=program)], 5.0)
+            order.serve((request(0.0, program=program),), (), 5.0)
         stands = []
         for program in "abc":
             later = request(1.0, program=program)
@@ -88,7 +89,7 @@ class TestPlas:
 
     def test_tenants_have_programs_of_their_own(self):
         order = PlasOrder()
-        order.serve([request(0.0, program="p")], 5.0)
+        order.serve((request(0.0, program="p"),), (), 5.0)
         submit = Submit("r", np.asarray([1], np.int32), scope="other", program_id="p")
         stranger = Sequence.of(submit, 0, 0.0, frozenset(), 0)
         order.arrive(stranger)

@@ -1,0 +1,124 @@
+"""Sharing among tenants: shares by weight while all wait, no credit for being away, nobody starves."""
+
+from collections import Counter
+from itertools import groupby
+
+import numpy as np
+import pytest
+from engine_world import World, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.scheduling.order import FairOrder
+from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.sequences.sequence import Sequence
+
+
+def one_row() -> World:
+    """An engine that serves one request at a time, a step a second."""
+    world = World(order="fair", max_sequences=1, queue_timeout_s=1e9)
+    world.step_s = 1.0
+    return world
+
+
+def finished(world: World) -> list[str]:
+    """Names of what has finished, in that order."""
+    done = [name for name, ends in world.ends.items() if ends]
+    return sorted(done, key=lambda name: world.end(name).timing.finished)
+
+
+def flood(world: World, tenant: str, count: int, weight: float = 1.0, tokens: int = 6) -> None:
+    """`count` requests of a tenant at once, each another program."""
+    for _ in range(count):
+        name = f"{tenant}{sum(known.startswith(tenant) for known in world.ends)}"
+        text = words(len(world.ends), 4)
+        world.submit(name, text, tokens, scope=tenant, program=name, began=1.0 + len(world.ends), weight=weight)
+
+
+def served(world: World, count: int) -> Counter[str]:
+    """How many of the next `count` requests that finish are whose."""
+    before = len(finished(world))
+    while len(finished(world)) < before + count:
+        world.step()
+    return Counter(name[0] for name in finished(world)[before : before + count])
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(1.0, 10), (3.0, 15), (0.25, 4)])
+def test_who_waits_is_served_by_weight(weight, expected):
+    world = one_row()
+    flood(world, "a", 40)
+    flood(world, "b", 40, weight)
+    assert served(world, 20)["b"] == pytest.approx(expected, abs=1)
+
+
+def test_longer_requests_are_served_less_often():
+    world = one_row()
+    flood(world, "a", 60, tokens=4)
+    flood(world, "b", 60, tokens=16)
+    counts, seconds = served(world, 40), Counter[str]()
+    for name in finished(world):
+        timing = world.end(name).timing
+        seconds[name[0]] += timing.finished - timing.scheduled
+    assert counts["a"] > counts["b"]
+    assert seconds["a"] == pytest.approx(seconds["b"], rel=0.15)
+
+
+def test_who_comes_later_does_not_wait_for_a_backlog():
+    world = one_row()
+    flood(world, "a", 30)
+    served(world, 2)
+    flood(world, "b", 1)
+    assert served(world, 2)["b"] == 1
+
+
+def test_being_away_earns_nothing():
+    world = one_row()
+    flood(world, "b", 1)
+    served(world, 1)
+    flood(world, "a", 40)
+    served(world, 20)
+    flood(world, "b", 20)
+    assert served(world, 10)["b"] == pytest.approx(5, abs=1)
+    runs = [len(list(run)) for _, run in groupby(name[0] for name in finished(world)[21:])]
+    assert max(runs) <= 2
+
+
+def test_the_smallest_weight_is_served_at_last():
+    world = one_row()
+    flood(world, "b", 2, weight=0.02)
+    flood(world, "a", 1)
+    while "b1" not in finished(world):
+        flood(world, "a", 1)  # there is always one more that waits
+        served(world, 1)
+        assert len(world.ends) < 100
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12))
+def test_a_tenant_alone_is_served_as_by_program(arrivals):
+    orders = []
+    for order in ("fair", "program"):
+        world = World(order=order, max_sequences=2)
+        for program, tokens in arrivals:
+            name = f"{program} {len(world.ends)}"
+            world.submit(name, words(len(world.ends), 5), tokens, scope="a", program=str(program), began=1.0 + program)
+            world.step()
+        world.run()
+        orders.append([(name, world.end(name).timing.finished) for name in world.ends])
+    assert orders[0] == orders[1]
+
+
+def test_the_tenant_served_longest_ago_is_forgotten_as_if_it_had_been_away():
+    order = FairOrder(tenants=2)
+    one = {tenant: waiting(tenant) for tenant in "abc"}
+    chunks = (Chunk(0, 0, np.zeros(1, np.int32)),)
+    for tenant in "abc":
+        order.arrive(one[tenant])
+        order.serve((one[tenant],), chunks, {"a": 5.0, "b": 3.0, "c": 4.0}[tenant])
+    assert order.first((one["b"], one["c"])) is one["b"]
+    assert order.first((one["a"], one["c"])) is one["a"], "it is counted as the least of those who waited"
+
+
+def waiting(tenant: str) -> Sequence:
+    return Sequence.of(Submit(tenant, np.zeros(1, np.int32), Sampling(1), tenant), 0, 0.0, frozenset(), 0)

@@ -86,7 +86,7 @@ class Engine:
     @property
     def due(self) -> float | None:
         """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
-        return self._scheduler.keeping.due
+        return min((due for due in (self._scheduler.keeping.due, self._sessions.due) if due is not None), default=None)
 
     def occupancy(self) -> Occupancy:
         return replace(

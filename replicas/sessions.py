@@ -137,8 +137,14 @@ class Sessions:
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
         for session in list(self._sessions.values()):
-            if session.running is None and now - session.used > self._idle_s:
+            if session.running is None and now >= session.used + self._idle_s:
                 self._close(session, now)
+
+    @property
+    def due(self) -> float | None:
+        """When the next session is to be closed, if nobody uses it before; None: there is none, or all are in use."""
+        used = [session.used for session in self._sessions.values() if session.running is None]
+        return min(used) + self._idle_s if used else None
 
     def fail_all(self, error: HoldfastError) -> None:
         """Forget every session; operations that have not begun fail with `error`."""

@@ -224,6 +224,22 @@ def test_a_session_that_nobody_uses_is_closed_and_says_so():
     assert in_use(world.engine.cache) == 0
 
 
+def test_an_idle_engine_knows_when_to_close_a_session():
+    world = make(session_idle_s=50.0)
+    assert world.engine.due is None
+    world.open("s")
+    world.append("a", "s", words(1, 20))
+    assert world.engine.due is None, "it is in use"
+    world.run()
+    due = world.engine.due
+    assert due is not None
+    assert due - world.now == pytest.approx(50.0, abs=1.0)
+    world.now = due
+    world.idle()
+    assert world.engine.due is None
+    assert in_use(world.engine.cache) == 0
+
+
 def test_sessions_share_a_budget_of_cells():
     world = make(cells=512, context_length=256, admission_ceiling=0.5)
     for session in ("s", "t"):

@@ -1,7 +1,9 @@
 """Estimates with bootstrap intervals: of a sample, and of the ratio of two. Pure; knows nothing of servers.
 
 Percentile bootstrap (Efron and Tibshirani 1993, chapter 13), seeded. What is drawn again are the observations that are
-passed in: requests, or repetitions where a figure has one value for each.
+passed in: requests, or repetitions where a figure has one value for each. Of a few observations it makes intervals that
+are far too narrow (of two, three and five log-normal ones, the mean lies in 51, 69 and 79 % of them), so those of fewer
+than `FEW` get their range instead, from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -17,16 +19,22 @@ Statistic = Callable[[Array], Array]  # over the last axis
 
 DRAWS = 1000
 LEVEL = 0.95
+FEW = 10
 _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval; both ends are None where one observation tells nothing of the spread."""
+    """A figure and its interval, or its range; both ends are None where one observation tells nothing of the spread."""
 
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The interval; where there is none, one of no length at the figure itself."""
+        return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
 def percentile(percent: float) -> Statistic:
@@ -52,14 +60,15 @@ def estimate(values: Sequence[float], statistic: Statistic, seed: int) -> Estima
         return None
     sample = np.asarray(values, np.float64)
     value = float(statistic(sample))
-    if len(sample) == 1:
-        return Estimate(value)
+    if len(sample) < FEW:
+        return _ranged(value, sample)
     drawn = [statistic(sample[picks]) for picks in _picks(len(sample), seed)]
     return Estimate(value, *_ends(drawn))
 
 
 def ratio(over: Sequence[float], under: Sequence[float], statistic: Statistic, seed: int) -> Estimate | None:
-    """statistic(over) / statistic(under) with its interval; None without values or with a zero below.
+    """statistic(over) / statistic(under) with its interval, or the range of its pairs; None without values or with a
+    zero below.
 
     The two are pairs, observation by observation, and are drawn again as pairs: what hit both at once, cancels.
     """
@@ -72,13 +81,17 @@ def ratio(over: Sequence[float], under: Sequence[float], statistic: Statistic, s
     if base <= 0:
         return None
     value = float(statistic(above)) / base
-    if len(above) == 1:
-        return Estimate(value)
+    if len(above) < FEW:
+        return _ranged(value, above[below > 0] / below[below > 0])
     drawn = []
     for picks in _picks(len(above), seed):
         bases = statistic(below[picks])
         drawn.append(statistic(above[picks])[bases > 0] / bases[bases > 0])
     return Estimate(value, *_ends(drawn))
+
+
+def _ranged(value: float, observed: Array) -> Estimate:
+    return Estimate(value, float(observed.min()), float(observed.max())) if len(observed) > 1 else Estimate(value)
 
 
 def _picks(count: int, seed: int) -> Iterator[NDArray[np.int32]]:

@@ -155,9 +155,9 @@ class Bridge:
             if not ended:
                 self._thread.send(Abort(request_id))
 
-    def stop(self, request_id: str) -> None:
-        """End a request as finished; its terminal event still comes."""
-        self._thread.send(Stop(request_id))
+    def stop(self, request_id: str, completion: int | None = None) -> None:
+        """End a request as finished, with so many tokens drawn; its terminal event still comes."""
+        self._thread.send(Stop(request_id, completion))
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine something that no request waits for."""

@@ -171,6 +171,8 @@ class Engine:
             if request_id in self._sessions:
                 self._sessions.abort(request_id, now)
         elif isinstance(command, Stop):
+            if command.completion is not None:
+                sequence.cut(command.completion)
             self._scheduler.ends.finish(sequence, "stop", now)
         else:
             self._scheduler.ends.abort(sequence, now)

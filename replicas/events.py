@@ -135,9 +135,14 @@ class CloseSession:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End a request now as finished by `stop`: its text reached a stop string or closed a tool call."""
+    """End a request now as finished by `stop`: its text reached a stop string or closed a tool call.
+
+    The text ended with token `completion` of what was drawn; what came after it, before the engine heard of that, is
+    nobody's. None: all of it counts.
+    """
 
     request_id: str
+    completion: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

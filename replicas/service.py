@@ -1,6 +1,7 @@
 """One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -126,6 +127,8 @@ class Service:
         sampling = request.sampling
         if sampling.max_tokens == -1:
             sampling = replace(sampling, max_tokens=self._room(len(tokens)))
+        if sampling.seed is None and sampling.temperature > 0 and not self.engine.config.prompt_seed:
+            sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a rewritten reply goes on with it
         return Submit(
             request.request_id,
             tokens,
@@ -154,7 +157,8 @@ class Service:
             attempt.spent.validate_s += time.perf_counter() - began
             if reply.done:
                 self._text.stopped += reply.calls_done
-                self._bridge.stop(event.request_id)
+                drawn = reply.completion_tokens - attempt.submit.n_generated
+                self._bridge.stop(event.request_id, drawn)
             return pieces
         if isinstance(event, Finished):
             if reply.rewrite is not None:

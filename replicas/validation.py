@@ -1,8 +1,12 @@
 """Whether a request can be served at all: pure checks of its tokens and numbers against the configuration."""
 
+import math
+
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from holdfast.replicas.events import Submit
+
+MOST_TOP_K = 2**31 - 1  # what the sampler's arrays hold
 
 
 def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -> None:
@@ -13,6 +17,10 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
         raise InvalidRequestError("the prompt is empty", "prompt")
     if max_tokens < 0:
         raise InvalidRequestError(f"max_tokens must not be negative: {max_tokens}", "max_tokens")
+    if submit.sampling.top_k > MOST_TOP_K:
+        raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
+    if not 0 < submit.weight < math.inf:
+        raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
     if n_prompt + min(max_tokens, 1) > context:
         new = ", one of them new" if max_tokens else ""
         raise ContextLengthError(f"the prompt has {n_prompt} tokens; the context has room for {context}{new}", "prompt")

@@ -334,9 +334,10 @@ def in_use(cache: KVCache) -> int:
 
 def claimed(cache: KVCache, match: Match | None) -> int:
     """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now."""
-    step = match.node if match is not None else None
-    pages = 0
+    if match is None or match.node.leases or match.node.parent is None:
+        return 0
+    pages = cache.tree.owned_to(match.node, match.length)
+    step: Node | None = match.node.parent
     while step is not None and step.leases == 0:
-        pages += step.owned
-        step = step.parent
+        pages, step = pages + step.owned, step.parent
     return pages * cache.page_size

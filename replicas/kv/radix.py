@@ -188,6 +188,11 @@ class RadixTree:
         self._detach(node, parent)
         return parent, node.pages
 
+    def owned_to(self, node: Node, at: int) -> int:
+        """Pages counted for the part of `node` before the absolute position `at`: those of a cut's upper half."""
+        shared_above = len(node.pages) - node.owned
+        return self._pool.pages_for(at) - node.start // self._pool.page_size - shared_above
+
     def _detach(self, leaf: Node, parent: Node) -> None:
         """Take a leaf without leases out; its pages keep their owner."""
         self.order.discard(leaf)
@@ -238,8 +243,7 @@ class RadixTree:
         )
         if at % size:
             self._pool.retain(lower[:1])
-        shared_above = len(node.pages) - node.owned
-        upper.owned = len(upper.pages) - shared_above
+        upper.owned = self.owned_to(node, at)
         upper.touched, upper.tag, upper.priority, upper.leases = node.touched, node.tag, node.priority, node.leases
         upper.pins = node.pins
         node.parent.children[int(node.tokens[0])] = upper

@@ -123,13 +123,13 @@ class Admission:
 
         `match` is where that ends: giving way lets leases go and leaves the tree as it is.
 
-        What is kept for programs that pause can give way: those that arrived later, the last one first. Where nothing
+        What is kept for programs that pause can give way: those behind it in order, the last one first. Where nothing
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
         never waits for pins alone (Continuum, section 5.3).
         """
         keeping, owner = self._running.keeping, sequence.owner
         alone = not len(self._running)
-        to = None if alone else sequence.submit.program_arrival
+        to = None if alone else sequence
         while True:
             prefix = claimed(self._cache, match)
             if needed + prefix <= to_be_had(self._cache):

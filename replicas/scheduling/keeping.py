@@ -3,7 +3,7 @@
     a turn ends           pinned for a moment, until it is known what the turn called
     what it called        known: pinned for what the policy says, or not at all
     the next turn comes   kept past the deadline while it waits; given back as it begins
-    others need cells     programs that arrived later give way; where nothing runs, any
+    others need cells     programs behind them in order give way; where nothing runs, any
 
 Not here: for how long (`retention/ttl`), the pins themselves (`kept`). The rows of paused programs are `places`'.
 """
@@ -14,8 +14,10 @@ from holdfast.replicas.kv.cache import KVCache, in_use
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.retention.learned import Learned
+from holdfast.replicas.retention.pins import Held
 from holdfast.replicas.retention.ttl import Pause, policy_of
 from holdfast.replicas.scheduling.kept import Kept
+from holdfast.replicas.scheduling.order import Key, Order
 from holdfast.replicas.scheduling.waiting import WaitingQueue
 from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
@@ -26,8 +28,15 @@ class Keeping:
     """Decides what is kept, as the engine tells it what happens to programs."""
 
     def __init__(
-        self, config: EngineConfig, cache: KVCache, waiting: WaitingQueue, learned: Learned, stats: EngineStats
+        self,
+        config: EngineConfig,
+        cache: KVCache,
+        waiting: WaitingQueue,
+        order: Order,
+        learned: Learned,
+        stats: EngineStats,
     ) -> None:
+        self._order = order
         self._config = config.retention
         self._policy = policy_of(config.retention)
         self._active = config.retention.policy != "none" and config.prefix_cache
@@ -91,17 +100,25 @@ class Keeping:
             self._stats.pins_expired += 1
             self.kept.drop(held)
 
-    def give_way(self, to: float | None, besides: Owner | None = None) -> bool:
-        """Drop the pin of the program that arrived last, if that was after `to`; None: whenever it was.
+    def give_way(self, to: Sequence | None, besides: Owner | None = None) -> bool:
+        """Drop the pin of the program that comes last in order, if it comes behind `to`; None: wherever it comes.
 
         False where there is none to drop.
         """
-        held = self.kept.latest(besides)
-        if held is None or (to is not None and held.arrival <= to):
+        held = self._last(besides)
+        if held is None or (to is not None and self._rank(held) <= self._order.asking(to)):
             return False
         self._stats.pins_given_way += 1
         self.kept.drop(held)
         return True
+
+    def _last(self, besides: Owner | None) -> Held | None:
+        if self._order.by_arrival:
+            return self.kept.latest(besides)
+        return max((held for held in self.kept if held.owner != besides), key=self._rank, default=None)
+
+    def _rank(self, held: Held) -> Key:
+        return self._order.paused(held.owner.scope, held.arrival)
 
     def _turn_ended(self, ended: TurnEnded) -> None:
         """Keep the turn's cells as long as that is worth it, from its end on."""

@@ -10,6 +10,7 @@ Here: what comes before what. Not here: the queue (`waiting`), who fits (`admiss
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -22,16 +23,19 @@ Key: TypeAlias = tuple[float, ...]
 Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
 
+_MANY = 1000  # requests over which FairOrder averages what one takes
 _PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
 
 
 class Order(ABC):
     """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
 
-    `settled`: the key of a running sequence never changes.
+    `settled`: the key of a running sequence never changes. `by_arrival`: of those that pause, who began last is the
+    greatest.
     """
 
     settled = True
+    by_arrival = True
 
     @abstractmethod
     def key(self, sequence: Sequence) -> Key: ...
@@ -52,6 +56,10 @@ class Order(ABC):
         """Which of these, each the first of its line, is served next."""
         return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
 
+    def begin(self, sequence: Sequence) -> None:
+        """It has been given a row and runs from the next step on."""
+        return
+
     def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
         """These have had a step that took `seconds`, each with its chunk."""
         return
@@ -63,6 +71,14 @@ class Order(ABC):
     def promote(self, sequence: Sequence) -> None:
         """It has: its key may change now."""
         return
+
+    def asking(self, sequence: Sequence) -> Key:
+        """Where it stands among the programs that pause, when it needs cells that are kept for them."""
+        return (0.0,)
+
+    def paused(self, scope: str, arrival: float) -> Key:
+        """Where a program that pauses stands: the greatest gives way first, and to smaller ones only."""
+        return (1.0, arrival)
 
 
 class ProgramOrder(Order):
@@ -76,6 +92,12 @@ class ProgramOrder(Order):
 
     def key(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival, sequence.arrived, sequence.number)
+
+    def asking(self, sequence: Sequence) -> Key:
+        return (sequence.submit.program_arrival,)
+
+    def paused(self, scope: str, arrival: float) -> Key:
+        return (arrival,)
 
     def waiting(self, sequence: Sequence) -> Key:
         return (0.0 if self._pinned_first and sequence.pinned else 1.0, *self.key(sequence))
@@ -140,48 +162,90 @@ class PlasOrder(Order):
         sequence.attained_s = 0.0
 
 
+@dataclass(slots=True)
+class _Share:
+    """One tenant's: the seconds it was served over its weight, how many of its requests run, and its weight."""
+
+    served: float = 0.0
+    running: int = 0
+    weight: float = 1.0
+
+
 class FairOrder(ProgramOrder):
     """The tenant that was served least for its weight comes first, its programs by their first arrival.
 
     Virtual token counters (Sheng et al. 2024) over the seconds of steps, which the sequences of a step share by their
-    tokens. Who comes back is counted at least as much as the least of those who waited: being away earns nothing, and
-    nobody with a weight waits for ever. What runs is not disturbed; it is ordered as by `program`.
+    tokens. What runs is charged for in advance with what requests have taken on average, so that rows which come free
+    together go to several. Who comes back is counted at least as much as the least of those who waited: being away
+    earns nothing, and nobody with a weight waits for ever. What runs is not disturbed; it is ordered as by `program`.
     """
+
+    by_arrival = False
 
     def __init__(self, tenants: int = _TENANTS) -> None:
         super().__init__()
         self._tenants = tenants
-        self._served: OrderedDict[str, float] = OrderedDict()  # seconds over weight, by cache scope
+        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by cache scope
+        self._running: list[_Share] = []  # those with requests in the latest step
         self._least = 0.0  # of those who waited when one was chosen last
+        self._begun = 0.0  # requests, the older the less
+        self._spent = 0.0  # seconds on them
 
     def arrive(self, sequence: Sequence) -> None:
-        scope = sequence.submit.scope
-        self._count(scope, max(self._served.get(scope, 0.0), self._least))
+        share = self._of(sequence.submit.scope)
+        share.weight = sequence.submit.weight
+        share.served = max(share.served, self._least)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
 
     def first(self, heads: Sequences) -> Sequence:
-        chosen = min(heads, key=lambda head: (self._of(head), self.waiting(head)))
-        self._least = self._of(chosen)
+        chosen = min(heads, key=lambda head: (*self._standing(head.submit.scope), *self.waiting(head)))
+        self._least = self._of(chosen.submit.scope).served
         return chosen
 
+    def begin(self, sequence: Sequence) -> None:
+        share = self._of(sequence.submit.scope)
+        share.running += 1
+        self._running.append(share)
+        self._begun += 1
+
     def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        for share in self._running:
+            share.running = 0
+        self._running.clear()
         if not chunks:
             return
         each = seconds / sum(len(chunk.tokens) for chunk in chunks)
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            share = each * len(chunk.tokens) / sequence.submit.weight
-            self._count(sequence.submit.scope, self._of(sequence) + share)
+            share = self._of(sequence.submit.scope)
+            share.served += each * len(chunk.tokens) / share.weight
+            share.running += 1
+            self._running.append(share)
+        self._spent += seconds
+        if self._begun > _MANY:
+            self._begun, self._spent = self._begun / 2, self._spent / 2
 
-    def _of(self, sequence: Sequence) -> float:
-        return self._served.get(sequence.submit.scope, self._least)
+    def asking(self, sequence: Sequence) -> Key:
+        return self.paused(sequence.submit.scope, sequence.submit.program_arrival)
 
-    def _count(self, scope: str, served: float) -> None:
-        self._served[scope] = served
-        self._served.move_to_end(scope)
-        if len(self._served) > self._tenants:
-            self._served.popitem(last=False)
+    def paused(self, scope: str, arrival: float) -> Key:
+        return (self._of(scope).served, arrival)
+
+    def _standing(self, scope: str) -> Key:
+        share = self._of(scope)
+        ahead = share.running / share.weight
+        return (share.served + ahead * self._spent / max(self._begun, 1.0), ahead)
+
+    def _of(self, scope: str) -> _Share:
+        """The share of a tenant, which becomes the one served last."""
+        share = self._shares.get(scope)
+        if share is None:
+            share = self._shares[scope] = _Share(self._least)
+            if len(self._shares) > self._tenants:
+                self._shares.popitem(last=False)
+        self._shares.move_to_end(scope)
+        return share
 
 
 _ORDERS: dict[OrderName, Callable[[], Order]] = {

@@ -105,6 +105,7 @@ class Running:
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
+        self._order.begin(sequence)
         if self._in_order is not None:
             insort(self._in_order, sequence, key=self._order.key)
         same = common_prefix(place.pages, holding.pages) if place is not None and place.row is not None else 0
@@ -128,9 +129,9 @@ class Running:
         return True
 
     def grow_over_pins(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
-        """The same; if need be with cells that were kept for programs which arrived later."""
+        """The same; if need be with cells that were kept for programs which come behind it."""
         while not self.grow(builder, sequence, n_tokens):
-            if not self.keeping.give_way(to=sequence.submit.program_arrival):
+            if not self.keeping.give_way(to=sequence):
                 return False
         return True
 

@@ -57,7 +57,7 @@ class Scheduler:
         self.stats = stats
         self._learned = learned
         waiting = WaitingQueue(order)
-        self.keeping = Keeping(config, cache, waiting, learned, stats)
+        self.keeping = Keeping(config, cache, waiting, order, learned, stats)
         self.places = Places(cache, pool, parks=config.sessions, spared=self.keeping.holds)
         self._running = Running(cache, self.places, order, self.stats, self.keeping)
         self._speculation = Speculation(drafter)
@@ -213,7 +213,7 @@ class Scheduler:
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
             # Who arrived last gives way, whether its program runs or pauses.
             alone, last = len(self._running) == 1, self._running.in_order()[-1]
-            if self.keeping.give_way(to=None if alone else last.submit.program_arrival):
+            if self.keeping.give_way(to=None if alone else last):
                 continue
             if alone:
                 return preempted

@@ -23,6 +23,7 @@ class WaitingQueue:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
+        self._first: Sequence | None = None  # the head, once it is known and until who waits changes
         self._lines: dict[str | None, Heap] = {}  # None: of those that were preempted, who come before all others
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[Sequence] = deque()
@@ -52,7 +53,15 @@ class WaitingQueue:
         self._place(sequence)
 
     def head(self) -> Sequence | None:
-        """The next to be admitted; it stays in the queue."""
+        """The next to be admitted; it stays in the queue, and stays the next until who waits or in which place changes.
+
+        Then it is looked for among the heads of all lines.
+        """
+        if self._first is None:
+            self._first = self._find_first()
+        return self._first
+
+    def _find_first(self) -> Sequence | None:
         heads = {line: heap[0][2] for line in list(self._lines) if (heap := self._cleared(line))}
         if not heads or None in heads:
             return heads.get(None)
@@ -64,6 +73,7 @@ class WaitingQueue:
         if sequence is None:
             raise IndexError("nobody is waiting")
         heapq.heappop(self._lines[self._line(sequence)])
+        self._first = None
         self._entries[sequence.request_id] = (_HELD, sequence)
         return sequence
 
@@ -79,6 +89,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
+        self._first = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
             turns.remove(sequence)
@@ -112,7 +123,7 @@ class WaitingQueue:
         return late
 
     def _place(self, sequence: Sequence) -> None:
-        ticket = next(self._tickets)
+        ticket, self._first = next(self._tickets), None
         self._entries[sequence.request_id] = (ticket, sequence)
         line = self._line(sequence)
         heap = self._lines.setdefault(line, [])
@@ -121,6 +132,8 @@ class WaitingQueue:
         if len(heap) > most:
             heap[:] = [entry for entry in heap if self._waits(*entry[1:])]
             heapq.heapify(heap)
+        if len(self._arrivals) > most:
+            self._arrivals = deque(each for each in self._arrivals if each in self and not each.preempted)
         if len(self._due) > most:
             self._due = [entry for entry in self._due if entry[2] in self]
             heapq.heapify(self._due)

@@ -14,7 +14,9 @@ from holdfast.replicas.events import (
     Failed,
     Finished,
     Rejected,
+    Sampling,
     Stop,
+    Submit,
 )
 from holdfast.replicas.speculation.config import DraftConfig
 
@@ -131,6 +133,15 @@ def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, kin
     error = world.end("a").error
     assert (error.kind, error.field) == (kind, field)
     assert not world.engine.busy
+
+
+@pytest.mark.parametrize(("top_k", "kind"), [(2**31 - 1, None), (2**31, ErrorKind.INVALID), (2**63, ErrorKind.INVALID)])
+def test_a_top_k_that_no_array_holds_is_rejected_alone(top_k, kind):
+    world = World()
+    world.give(Submit("a", np.array([1, 2], np.int32), Sampling(max_tokens=1, top_k=top_k)))
+    world.run()
+    error = getattr(world.end("a"), "error", None)
+    assert (error.kind if error else None) is kind
 
 
 def test_a_request_larger_than_the_cache_is_rejected_and_the_largest_that_fits_is_served():

@@ -104,12 +104,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.close(session)
         self.world.histories.pop(("", session), None)
 
-    @rule(how=st.sampled_from([Abort, Stop]), back=st.integers(1, 6))
-    def cut(self, how: type[Abort] | type[Stop], back: int) -> None:
+    @rule(aborts=st.booleans(), kept=st.none() | st.integers(0, 6), back=st.integers(1, 6))
+    def cut(self, aborts: bool, kept: int | None, back: int) -> None:
         names = list(self.world.ends)
         if back <= len(names):
-            self.stopped.add(names[-back])
-            self.world.give(how(names[-back]))
+            name = names[-back]
+            self.stopped.add(name)
+            self.world.give(Abort(name) if aborts else Stop(name, kept))
 
     @rule(after=st.integers(1, 3))
     def fail(self, after: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 from engine_world import World, words
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected
+from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop
 from holdfast.replicas.kv.cache import in_use
 
 
@@ -222,6 +222,21 @@ def test_a_session_that_nobody_uses_is_closed_and_says_so():
     assert "50 s" in world.end("late").error.message
     world.assert_idle()
     assert in_use(world.engine.cache) == 0
+
+
+def test_what_was_drawn_after_a_reply_had_ended_is_not_kept():
+    world = make()
+    world.open("s")
+    world.query("q", "s", words(1, 9), max_tokens=20)
+    for _ in range(4):
+        world.step()
+    assert len(world.out["q"]) > 2
+    world.give(Stop("q", completion=2))
+    assert world.end("q").usage.completion == 2
+    assert world.histories["", "s"] == words(1, 9) + world.out["q"][:2]
+    world.query("again", "s", words(2, 3))
+    world.run()
+    world.assert_right("again")
 
 
 def test_an_idle_engine_knows_when_to_close_a_session():

@@ -126,7 +126,7 @@ class World:
         self.prompts[name] = (prompt, command.sampling.max_tokens)
         assert self.end(name).usage.prompt == len(prompt)
         if command.keep:
-            self.histories[key] = prompt + self.out[name]
+            self.histories[key] = prompt + self.out[name][: self.end(name).usage.completion]
 
     def step(self) -> None:
         self.now += 1.0

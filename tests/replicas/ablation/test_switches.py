@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from holdfast.replicas.ablation.variants import VARIANTS, Variant, chosen, fields_of, untouched
+from holdfast.replicas.ablation.variants import VARIANTS, Variant, chosen
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
@@ -108,6 +108,20 @@ def test_a_cache_of_text_changes_no_token(name: str) -> None:
         ]
     saved = {"render_cache": lambda s: s.render_hits, "tokenize_cache": lambda s: s.characters_reused}[name]
     assert saved(off.stats) == 0 < saved(on.stats)
+
+
+def fields_of(variant: Variant) -> tuple[str, ...]:
+    """The settings a variant touches, by their names in the configuration."""
+    return (*variant.engine, *(f"speculation.{name}" for name in variant.speculation))
+
+
+def untouched(variant: Variant, before: EngineConfig, after: EngineConfig) -> bool:
+    """Whether `after` differs from `before` in nothing but the variant's own fields."""
+    engine = {f.name for f in fields(EngineConfig)} - {"speculation", *variant.engine}
+    drafts = {f.name for f in fields(type(before.speculation))} - set(variant.speculation)
+    return all(getattr(before, name) == getattr(after, name) for name in engine) and all(
+        getattr(before.speculation, name) == getattr(after.speculation, name) for name in drafts
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

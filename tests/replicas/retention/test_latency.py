@@ -57,6 +57,8 @@ def test_a_book_forgets_the_tools_that_nobody_calls():
 
 def test_a_snapshot_takes_changes_in_and_stays_as_it_is():
     old = LatencySnapshot(ToolLatency(1), {("a", "x"): ToolLatency(1)})
-    new = old.updated(ToolLatency(2), {("a", "y"): ToolLatency(1)})
+    new = old.updated(ToolLatency(2), {("a", "y"): ToolLatency(1)}, most=2)
     assert (old.overall.count, set(old.tools)) == (1, {("a", "x")})
     assert (new.overall.count, set(new.tools)) == (2, {("a", "x"), ("a", "y")})
+    again = new.updated(ToolLatency(4), {("a", "x"): ToolLatency(2), ("a", "z"): ToolLatency(1)}, most=2)
+    assert list(again.tools.items()) == [(("a", "x"), ToolLatency(2)), (("a", "z"), ToolLatency(1))]

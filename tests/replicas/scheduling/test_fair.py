@@ -9,10 +9,12 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Sampling, Submit, TurnEnded
+from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.scheduling.order import FairOrder
 from holdfast.replicas.scheduling.plan import Chunk
 from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.speculation.config import DraftConfig
 
 
 def one_row() -> World:
@@ -92,6 +94,49 @@ def test_the_smallest_weight_is_served_at_last():
         flood(world, "a", 1)  # there is always one more that waits
         served(world, 1)
         assert len(world.ends) < 100
+
+
+def test_rows_that_come_free_together_go_to_both():
+    world = World(order="fair", max_sequences=8, cells=4096, grouped_prefill=False, admission_ceiling=1.0)
+    world.step_s = 0.5
+    flood(world, "a", 16, tokens=40)
+    flood(world, "b", 16, tokens=40)
+    apart = []
+    while world.engine.busy:
+        world.step()
+        waiting = {sequence.submit.scope for sequence in world.engine._scheduler.admission}
+        running = Counter(sequence.submit.scope for sequence in world.engine._scheduler._running)
+        if waiting == {"a", "b"}:
+            apart.append(abs(running["a"] - running["b"]))
+    assert max(apart) <= 3
+
+
+def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
+    retention = RetentionConfig(policy="fixed", fixed_s=50.0)
+    room = {"cells": 1024, "context_length": 1024, "admission_ceiling": 1.0, "speculation": DraftConfig(enabled=False)}
+    world = World(order="fair", max_sequences=8, retention=retention, **room)
+    world.step_s = 0.1
+    world.submit("long", words(99, 8), 200, scope="a", program="long", began=0.5)
+    world.step()
+    texts = {f"a{i}": words(i, 180) for i in range(4)}
+    for i, (name, text) in enumerate(texts.items()):
+        world.submit(name, text, 4, scope="a", program=name, began=1.0 + i / 10)
+    while not all(world.ends[name] for name in texts):
+        world.step()
+    for name in texts:
+        world.give(TurnEnded(name, "a", name, ("t",), False, 1))
+    assert world.engine.occupancy().pins == 4
+    world.submit("b", words(200, 400), 4, scope="b", program="b")  # it came last, and needs what is kept
+    for i, (name, text) in enumerate(texts.items()):
+        again = text + world.out[name] + words(50 + i, 4)
+        world.submit(f"{name} again", again, 4, scope="a", program=name, began=1.0 + i / 10, turns=1)
+    world.step()
+    world.step()
+    assert world.engine.occupancy().running > 1
+    while not world.ends["b"]:
+        world.step()
+    assert not world.ends["long"], "nobody waits until the engine is empty"
+    world.run()
 
 
 @settings(max_examples=25)

@@ -183,3 +183,14 @@ def test_any_use_agrees_with_a_sorted_list(operations):
         assert queue.head() is expected
         assert len(queue) == len(model)
         assert set(queue) == set(model)
+
+
+def test_who_has_ended_is_let_go_though_somebody_came_before():
+    queue = WaitingQueue(ProgramOrder())
+    queue.push(waiting("late", began=1e6))
+    for i in range(1000):
+        queue.push(sequence := waiting(f"r{i}", arrived=float(i)))
+        assert queue.head() is sequence
+        queue.remove(sequence)
+    assert len(queue._arrivals) < 200
+    assert [sequence.request_id for sequence in queue.expired(before=1.0)] == ["late"]

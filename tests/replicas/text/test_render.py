@@ -92,6 +92,15 @@ def test_template_kwargs_reach_the_template_but_not_the_library(qwen_like: Any) 
         renderer.render(ChatPrompt([user("x")], template_kwargs={"tokenize": True}))
 
 
+def test_arguments_nested_too_deeply_are_refused(qwen_like: Any) -> None:
+    for depth in range(200, 1200, 100):  # each part of the way gives up at a depth of its own
+        nested = '{"a":' + "[" * depth + "]" * depth + "}"
+        try:
+            Renderer(qwen_like).render(ChatPrompt([user("<|im_end|>"), call(nested)]))
+        except InvalidRequestError as error:
+            assert error.field == "messages"  # noqa: PT017
+
+
 def test_half_a_surrogate_pair_is_refused(qwen_like: Any) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
         Renderer(qwen_like).render(ChatPrompt([user("\ud83d")]))

@@ -43,7 +43,7 @@ def paged_attention(
     if heads % kv.shape[4] or tokens != batch.cells.shape[0]:
         raise ValueError(f"{heads} heads over {kv.shape[4]}, {tokens} tokens against {batch.cells.shape[0]} cells")
     if q.device.type == "cpu":
-        return attend_cpu(q, k, v, kv, layer, batch, scale, window or 0, softcap or 0.0)
+        return attend_cpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
     from holdfast.kernels.attention_gpu import attend_gpu  # Triton comes with torch for a GPU and not for a CPU
 
     return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)

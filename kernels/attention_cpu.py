@@ -78,15 +78,7 @@ class CpuPlan:
 
 
 def attend_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    layer: int,
-    batch: PagedBatch,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float, window: int, softcap: float
 ) -> Tensor:
     """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Shapes are checked there."""
     group = q.shape[1] // kv.shape[4]

@@ -91,12 +91,11 @@ class ChatClient:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise UnavailableError(f"{self._url}{path}: {error!r}") from error
 
-    async def ask(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Exchange:
-        """Send a chat completion and read its stream to the end. Raises nothing that the server could cause."""
-        return await self.send(streamed(body), headers)
-
     async def send(self, content: bytes, headers: Mapping[str, str]) -> Exchange:
-        """As `ask`, with the bytes of a body that `streamed` made: ready when its moment comes."""
+        """Send a chat completion, the bytes that `streamed` made of it, and read its stream to the end.
+
+        Raises nothing that the server could cause.
+        """
         watch = _Watch(time.perf_counter())
         failure, detail = None, ""
         try:

@@ -19,6 +19,7 @@ from typing import Any
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.lag import LoopLag, uncollected
+from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.options import Options
 from holdfast.loadgen.plan import Part, plan, told_of
 from holdfast.loadgen.progress import bar
@@ -96,7 +97,8 @@ def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, fl
         f"seed {options.seed}, {options.repetitions} repetitions, max_tokens {options.max_tokens}, temperature 0; "
         f"histories are {mode}",
         "1st token: median ms to the first piece of text or of a call; scripted: answers with the calls asked for; "
-        "same answer: to the same prompt as the first server's; below each figure its 95 % bootstrap interval",
+        "same answer: to the same prompt as the first server's; below each figure its 95 % bootstrap interval, or, of "
+        f"fewer than {FEW}, the lowest and highest",
         f"the generator itself took {overhead['cpu_ms_a_request']:.1f} ms of processor time a request, "
         f"{overhead['cpu_share']:.1%} of one core; its event loop was late by "
         f"{overhead['loop_lag_p99_ms']:.1f} ms (p99), {overhead['loop_lag_most_ms']:.1f} ms at most",

@@ -24,7 +24,7 @@ from holdfast.loadgen.rows import Row
 from holdfast.loadgen.runner import Runner, Server
 from holdfast.loadgen.stub import Delays
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.drawing import Draw, agent_script
+from holdfast.loadgen.workloads.drawing import Draw, agent_script, poisson
 from holdfast.loadgen.workloads.script import Round, at_once
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
@@ -142,8 +142,7 @@ def drawn(load: Load) -> Round:
     draw = Draw(load.seed, "generator", 0)
     count = load.requests
     scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
-    rng = draw.rng("arrivals")
-    return Round(scripts, at_once(count, 1), due=tuple(accumulate(rng.expovariate(load.rate) for _ in scripts)))
+    return Round(scripts, at_once(count, 1), due=poisson(draw.rng("arrivals"), count, load.rate))
 
 
 async def _send(load: Load, url: str) -> Kept:

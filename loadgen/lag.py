@@ -12,6 +12,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from holdfast.loadgen.measure import percentile
+
 TICK_S = 0.02
 _NEVER = 1 << 30
 
@@ -25,7 +29,7 @@ class LoopLag:
     @property
     def p99(self) -> float:
         """Seconds; 0 before the first tick."""
-        return sorted(self.ticks)[len(self.ticks) * 99 // 100] if self.ticks else 0.0
+        return float(percentile(99)(np.array(self.ticks))) if self.ticks else 0.0
 
     @property
     def most(self) -> float:

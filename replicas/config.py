@@ -45,8 +45,8 @@ class EngineConfig:
     high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
-    latency_chunk: int = 1024  # the ceiling while a latency-sensitive request is co-resident
-    latency_max_tokens: int = 32  # what counts as latency-sensitive
+    latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
+    latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
 
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True  # computed prefixes are found again and not computed twice
@@ -68,10 +68,12 @@ class EngineConfig:
     tokenize_cache: int = 64  # conversations whose tokens are remembered; 0: none
 
     # Evicted cells go to host memory, and come back from there.
-    host_cells: int = 0  # its capacity in tokens; 0: from `host_memory`
+    host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
     host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
 
-    order: OrderName = "program"  # who is served first: `scheduling/order` tells what the words mean
+    order: OrderName = (  # who is served first: by `program` arrival, by `request`, as Autellix (`plas`) or InferCept
+        "program"  # (`infercept`) do, or tenants by their weights (`fair`)
+    )
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from holdfast.loadgen import rows as row_files
+from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.report import series
 from holdfast.loadgen.report.ablation import ablation_grid
@@ -88,6 +89,7 @@ def render(content: Mapping[str, Any]) -> str:
         servers=content.get("servers") or [],
         generator=content.get("generator") or {},
         first=rows[0].server,
+        few=FEW,
         requests=len(rows),
         failures=[told for told in summaries if told.failures],
         overview=plots.overview(summaries),
@@ -110,7 +112,7 @@ def read_rows(content: Mapping[str, Any]) -> list[Row]:
 def check_plotting() -> None:
     """Raises ConfigError where what draws the report is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("a report needs matplotlib: pip install 'holdfast[report]'", "html")
+        raise ConfigError("a report needs matplotlib: .venv/bin/pip install -e '.[report]' -c constraints.txt", "html")
 
 
 def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Summary]) -> Section:

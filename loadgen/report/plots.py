@@ -157,8 +157,7 @@ def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int
     shade, style = colour(place), ("--" if tail else "-") + MARKS[place % len(MARKS)]
     axes.plot(loads, values, style, color=shade, label=None if tail else label, markersize=4, linewidth=1.2)
     if not tail:
-        low = [found.value if found.low is None else found.low for _, found in points]
-        high = [found.value if found.high is None else found.high for _, found in points]
+        low, high = zip(*(found.ends for _, found in points), strict=True)
         axes.fill_between(loads, low, high, color=shade, alpha=0.18, linewidth=0)
 
 
@@ -178,9 +177,7 @@ def _ratio_points(
     for told in summaries:
         estimate = told.ratios.get(name)
         if told.server == server and estimate is not None:
-            low = estimate.value if estimate.low is None else estimate.low
-            high = estimate.value if estimate.high is None else estimate.high
-            points.append((workloads.index(told.workload) + offset, estimate.value, low, high))
+            points.append((workloads.index(told.workload) + offset, estimate.value, *estimate.ends))
     if points:
         heights, values, lows, highs = zip(*points, strict=True)
         axes.hlines(heights, lows, highs, color=colour(place), linewidth=1.6)

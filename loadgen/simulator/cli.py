@@ -20,7 +20,8 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--replicas", type=int, default=1, help="behind the router's placement (default: 1)")
     add("--cells", type=int, help="KV cells of a replica (default: what the profile has room for)")
     add("--policy", action="append", help="request, plas, infercept, program, fixed, bernstein, restore-cost, "
-        "continuum or default; may come several times, the first is what the others are compared to")  # fmt: skip
+        "continuum or default; may come several times, the first is what the others are compared to (default: request, "
+        "plas, infercept, program, fixed and continuum)")  # fmt: skip
     add("--host-tier", choices=("off", "on", "both"), default="off", help="cells in host memory (default: off)")
     add("--seed", type=int, default=0, help="of the first run (default: 0)")
     add("--seeds", type=int, default=3, help="how many, one after another (default: 3)")

@@ -46,9 +46,9 @@ def bars(summaries: Sequence[Summary]) -> str:
         figure = Figure((WIDTH, 5.6), layout="constrained")
         for axes, (title, figure_name) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             for place, summary in enumerate(summaries):
-                value, low, high = _ends(summary.figures[figure_name])
-                axes.bar(place, value, 0.7, color=colour(place), alpha=0.85)
-                axes.vlines(place, low, high, color=INK, linewidth=1.1)
+                found = summary.figures[figure_name]
+                axes.bar(place, found.value, 0.7, color=colour(place), alpha=0.85)
+                axes.vlines(place, *found.ends, color=INK, linewidth=1.1)
             axes.set(title=title, ylim=(0, None))
             axes.set_xticks(range(len(summaries)), [summary.policy for summary in summaries], fontsize=7)
             axes.grid(True, axis="y")
@@ -79,16 +79,10 @@ def draw(cases: Sequence[Case], summaries: Sequence[Summary], load: Load, about:
 def _curve(axes: Axes, points: Mapping[float, Estimate], aside: float, place: int, policy: str) -> None:
     """One policy's line with its intervals, so far aside that those of several can be told apart."""
     loads, values = [load + aside for load in points], [found.value for found in points.values()]
-    _, low, high = zip(*(_ends(found) for found in points.values()), strict=True)
+    low, high = zip(*(found.ends for found in points.values()), strict=True)
     style = LINES[place % len(LINES)] + MARKS[place % len(MARKS)]
     axes.plot(loads, values, style, color=colour(place), label=policy, markersize=4, linewidth=1.3)
     axes.vlines(loads, low, high, color=colour(place), linewidth=1.1, alpha=0.7)
-
-
-def _ends(found: Estimate) -> tuple[float, float, float]:
-    """A figure and its interval; where there is none, of no length."""
-    low = found.value if found.low is None else found.low
-    return found.value, low, found.value if found.high is None else found.high
 
 
 def _group(case: Case) -> str:

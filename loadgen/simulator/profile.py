@@ -68,15 +68,6 @@ class Profile:
         """The copies of a step: out, then in."""
         return (len(plan.saves) + len(plan.loads)) * page_size * self.reload_s
 
-    def prefill_s(self, tokens: int) -> float:
-        """A prompt of so many tokens, alone and in one chunk."""
-        return (
-            self.step_s
-            + self.sequence_s
-            + max(self.weights_s, tokens * self.token_s)
-            + max(tokens * self.cell_s, tokens * tokens / 2 * self.pair_s)
-        )
-
 
 def contexts(chunks: Sequence[Chunk]) -> int:
     """Cells that decoding chunks look at in all, their own included."""

@@ -45,6 +45,11 @@ class Draw:
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
+def poisson(rng: random.Random, count: int, rate: float) -> tuple[float, ...]:
+    """The first moments of a Poisson process with ``rate`` a second, in seconds from its beginning."""
+    return tuple(accumulate(rng.expovariate(rate) for _ in range(count)))
+
+
 def sequential(draw: Draw, sizes: Sizes) -> Round:
     """Three agents of five turns: A1 to A5, B1 to B5, C1 to C5."""
     return _agents(draw, sizes, (Turn(a, i) for a in range(3) for i in range(AGENT_TURNS)))
@@ -104,9 +109,7 @@ def arrivals(draw: Draw, sizes: Sizes) -> Round:
         agent_script(draw, f"job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
         for i in range(sizes.jobs)
     )
-    rng = draw.rng("arrivals")
-    due = tuple(accumulate(rng.expovariate(sizes.rate) for _ in scripts))
-    return Round(scripts, at_once(sizes.jobs, BUGFIX_TURNS), due=due)
+    return Round(scripts, at_once(sizes.jobs, BUGFIX_TURNS), due=poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
 
 
 def repeats(draw: Draw, sizes: Sizes) -> Round:

@@ -1,4 +1,4 @@
-"""Workloads after Continuum's and Sutradhara's traces, and tenants beside a noisy one. Programs arrive by a schedule.
+"""Workloads after the traces that Sutradhara tells of, and tenants beside a noisy one. Programs arrive by a schedule.
 
 What the papers give as figures is drawn to these figures; what the programs say is the other workloads'. Words of
 tools, counted as tokens, are common ones: about one token each for a large vocabulary.
@@ -10,10 +10,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.drawing import BUGFIX_TURNS, Draw, agent_script
+from holdfast.loadgen.workloads.drawing import BUGFIX_TURNS, Draw, agent_script, poisson
 from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Step, Turn
 from holdfast.loadgen.workloads.tools import Tool
 from holdfast.loadgen.workloads.tooltime import HeavyTailed, log_normal
@@ -46,12 +46,12 @@ BFCL = Figures(1 + 8, 0.4, 1.09, 1.7)
 
 def swe(draw: Draw, sizes: Sizes) -> Round:
     """Coding agents: about 20 turns with a command each (15 to 25, mostly), tools of 0.29 s, variance 1.14."""
-    return _continuum(draw, sizes, "a coding agent", (tools.COMMAND,), SWE)
+    return _one_by_one(draw, sizes, "a coding agent", (tools.COMMAND,), SWE)
 
 
 def bfcl(draw: Draw, sizes: Sizes) -> Round:
     """Web searching agents: 4.2 turns with a search each, tools of 1.09 s, variance 1.7."""
-    return _continuum(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), BFCL)
+    return _one_by_one(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), BFCL)
 
 
 def sutradhara(draw: Draw, sizes: Sizes) -> Round:
@@ -59,7 +59,7 @@ def sutradhara(draw: Draw, sizes: Sizes) -> Round:
     rng = draw.rng("tools")
     times = {tool.name: HeavyTailed.drawn(rng, _TOOL_MEDIAN_S) for tool in _FIFTEEN}
     scripts = tuple(_fanning(draw, f"job{i}", sizes.prompt_tokens, times) for i in range(sizes.jobs))
-    return _arriving(scripts, _arrivals(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+    return _arriving(scripts, poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
 
 
 def tenants(draw: Draw, sizes: Sizes) -> Round:
@@ -73,11 +73,11 @@ def tenants(draw: Draw, sizes: Sizes) -> Round:
             for i in range(sizes.jobs * times)
         ]
         scripts += [replace(script, tenant=tenant) for script in jobs]
-        due += _arrivals(draw.rng(f"{tenant}/arrivals"), len(jobs), sizes.rate * times)
+        due += poisson(draw.rng(f"{tenant}/arrivals"), len(jobs), sizes.rate * times)
     return _arriving(tuple(scripts), tuple(due), BUGFIX_TURNS)
 
 
-def _continuum(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], figures: Figures) -> Round:
+def _one_by_one(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], figures: Figures) -> Round:
     """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same."""
     scripts = []
     for i in range(sizes.jobs):
@@ -92,7 +92,7 @@ def _continuum(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], f
         )
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))
-    return _arriving(tuple(scripts), _arrivals(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+    return _arriving(tuple(scripts), poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
 
 
 def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) -> Script:
@@ -137,11 +137,6 @@ def _long_tailed(rng: random.Random, median: int, most: int) -> int:
     """A count with this median whose 99th percentile is ``most``; nothing is above."""
     spread = math.log(most / median) / 2.326
     return min(most, max(1, round(rng.lognormvariate(math.log(median), spread))))
-
-
-def _arrivals(rng: random.Random, count: int, rate: float) -> tuple[float, ...]:
-    """Moments of a Poisson process, in seconds."""
-    return tuple(accumulate(rng.expovariate(rate) for _ in range(count)))
 
 
 def _arriving(scripts: tuple[Script, ...], due: tuple[float, ...], turns: int | None = None) -> Round:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.replicas.config import EngineConfig
@@ -65,17 +65,3 @@ def chosen(names: str) -> tuple[Variant, ...]:
         if name not in by_name:
             raise ConfigError(f"{name} is no mechanism; there are {', '.join(by_name)}", "off")
     return tuple(by_name[name] for name in names.split(","))
-
-
-def fields_of(variant: Variant) -> tuple[str, ...]:
-    """The settings a variant touches, by their names in the configuration."""
-    return (*variant.engine, *(f"speculation.{name}" for name in variant.speculation))
-
-
-def untouched(variant: Variant, before: EngineConfig, after: EngineConfig) -> bool:
-    """Whether `after` differs from `before` in nothing but the variant's own fields."""
-    engine = {f.name for f in fields(EngineConfig)} - {"speculation", *variant.engine}
-    drafts = {f.name for f in fields(type(before.speculation))} - set(variant.speculation)
-    return all(getattr(before, name) == getattr(after, name) for name in engine) and all(
-        getattr(before.speculation, name) == getattr(after.speculation, name) for name in drafts
-    )

@@ -17,7 +17,7 @@ CELLS = (
         "cell_capacity",
         "cells",
         "The sum of the three",
-        "Follows from `engine.kv_memory` and the model",
+        "Follows from the model and `engine.gpu_memory`, on a CPU `engine.kv_memory`",
         lambda r: r.now.cells_total,
     ),
     gauge(

@@ -46,7 +46,7 @@ def write_gguf(folder: Path, out: Path) -> Path:
     try:
         import gguf
     except ImportError as error:
-        raise GgufError("the package gguf is missing: pip install 'holdfast[gguf]'") from error
+        raise GgufError("the package gguf is missing: .venv/bin/pip install -e '.[gguf]' -c constraints.txt") from error
     config = _read(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
     shape = shape_of(config, context=0)

@@ -25,15 +25,15 @@ class RetentionConfig:
     fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
 
     # bernstein (Continuum's first version; the paper leaves the values open)
-    delta: float = 0.05  # the interval is longer than its bound with this probability at most
-    tool_samples: int = 10  # from so many on a tool's own bound counts
-    overall_samples: int = 10  # from so many on that of all tools
-    unknown_s: float = 2.0  # the bound until then
-    turns_weight: float = 1.0  # how much longer a program is kept that is at the beginning of its turns
+    delta: float = 0.05  # bernstein: a tool takes longer than its bound with this probability at most
+    tool_samples: int = 10  # bernstein: from so many calls on a tool's own bound counts
+    overall_samples: int = 10  # bernstein: from so many calls on that of all tools counts
+    unknown_s: float = 2.0  # bernstein: the bound until then
+    turns_weight: float = 1.0  # bernstein: how much longer a program is kept at the beginning of its turns
 
     # continuum
-    trusted_samples: int = 100  # a tool with so many or fewer is taken for the average tool
-    wait_window: int = 128  # follow-up turns without a pin over which the queue delay is averaged
+    trusted_samples: int = 100  # continuum: a tool with so many calls or fewer is taken for the average tool
+    wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
 
     def __post_init__(self) -> None:
         for name in _NOT_NEGATIVE:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from stub_server import DONE, Answer, Asked, call, chunk, models, stub_server, usage
 
-from holdfast.loadgen.chat import ChatClient, Exchange, Failure
+from holdfast.loadgen.chat import ChatClient, Exchange, Failure, streamed
 from holdfast.replicas.errors import UnavailableError
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -17,7 +17,7 @@ GOOD = ((0.0, chunk({"content": "hello"}) + usage(3, 1, 2) + DONE),)
 def ask(answer: Answer, times: int = 1, timeout_s: float = 20.0) -> tuple[list[Exchange], list[Asked]]:
     async def all_of_them(url: str) -> list[Exchange]:
         async with ChatClient(url, timeout_s) as client:
-            return [await client.ask(BODY, {}) for _ in range(times)]
+            return [await client.send(streamed(BODY), {}) for _ in range(times)]
 
     with stub_server(lambda asked: answer) as stub:
         return asyncio.run(all_of_them(stub.url)), stub.asked
@@ -90,7 +90,7 @@ def test_what_is_no_http_is_a_failure_like_any_other(said: bytes, failures: set[
         async with await asyncio.start_server(answering, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             async with ChatClient(f"http://127.0.0.1:{port}", 20.0) as client:
-                return await client.ask(BODY, {})
+                return await client.send(streamed(BODY), {})
 
     assert asyncio.run(asked()).failure in failures
 
@@ -108,7 +108,7 @@ def test_no_server_is_a_failure_to_connect() -> None:
         async with ChatClient("http://127.0.0.1:1", 5.0) as client:
             with pytest.raises(UnavailableError):
                 await client.get("/v1/models")
-            return await client.ask(BODY, {})
+            return await client.send(streamed(BODY), {})
 
     assert asyncio.run(nobody()).failure == Failure.CONNECT
 
@@ -127,7 +127,7 @@ def test_the_key_goes_with_every_request() -> None:
     async def both(url: str) -> None:
         async with ChatClient(url, 5.0, "secret") as client:
             await client.get("/v1/models")
-            await client.ask(BODY, {"x-session-id": "s"})
+            await client.send(streamed(BODY), {"x-session-id": "s"})
 
     with stub_server(lambda asked: models() if asked.method == "GET" else Answer(GOOD)) as stub:
         asyncio.run(both(stub.url))
@@ -139,7 +139,7 @@ def test_the_key_goes_with_every_request() -> None:
 def test_many_requests_at_once_do_not_wait_for_each_other() -> None:
     async def crowd(url: str) -> list[Exchange]:
         async with ChatClient(url, 90.0) as client:
-            return await asyncio.gather(*(client.ask(BODY, {}) for _ in range(64)))
+            return await asyncio.gather(*(client.send(streamed(BODY), {}) for _ in range(64)))
 
     all_there = threading.Barrier(64)
 

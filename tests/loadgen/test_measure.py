@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.measure import estimate, mean, median, percentile, ratio
+from holdfast.loadgen.measure import FEW, estimate, mean, median, percentile, ratio
 
 SAMPLES = st.lists(st.floats(0.001, 1000), min_size=2, max_size=30)
 STATISTICS = [mean, median, percentile(90), percentile(99)]
@@ -48,3 +48,21 @@ def test_one_observation_has_no_interval_and_none_has_no_estimate() -> None:
     assert ratio([1.0], [0.0], mean, 0) is None
     with pytest.raises(ValueError, match="pairs"):
         ratio([1.0], [], mean, 0)
+
+
+def test_of_a_few_observations_the_range_is_told() -> None:
+    few = [4.0, 1.0, 9.0] * ((FEW - 1) // 3)
+    found = estimate(few, mean, 0)
+    assert (found.low, found.high) == (1.0, 9.0)
+    found = estimate([*few, 4.0, 1.0, 9.0], mean, 0)
+    assert 1.0 < found.low < found.high < 9.0
+
+
+def test_the_range_of_a_ratio_is_that_of_its_pairs() -> None:
+    found = ratio([2.0, 9.0, 4.0], [2.0, 3.0, 5.0], mean, 0)
+    assert (found.value, found.low, found.high) == pytest.approx((1.5, 0.8, 3.0))
+
+
+def test_an_estimate_without_an_interval_ends_at_its_figure() -> None:
+    assert estimate([3.0], mean, 0).ends == (3.0, 3.0)
+    assert estimate([3.0, 4.0], mean, 0).ends == (3.0, 4.0)

@@ -6,7 +6,7 @@ from fake_backend import World, chat_body
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.chat import ChatClient, streamed
 from holdfast.loadgen.server_timing import ServerTiming, from_header, from_object
 from holdfast.replicas.events import Timing
 from holdfast.router.server_timing import header, stages
@@ -30,7 +30,7 @@ def test_what_our_server_writes_is_read_back(queue: float, prefill: float, decod
 def test_our_server_tells_the_generator() -> None:
     async def ask(url: str) -> ServerTiming:
         async with ChatClient(url, 20.0) as client:
-            exchange = await client.ask(chat_body(), {})
+            exchange = await client.send(streamed(chat_body()), {})
             assert exchange.failure is None
             return exchange.answer.timing
 

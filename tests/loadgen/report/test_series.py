@@ -5,11 +5,12 @@ from bench_rows import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.report.palette import DARK_PAGE, LEAST_CONTRAST, LIGHT_PAGE, PHASES, SERVERS, contrast
+from holdfast.loadgen.report.palette import DARK_PAGE, LIGHT_PAGE, PHASES, SERVERS
 from holdfast.loadgen.report.series import by_turn, cumulative, lanes
 from holdfast.loadgen.timeline import Phase
 
 SECONDS = st.floats(0.001, 100)
+LEAST_CONTRAST = 3.0  # of a graphical object (WCAG 2.2, success criterion 1.4.11)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,3 +48,15 @@ def test_every_colour_stands_out_from_either_page(page: str) -> None:
     assert {colour for colour in (*SERVERS, *PHASES.values()) if contrast(colour, page) < LEAST_CONTRAST} == set()
     assert set(PHASES) == set(Phase)
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
+
+
+def contrast(one: str, other: str) -> float:
+    """How much two colours ``#rrggbb`` differ in brightness, 1 to 21 (WCAG 2.2, contrast ratio)."""
+    dark, light = sorted((_luminance(one), _luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

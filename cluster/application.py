@@ -8,6 +8,7 @@ Imported after the environment is set (`environment.for_ray`), because it import
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
@@ -62,7 +63,7 @@ class Ingress:
         watch_redis(self._metrics, self._store)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
-        model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine.dtype)
+        model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
         self._app = create_app(
             backend,
             TenantDirectory(settings.tenants, exposed),

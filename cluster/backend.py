@@ -37,10 +37,8 @@ class ServeBackend:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
-        # Everything that crosses is plain data of importable classes; cloudpickle, the default, takes twice as long.
-        plain = {"request_serialization": "pickle", "response_serialization": "pickle"}
-        self._generate = handle.options(method_name="generate", **plain)
-        self._stream = handle.options(method_name="stream", stream=True, **plain)
+        self._generate = handle.options(method_name="generate", **_PICKLE)
+        self._stream = handle.options(method_name="stream", stream=True, **_PICKLE)
         self._cards: tuple[ModelCard, ...] = ()
 
     async def start(self, timeout_s: float) -> None:

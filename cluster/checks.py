@@ -6,8 +6,22 @@ from pathlib import Path
 
 from holdfast.cluster import ports, redis
 from holdfast.cluster.config import Settings, check_tenants
-from holdfast.replicas.config import POCKET
+from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.errors import ConfigError
+
+ANSWERING = (
+    "dtype",
+    "device",
+    "decoder",
+    "context_length",
+    "prompt_seed",
+    "early_stop",
+    "tool_format",
+    "call_grace",
+    "undeclared",
+)
+"""The engine's settings that decide what an answer says; the others decide when it comes and what it costs."""
+MOST_READ = 2**23  # bytes of a file's beginning, and of its end: templates and tokenizers whole, weights in samples
 
 
 def check(settings: Settings) -> None:
@@ -39,13 +53,19 @@ def model_folder(model: str) -> Path:
     return cached
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
-    """A digest that changes with the model in `folder`: every file's name, size and time, and the dtype it runs in."""
-    digest = sha256(dtype.encode())
+def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
+    """A digest that changes with what answers requests: the files in `folder`, the settings in ANSWERING, and the
+    `version` of Holdfast. Copies of a model have the same, whenever they were made.
+    """
+    digest = sha256(repr([version, *(getattr(engine, name) for name in ANSWERING)]).encode())
     for path in sorted(folder.iterdir()):
         if path.is_file():
-            state = path.stat()
-            digest.update(f"\0{path.name}\0{state.st_size}\0{state.st_mtime_ns}".encode())
+            size = path.stat().st_size
+            digest.update(f"\0{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(MOST_READ))
+                file.seek(max(size - MOST_READ, 0))
+                digest.update(file.read(MOST_READ))
     return digest.hexdigest()
 
 

@@ -1,6 +1,7 @@
 """The `holdfast` command. Reads arguments and says what went wrong; the work is elsewhere, imported when needed."""
 
 import argparse
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not getattr(options, "takes_rest", False):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except HoldfastError as error:
         field = f" [{error.field}]" if error.field else ""
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -35,6 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISUSE
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read our output has seen enough
+        return _unread()
+
+
+def _unread() -> int:
+    """FAILED, with nothing left to be written when the interpreter flushes stdout at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +74,8 @@ def _add_serve(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_config(commands: "Commands[argparse.ArgumentParser]") -> None:
     text = "Print the whole configuration as YAML, defaults and overrides filled in, after checking it."
-    command = commands.add_parser("config", help=text, description=text)
+    note = "This is a file to use, so the password in redis.url stands in it; `holdfast config show` leaves it out."
+    command = commands.add_parser("config", help=text, description=f"{text} {note}")
     _add_settings(command)
     command.set_defaults(run=_config)
     operating_cli.add_config(command, _add_settings, _loaded)

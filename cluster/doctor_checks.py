@@ -86,7 +86,9 @@ def tracing(settings: Settings) -> Iterator[Finding]:
     if found:
         yield ok("tracing", f"spans go to {settings.tracing.url}")
     else:
-        yield fail("tracing", "the exporter is not installed", "pip install 'holdfast[tracing]'")
+        yield fail(
+            "tracing", "the exporter is not installed", ".venv/bin/pip install -e '.[tracing]' -c constraints.txt"
+        )
 
 
 def tenants(settings: Settings) -> Iterator[Finding]:
@@ -250,7 +252,7 @@ def redis_server(settings: Settings) -> Iterator[Finding]:
     if told.version < (6, 0):
         yield fail("redis", f"version {told.text} is too old", "Redis 6 or later, or Valkey")
     elif told.policy == "noeviction" and told.limited:
-        mend = "CONFIG SET maxmemory-policy allkeys-lru: what is kept there may be forgotten, and writes must not fail"
+        mend = "CONFIG SET maxmemory-policy volatile-lru: what Holdfast keeps expires and may go, Ray's state may not"
         yield warn("redis", f"version {told.text} refuses writes once it is full", mend)
     else:
         yield ok("redis", f"version {told.text} at {redis.without_password(url)}")

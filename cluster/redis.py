@@ -4,6 +4,7 @@ Only that it runs and answers; what is kept in it is `router.store`'s.
 """
 
 import ctypes
+import re
 import signal
 import subprocess
 import time
@@ -12,12 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
 from holdfast.replicas.errors import ConfigError
 
+_USER = re.compile(r"^(\w+://)?.*@", re.DOTALL)  # to the last "@": a password may have others
+_OPTION = re.compile(r"(?<=[?&]password=)[^&]*")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: nothing may be imported after it
 
@@ -36,12 +38,13 @@ def ping(url: str, timeout_s: float) -> None:
     """Raises ConfigError unless the server at `url` answers in time."""
     try:
         client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
-    except ValueError as error:
-        raise ConfigError(f"not a Redis URL: {url!r} ({error})", "redis.url") from error
+    except ValueError:  # what it says may quote a part of the password
+        told = f"not a Redis URL (redis://, rediss:// or unix://): {without_password(url)!r}"
+        raise ConfigError(told, "redis.url") from None
     try:
         client.ping()
     except (redis.RedisError, OSError) as error:
-        raise ConfigError(f"no Redis answers at {url}: {error}", "redis.url") from error
+        raise ConfigError(f"no Redis answers at {without_password(url)}: {error}", "redis.url") from error
     finally:
         client.close()
 
@@ -67,9 +70,8 @@ def inspect(url: str, timeout_s: float) -> ServerFacts:
 
 
 def without_password(url: str) -> str:
-    """`url` as it may be shown."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    """`url` as it may be shown. It need not be a valid one."""
+    return _OPTION.sub("", _USER.sub(r"\1", url))
 
 
 class EmbeddedRedis:

@@ -37,7 +37,7 @@ from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sequences.pool import SequencePool
-from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.sequences.sequence import Sequence, Status, cut
 from holdfast.replicas.sessions import Sessions
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -172,7 +172,7 @@ class Engine:
                 self._sessions.abort(request_id, now)
         elif isinstance(command, Stop):
             if command.completion is not None:
-                sequence.cut(command.completion)
+                cut(sequence, command.completion)
             self._scheduler.ends.finish(sequence, "stop", now)
         else:
             self._scheduler.ends.abort(sequence, now)

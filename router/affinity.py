@@ -30,6 +30,7 @@ from holdfast.router.line_stats import LineStats, show
 from holdfast.router.placement import PlacementConfig, ReplicaView, rank
 
 HINT = "last_replica"  # keyword argument of a call that names the replica of the program's last turn
+ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
 
 
 class Pins:
@@ -100,8 +101,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             self._gate.give_back(chosen, request_id)
 
     async def _wait_in_line(self, pending_request: PendingRequest, ranking: tuple[str, ...]) -> str | None:
-        """The replica that took this request; None once its program has waited long enough for its own alone."""
-        waited = time.time() - pending_request.created_at
+        """The replica that took this request; None once its program has waited long enough for its own alone, or
+        where the last replica has gone.
+        """
+        waited = _waited(pending_request)
         patience, left = self._config.patience_s - waited, self._config.queue_timeout_s - waited
         home = ranking[0] if len(ranking) == 1 and 0 < patience < left else None
         key = (_arrival(pending_request), pending_request.created_at)
@@ -111,7 +114,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
         finally:
             self._tally = self._tally.waited(time.monotonic() - began, again=waited >= self._config.patience_s)
-        if chosen is None and home is None:
+        if chosen is None and _waited(pending_request) >= self._config.queue_timeout_s:
             raise OverloadedError("the request waited too long for a replica with room")
         return chosen
 
@@ -139,7 +142,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         if hint in by_id and self._pins.get(program) not in by_id:
             self._pins.put(program, hint)
         views = [ReplicaView(each, self._gate.load(each), by_id[each].max_ongoing_requests) for each in by_id]
-        return rank(program, views, self._pins.get(program), time.time() - pending_request.created_at, self._config)
+        return rank(program, views, self._pins.get(program), _waited(pending_request), self._config)
 
     # ---- what Serve tells ----
 
@@ -182,6 +185,13 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
 def _by_id(replicas: Iterable[RunningReplica]) -> dict[str, RunningReplica]:
     return {replica.replica_id.unique_id: replica for replica in replicas}
+
+
+def _waited(pending_request: PendingRequest) -> float:
+    """Seconds since this process first had the request; its `created_at` is of a clock that may be set meanwhile."""
+    now = time.monotonic()
+    # Trap: a request that a replica refused comes back, as the same object: the time stays on it.
+    return now - float(vars(pending_request).setdefault(ENTERED, now))
 
 
 def _arrival(pending_request: PendingRequest) -> float:

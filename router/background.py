@@ -25,6 +25,11 @@ class Background:
         task.add_done_callback(self._ended)
         return True
 
+    async def settled(self) -> None:
+        """Wait for everything that has been started so far; what is started meanwhile keeps nobody."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
     async def drain(self) -> None:
         """Wait for everything that was started."""
         while self._tasks:

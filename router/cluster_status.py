@@ -99,6 +99,6 @@ def _replica(status: ReplicaStatus) -> dict[str, Any]:
 def _limit(text: str | None) -> int:
     if text is None:
         return PROGRAMS
-    if not text.isdecimal() or int(text) > MOST_PROGRAMS:
+    if not text.isdecimal() or len(text) > len(str(MOST_PROGRAMS)) or int(text) > MOST_PROGRAMS:
         raise InvalidRequestError(f"'programs' must be a number up to {MOST_PROGRAMS}", "programs")
     return int(text)

@@ -14,7 +14,7 @@ class RouterConfig:
 
     response_cache: bool = True  # exact repeats are answered without an engine
     cache_entries: int = 1024  # answers in this process
-    cache_memory: int = 64 * 2**20  # of the answers in this process
+    cache_memory: int = 64 * 2**20  # bytes of the answers in this process
     cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
 
@@ -26,7 +26,7 @@ class RouterConfig:
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
     metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"
     store_entries: int = 65536  # kept in memory where there is no Redis
-    store_memory: int = 256 * 2**20  # of these
+    store_memory: int = 256 * 2**20  # bytes of what is kept in memory where there is no Redis
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from holdfast.router.lines import Key, Lines
 from holdfast.router.slots import Slots
 
+NOWHERE = ""  # no replica's id: its line is empty, so who waits for any comes first
 CLOSED_S = 0.05  # how long a replica that said it is full is left alone, if nothing ends there meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """One request in line; `taken` gets the id of the replica that is to have it."""
+    """One request in line; `taken` gets the id of the replica that is to have it, None where there is none any more."""
 
     request_id: str
-    taken: asyncio.Future[str]
+    taken: asyncio.Future[str | None]
 
 
 class Gate:
@@ -46,17 +47,18 @@ class Gate:
         return None
 
     async def wait(self, key: Key, home: str | None, request_id: str, timeout_s: float) -> str | None:
-        """A slot at replica `home`, or at any, in the order of keys; None where none came in time.
+        """A slot at replica `home`, or at any, in the order of keys; None where none came in time, or the last
+        replica went.
 
         Raises OverloadedError where too many wait already.
         """
-        taken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        taken: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         place = self._lines.enter(key, Waiter(request_id, taken), home)
         try:
             await asyncio.wait({taken}, timeout=max(0.0, timeout_s))
         except asyncio.CancelledError:
-            if taken.done():
-                self.give_back(taken.result(), request_id)
+            if taken.done() and (replica_id := taken.result()) is not None:
+                self.give_back(replica_id, request_id)
             raise
         finally:
             self._lines.leave(place)
@@ -81,9 +83,12 @@ class Gate:
         self._slots.ended(replica_id)
 
     def replicas(self, capacity: Mapping[str, int]) -> None:
-        """These are the replicas there are, with how many requests each takes at once."""
+        """These are the replicas there are, with how many requests each takes at once. Without any nobody waits."""
         self._slots.update(capacity)
         self._lines.keep(set(capacity))
+        if not capacity:
+            while (waiter := self._lines.take(NOWHERE)) is not None:
+                waiter.taken.set_result(None)
         for replica_id in capacity:
             self._serve(replica_id)
 

@@ -117,7 +117,7 @@ class ProgramTable:
         """Forget a program: it is over. False where nobody knows it."""
         known = self._known.get(key, self._clock()) is not None
         self._known.remove(key)
-        await self._background.drain()  # a turn that is being written would come back
+        await self._background.settled()  # a turn that is being written would come back
         there = await self._store.get(_store_key(key)) is not None
         await self._store.delete(_store_key(key))
         return known or there

@@ -33,7 +33,7 @@ class CacheResult(StrEnum):
 
 
 class ResponseCache:
-    """`fingerprint` names everything outside a request that decides its answer: weights, template, dtype."""
+    """`fingerprint` names everything outside a request that decides its answer: model, settings, release."""
 
     def __init__(
         self, store: Store, config: RouterConfig, fingerprint: str = "", clock: Callable[[], float] = time.monotonic

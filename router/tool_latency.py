@@ -25,11 +25,12 @@ log = logging.getLogger(__name__)
 
 BASE = "{tools}/"  # one slot of a Redis cluster, for the scripts touch several keys
 MOST_SETS = 4096  # of tools, of all tenants; the one longest without an interval goes first
+TTL_S = 7 * 24 * 3600  # after its last interval a set is forgotten; some eviction policies take no other keys
 BATCH = 64  # intervals added, or sets read, in one script
 PENDING = 4096  # intervals kept while Redis is away, the latest ones
 
 _RECORD = """
-local base, recent, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+local base, recent, most, ttl = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 if redis.call('EXISTS', base .. 'version') == 0 then
   -- Above the versions of any server that was here before and has lost what it had.
   local time = redis.call('TIME')
@@ -46,8 +47,10 @@ local function add(key, seconds)
   redis.call('HSET', key, 'mean', string.format('%.17g', mean), 'squares', string.format('%.17g', squares))
   redis.call('LPUSH', key .. '/recent', seconds)
   redis.call('LTRIM', key .. '/recent', 0, recent - 1)
+  redis.call('EXPIRE', key, ttl)
+  redis.call('EXPIRE', key .. '/recent', ttl)
 end
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   add(base .. 'all', ARGV[i + 1])
   add(base .. 'of/' .. ARGV[i], ARGV[i + 1])
   redis.call('ZADD', base .. 'changed', redis.call('INCR', base .. 'version'), ARGV[i])
@@ -59,6 +62,8 @@ if over > 0 then
     redis.call('DEL', base .. 'of/' .. gone[i], base .. 'of/' .. gone[i] .. '/recent')
   end
 end
+redis.call('EXPIRE', base .. 'version', ttl)
+redis.call('EXPIRE', base .. 'changed', ttl)
 return {1}
 """
 
@@ -111,7 +116,7 @@ class Reader:
                 return changed
             overall, *sets = rows
             self.snapshot = self.snapshot.updated(
-                _latency(overall), {_key(name): _latency(row) for name, _, row in sets}
+                _latency(overall), {_key(name): _latency(row) for name, _, row in sets}, MOST_SETS
             )
             changed = True
             if len(sets) < BATCH:
@@ -167,7 +172,7 @@ class ToolLatencies:
     async def _write(self, store: Scripts) -> None:
         while self._pending:
             batch = list(self._pending)[:BATCH]
-            arguments: list[str | bytes | float] = [RECENT, MOST_SETS]
+            arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S]
             for interval in batch:
                 arguments += interval
             if await store.script(_RECORD, [BASE], arguments) is None:

@@ -46,8 +46,8 @@ def start(config: TracingConfig, process: str) -> Spans | None:
     try:
         from holdfast.router.spans import Spans
     except ImportError as error:
-        message = f"tracing needs packages that are not installed ({error}): pip install 'holdfast[tracing]'"
-        raise ConfigError(message, "tracing.endpoint") from error
+        mend = ".venv/bin/pip install -e '.[tracing]' -c constraints.txt"
+        raise ConfigError(f"tracing needs packages that are missing ({error}): {mend}", "tracing.endpoint") from error
     return Spans.exporting(config.url, config.sample_ratio, process)
 
 

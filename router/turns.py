@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
+from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
 from holdfast.router.http import answer_headers, caller, json_response, read_body
@@ -117,6 +118,7 @@ class Turns:
         watch_tenants(metrics, tenants.tenants, self._limiter, config.metrics_tenants)
         self._latencies = latencies
         self._reports = reports or TurnReports()
+        self._background = Background()
 
     async def serve(self, request: Request, endpoint: Endpoint) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
@@ -173,6 +175,8 @@ class Turns:
             response = json_response(accepted.reply(answer))
         accepted.meter.end(Outcome.CACHED)
         self._over(accepted, answer)
+        if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
+            self._background.start(self._backend.end_program(accepted.tenant.name, accepted.program))
         return response
 
     async def _ask(self, request: Request, accepted: Accepted) -> Response:
@@ -239,7 +243,8 @@ class Turns:
             self._latencies.record(accepted.tenant.name, pause.tools, pause.seconds)
 
     def _over(self, accepted: Accepted, answer: Answer) -> None:
-        if answer.called.last and (run := self._programs.over(accepted.program)) is not None:
+        last = accepted.turn.program_end or answer.called.last
+        if last and (run := self._programs.over(accepted.program)) is not None:
             accepted.meter.program_ended(run)
 
     def _settle(self, accepted: Accepted, replica_id: str, answer: Answer) -> None:
@@ -247,4 +252,10 @@ class Turns:
         self._programs.finish(accepted.program, replica_id, "" if called.last else tool_set(called.tools))
         self._over(accepted, answer)
         if accepted.cache_key is not None:
-            self._cache.keep(accepted.cache_key, answer)
+            self._cache.keep(accepted.cache_key, _for_any_program(answer) if accepted.turn.program_end else answer)
+
+
+def _for_any_program(answer: Answer) -> Answer:
+    """An answer to a program's last turn as others may have it: its program is over only where it calls nothing."""
+    cut = answer.reason == "length"
+    return replace(answer, called=replace(answer.called, last=not (answer.called.tools or cut)))

@@ -17,7 +17,7 @@ from holdfast.replicas.kv.holding import Acquired, Holding, Pin
 from holdfast.replicas.kv.host_tier import HostTier
 from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import NO_PAGES, PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree
+from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree, owned_to
 from holdfast.replicas.scheduling.plan import PageCopy, PageIds
 from holdfast.replicas.tokens import TokenIds
 
@@ -336,7 +336,7 @@ def claimed(cache: KVCache, match: Match | None) -> int:
     """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now."""
     if match is None or match.node.leases or match.node.parent is None:
         return 0
-    pages = cache.tree.owned_to(match.node, match.length)
+    pages = owned_to(match.node, match.length, cache.pool)
     step: Node | None = match.node.parent
     while step is not None and step.leases == 0:
         pages, step = pages + step.owned, step.parent

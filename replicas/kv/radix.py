@@ -51,6 +51,12 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
     return first if n and differs[first] else n
 
 
+def owned_to(node: Node, at: int, pool: PagePool) -> int:
+    """Pages counted for the part of `node` before the absolute position `at`: those of a cut's upper half."""
+    shared_above = len(node.pages) - node.owned
+    return pool.pages_for(at) - node.start // pool.page_size - shared_above
+
+
 class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
@@ -188,11 +194,6 @@ class RadixTree:
         self._detach(node, parent)
         return parent, node.pages
 
-    def owned_to(self, node: Node, at: int) -> int:
-        """Pages counted for the part of `node` before the absolute position `at`: those of a cut's upper half."""
-        shared_above = len(node.pages) - node.owned
-        return self._pool.pages_for(at) - node.start // self._pool.page_size - shared_above
-
     def _detach(self, leaf: Node, parent: Node) -> None:
         """Take a leaf without leases out; its pages keep their owner."""
         self.order.discard(leaf)
@@ -243,7 +244,7 @@ class RadixTree:
         )
         if at % size:
             self._pool.retain(lower[:1])
-        upper.owned = self.owned_to(node, at)
+        upper.owned = owned_to(node, at, self._pool)
         upper.touched, upper.tag, upper.priority, upper.leases = node.touched, node.tag, node.priority, node.leases
         upper.pins = node.pins
         node.parent.children[int(node.tokens[0])] = upper

@@ -10,5 +10,12 @@ def _of_triton() -> tuple[type[Exception], ...]:
     return (TritonError,)
 
 
-STEP_ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, IndexError, TypeError, *_of_triton())
-"""What torch, numpy and Triton raise for a step that cannot be run: shapes, indices, memory."""
+STEP_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    *_of_triton(),
+)
+"""What torch, numpy and Triton raise for a step that cannot be run: shapes, indices, numbers, memory."""

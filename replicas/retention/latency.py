@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeAlias
 
 RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
@@ -48,9 +49,12 @@ class LatencySnapshot:
     def of(self, tenant: str, tools: str) -> ToolLatency:
         return self.tools.get((tenant, tools), UNKNOWN)
 
-    def updated(self, overall: ToolLatency, changed: Mapping[ToolKey, ToolLatency]) -> "LatencySnapshot":
-        """This snapshot with newer statistics in it."""
-        return replace(self, overall=overall, tools={**self.tools, **changed})
+    def updated(self, overall: ToolLatency, changed: Mapping[ToolKey, ToolLatency], most: int) -> "LatencySnapshot":
+        """This snapshot with newer statistics in it, of the `most` sets of tools that changed last."""
+        tools = {key: latency for key, latency in self.tools.items() if key not in changed} | dict(changed)
+        for key in list(islice(tools, max(len(tools) - most, 0))):
+            del tools[key]
+        return replace(self, overall=overall, tools=tools)
 
 
 class Tally:

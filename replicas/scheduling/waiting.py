@@ -4,17 +4,14 @@ import heapq
 from collections import deque
 from collections.abc import Iterator
 from itertools import count
-from typing import TypeAlias
 
-from holdfast.replicas.scheduling.order import Key, Order
+from holdfast.replicas.scheduling.lines import Lines, Ticket
+from holdfast.replicas.scheduling.order import Order
 from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.sequences.sequence import Sequence
 
 _HELD = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
-
-Ticket: TypeAlias = int
-Heap: TypeAlias = list[tuple[Key, Ticket, Sequence]]
 
 
 class WaitingQueue:
@@ -24,7 +21,7 @@ class WaitingQueue:
         self._order = order
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
         self._first: Sequence | None = None  # the head, once it is known and until who waits changes
-        self._lines: dict[str | None, Heap] = {}  # None: of those that were preempted, who come before all others
+        self._lines = Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[Sequence] = deque()
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
@@ -57,22 +54,20 @@ class WaitingQueue:
 
         Then it is looked for among the heads of all lines.
         """
-        if self._first is None:
-            self._first = self._find_first()
+        if self._first is None and self._entries:
+            heads = self._lines.heads()
+            if not heads or None in heads:
+                self._first = heads.get(None)
+            else:
+                self._first = self._order.first(tuple(heads.values()))
         return self._first
-
-    def _find_first(self) -> Sequence | None:
-        heads = {line: heap[0][2] for line in list(self._lines) if (heap := self._cleared(line))}
-        if not heads or None in heads:
-            return heads.get(None)
-        return self._order.first(tuple(heads.values()))
 
     def hold(self) -> Sequence:
         """Set the head aside: it still waits, can be removed and expires, but is not the head until `unhold`."""
         sequence = self.head()
         if sequence is None:
             raise IndexError("nobody is waiting")
-        heapq.heappop(self._lines[self._line(sequence)])
+        self._lines.pop(_line(self._order, sequence))
         self._first = None
         self._entries[sequence.request_id] = (_HELD, sequence)
         return sequence
@@ -125,32 +120,19 @@ class WaitingQueue:
     def _place(self, sequence: Sequence) -> None:
         ticket, self._first = next(self._tickets), None
         self._entries[sequence.request_id] = (ticket, sequence)
-        line = self._line(sequence)
-        heap = self._lines.setdefault(line, [])
-        heapq.heappush(heap, (self._order.waiting(sequence), ticket, sequence))
         most = 2 * len(self._entries) + _SLACK
-        if len(heap) > most:
-            heap[:] = [entry for entry in heap if self._waits(*entry[1:])]
-            heapq.heapify(heap)
+        self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)
         if len(self._arrivals) > most:
             self._arrivals = deque(each for each in self._arrivals if each in self and not each.preempted)
         if len(self._due) > most:
             self._due = [entry for entry in self._due if entry[2] in self]
             heapq.heapify(self._due)
 
-    def _line(self, sequence: Sequence) -> str | None:
-        """Preempted ones have a part of their work behind them."""
-        return None if sequence.preempted else self._order.line(sequence)
-
-    def _cleared(self, line: str | None) -> Heap:
-        """A line without the entries at its beginning that have lost their meaning; an empty one is forgotten."""
-        heap = self._lines[line]
-        while heap and not self._waits(*heap[0][1:]):
-            heapq.heappop(heap)
-        if not heap:
-            del self._lines[line]
-        return heap
-
     def _waits(self, ticket: Ticket, sequence: Sequence) -> bool:
         entry = self._entries.get(sequence.request_id)
         return entry is not None and entry[0] == ticket
+
+
+def _line(order: Order, sequence: Sequence) -> str | None:
+    """None for those that were preempted: they have a part of their work behind them and come before all others."""
+    return None if sequence.preempted else order.line(sequence)

@@ -153,10 +153,11 @@ class Sequence:
                 return drawn[: i + 1], "length"
         return drawn, None
 
-    def cut(self, completion: int) -> None:
-        """Forget what was drawn after so many tokens."""
-        self.length = min(self.length, self.n_prompt + completion)
-        self.n_computed = min(self.n_computed, self.length)
-
     def failed(self, error: ErrorInfo) -> Failed:
         return Failed(self.request_id, error, self.usage)
+
+
+def cut(sequence: Sequence, completion: int) -> None:
+    """Forget what was drawn after so many tokens."""
+    sequence.length = min(sequence.length, sequence.n_prompt + completion)
+    sequence.n_computed = min(sequence.n_computed, sequence.length)

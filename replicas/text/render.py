@@ -82,10 +82,11 @@ class Renderer:
             mark = next((char for char in map(chr, chain(*_MARKS)) if char not in plain), "")
             if not mark:
                 raise InvalidRequestError("the messages use too many private characters", "messages")
-            given = _replaced(given, lambda text: word.sub(lambda found: found[0][0] + mark + found[0][1:], text))
         try:
+            if word is not None and mark:
+                given = _replaced(given, lambda text: word.sub(lambda found: found[0][0] + mark + found[0][1:], text))
             text = self._applied(*given)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             complaint = str(error)[:_COMPLAINT]
             raise InvalidRequestError(f"the chat template refuses the messages: {complaint}", "messages") from error
         try:

@@ -68,7 +68,9 @@ class Body(BaseModel):
 
 
 def decode(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises InvalidRequestError that names the position of a syntax error."""
+    """The JSON object in `raw`. Raises InvalidRequestError that names the position of a syntax error, or the field
+    that is nested deeper than can be written again.
+    """
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -76,6 +78,11 @@ def decode(raw: bytes) -> dict[str, Any]:
         raise InvalidRequestError(f"The request body is not valid JSON: {error.msg} at {where}") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("The request body must be a JSON object")
+    for name, value in body.items():
+        try:
+            orjson.dumps([[[[value]]]])  # 254 levels at most; in a request's digest it stands a few further down
+        except TypeError:
+            raise InvalidRequestError(f"'{name}' is nested too deeply", name) from None
     return body
 
 

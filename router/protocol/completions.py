@@ -1,9 +1,9 @@
 """`/v1/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ModelCard, RawPrompt
@@ -15,10 +15,19 @@ MAX_LOGPROBS = 20
 
 
 class CompletionBody(GenerationBody):
-    """What a client may send. One prompt: text, or token ids. Several prompts in a list are refused."""
+    """What a client may send. One prompt: text, or token ids, or a list with one of these in it."""
 
     prompt: Annotated[Annotated[str, Tag("one")] | Annotated[list[TokenId], Tag("many")], Discriminator(one_or_many)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _only_prompt(cls, given: Any) -> Any:
+        if not isinstance(given, list) or not given or not isinstance(given[0], str | list):
+            return given
+        if len(given) > 1:
+            raise ValueError("only one prompt a request is supported")
+        return given[0]
 
 
 def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:

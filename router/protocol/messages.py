@@ -32,8 +32,11 @@ Content: TypeAlias = Annotated[
 
 @with_config(CLOSED)
 class FunctionCall(TypedDict):
+    """`parsed_arguments`, what a client made of our text, is not read."""
+
     name: str
     arguments: str
+    parsed_arguments: NotRequired[Any]
 
 
 @with_config(CLOSED)
@@ -73,6 +76,7 @@ class AssistantMessage(TypedDict):
     annotations: NotRequired[list[Any] | None]
     audio: NotRequired[None]
     function_call: NotRequired[None]
+    parsed: NotRequired[Any]
 
 
 @with_config(CLOSED)
@@ -151,11 +155,15 @@ def _assistant(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(f"'{field}' may be null only where there are tool_calls", field)
     plain: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content)}
     if calls:
-        plain["tool_calls"] = [{"id": call["id"], "type": "function", "function": call["function"]} for call in calls]
+        plain["tool_calls"] = [{"id": call["id"], "type": "function", "function": _function(call)} for call in calls]
     for name in ("name", "reasoning_content"):
         if message.get(name) is not None:
             plain[name] = message[name]
     return plain
+
+
+def _function(call: Mapping[str, Any]) -> dict[str, str]:
+    return {name: call["function"][name] for name in ("name", "arguments")}
 
 
 def _other(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 MAX_STOPS = 16
 REST_OF_CONTEXT = -1
 INT64 = 2**63
+MAX_DIGITS = 19  # of an INT64; Python reads no number of thousands
 
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -118,7 +119,7 @@ def build_sampling(
         max_tokens=REST_OF_CONTEXT if max_tokens is None else max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=max(body.top_k, 0),
+        top_k=min(max(body.top_k, 0), card.vocabulary),  # no more than all
         min_p=body.min_p,
         seed=body.seed,
         logprobs=logprobs,
@@ -141,7 +142,8 @@ def check_tokens(tokens: Sequence[int], card: ModelCard, field: str) -> None:
 def _bias(given: Mapping[str, float], card: ModelCard) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
-        if not key.isascii() or not key.isdigit() or int(key) >= card.vocabulary:
+        known = key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS and int(key) < card.vocabulary
+        if not known:
             message = f"'logit_bias': key {key!r} is not a token id below {card.vocabulary}"
             raise InvalidRequestError(message, f"logit_bias.{key}")
         bias[int(key)] = value

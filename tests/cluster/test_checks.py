@@ -1,8 +1,10 @@
 """What a start refuses before anything runs: model, port, address, Redis."""
 
+import os
 import random
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,10 @@ from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.tenants import Tenant
+
+
+def fingerprint(folder: Path, version: str = "1.0", **engine: Any) -> str:
+    return checks.fingerprint(folder, EngineConfig(**engine), version)
 
 
 @pytest.fixture
@@ -37,11 +43,45 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_changes_with_the_model(model: Path) -> None:
-    first = checks.fingerprint(model, "auto")
-    assert checks.fingerprint(model, "auto") == first
-    assert checks.fingerprint(model, "float32") != first
+    first = fingerprint(model)
+    assert fingerprint(model) == first
     (model / "weights").write_text("1")
-    assert checks.fingerprint(model, "auto") != first
+    second = fingerprint(model)
+    (model / "weights").write_text("2")
+    assert len({first, second, fingerprint(model)}) == 3
+
+
+def test_the_fingerprint_of_large_files_is_of_both_their_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MOST_READ", 2)
+    found = set()
+    for content in ("abcdef", "xbcdef", "abcdex", "abcdefg"):
+        (model / "weights").write_text(content)
+        found.add(fingerprint(model))
+    assert len(found) == 4
+
+
+def test_the_fingerprint_of_a_copy_is_the_same(model: Path) -> None:
+    first = fingerprint(model)
+    os.utime(model / "config.json", (1, 1))
+    assert fingerprint(model) == first
+
+
+def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_the_version(model: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {"dtype": "float32"},
+        {"device": "cpu"},
+        {"decoder": "own"},
+        {"context_length": 512},
+        {"prompt_seed": False},
+        {"early_stop": False},
+        {"tool_format": "hermes"},
+        {"call_grace": 0},
+        {"undeclared": "regenerate"},
+    ]
+    assert [name for change in changes for name in change] == list(checks.ANSWERING)
+    found = {fingerprint(model), fingerprint(model, "2.0"), *(fingerprint(model, **change) for change in changes)}
+    assert len(found) == 2 + len(changes)
+    assert fingerprint(model, max_sequences=17, order="fair", threads=2) == fingerprint(model)
 
 
 def test_a_port_in_use_is_named(model: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: help for everything, one clear line for what is wrong, and no Ray before it is needed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,3 +83,16 @@ def test_a_refused_start_has_not_imported_ray(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "2 False False\n"
+
+
+@pytest.mark.parametrize("command", ["show", "options"])
+def test_who_stops_reading_early_sees_no_traceback(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        words = [sys.executable, "-c", "import sys; from holdfast.cluster.cli import main; sys.exit(main())"]
+        words += ["config", command]
+        done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (cli.FAILED, "")

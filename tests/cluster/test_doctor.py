@@ -102,7 +102,7 @@ def test_tracing_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = settings(tracing=TracingConfig("http://collector:4318"))
     one(doctor_checks.tracing(wanted), State.OK, "http://collector:4318/v1/traces")
     monkeypatch.setattr(doctor_checks, "find_spec", lambda name: None)
-    one(doctor_checks.tracing(wanted), State.FAIL, "holdfast[tracing]")
+    one(doctor_checks.tracing(wanted), State.FAIL, "'.[tracing]'")
     assert list(doctor_checks.tracing(settings())) == []
 
 
@@ -268,7 +268,7 @@ def test_a_redis_that_is_there(tmp_path: Path) -> None:
     ("facts", "state", "word"),
     [
         (ServerFacts("5.0.7", (5, 0), "noeviction", False), State.FAIL, "Redis 6"),
-        (ServerFacts("7.2.0", (7, 2), "noeviction", True), State.WARN, "allkeys-lru"),
+        (ServerFacts("7.2.0", (7, 2), "noeviction", True), State.WARN, "volatile-lru"),
         (ServerFacts("7.2.0", (7, 2), "noeviction", False), State.OK, "7.2.0 at redis://host"),
     ],
 )

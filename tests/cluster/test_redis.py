@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from holdfast.cluster.redis import EmbeddedRedis, ping
+from holdfast.cluster.redis import EmbeddedRedis, inspect, ping, without_password
 from holdfast.replicas.errors import ConfigError
 
 
@@ -61,6 +61,24 @@ def test_a_url_that_does_not_answer_is_named(url: str) -> None:
         ping(url, 0.5)
     assert caught.value.field == "redis.url"
     assert url in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cret@127.0.0.1:1/0",
+        "redis://user:s3cret@127.0.0.1:no-port/0",
+        "redis://:s3cret/more@127.0.0.1:1",
+        "redis://127.0.0.1:1/0?password=s3cret&db=1",
+        "unix://s3cret@/nowhere/redis.sock",
+        "user:s3cret@127.0.0.1",
+    ],
+)
+def test_a_password_is_in_no_message(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inspect(url, 0.5)
+    assert "s3cret" not in caught.value.message
+    assert without_password(url) in caught.value.message
 
 
 def test_a_server_that_says_nothing_is_given_up() -> None:

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 import redis
+import yaml
+from doc_commands import blocks
 from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
 
 from holdfast.cluster import serve_config
+from holdfast.cluster.application import REPLICAS, ROUTER
 from holdfast.cluster.serve_config import MOUNT_S, Arguments, await_digest, settings, with_password
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.tenants import hash_key
@@ -96,3 +100,16 @@ def test_unknown_arguments_are_refused() -> None:
 def test_the_application_is_named_by_its_import_path() -> None:
     built = serve_config.application(Arguments(config={"redis": REDIS}))
     assert type(built).__name__ == "Application"
+
+
+def test_the_file_of_the_operating_page_is_one_that_serve_takes(tmp_path: Path, tenants_file: Path) -> None:
+    (text,) = [block.text for block in blocks("operating.md") if block.language == "yaml" and block.cluster]
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert application.import_path == "holdfast.cluster.serve_config:application"
+    password = tmp_path / "password"
+    password.write_text("p")
+    arguments = Arguments.model_validate(application.args)
+    own = {"tenants_file": tenants_file, "redis_password_file": password}
+    built = settings(arguments.model_copy(update=own))
+    assert built.server.host == "0.0.0.0"
+    assert {each.name for each in application.deployments} == {REPLICAS, ROUTER}

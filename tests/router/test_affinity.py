@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import time
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
-from holdfast.router.affinity import HINT, AffinityRouter, Pins, own_request
+from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.line_stats import line_stats
 
 numbers = count()
@@ -30,7 +31,7 @@ def replica(name: str) -> Any:
 def pending(program: str, waited_s: float = 0.0, **kwargs: Any) -> PendingRequest:
     metadata = RequestMetadata(request_id="r", internal_request_id="i", session_id=program)
     request = PendingRequest(args=[], kwargs=kwargs, metadata=metadata)
-    request.created_at -= waited_s
+    setattr(request, ENTERED, time.monotonic() - waited_s)
     return request
 
 
@@ -256,6 +257,53 @@ class TestWaiting:
                 await made._choose_replica_for_request(turn("t/r", 1.0))
             made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
             assert await waiting is a
+
+        asyncio.run(live())
+
+    def test_a_clock_that_is_set_refuses_nobody(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a")
+            first = turn("t/p", 1.0)
+            assert await made._choose_replica_for_request(first) is a
+            steps = [turn("t/q", 1.0), turn("t/r", 1.0)]
+            for request, step in zip(steps, (-1e6, 1e6), strict=True):
+                delattr(request, ENTERED)
+                request.created_at += step
+            one, two = [asyncio.create_task(made._choose_replica_for_request(request)) for request in steps]
+            await turns()
+            assert len(made._gate) == 2
+            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+            assert await one is a
+            made.on_request_completed(a.replica_id, steps[0].metadata.internal_request_id)
+            assert await two is a
+
+        asyncio.run(live())
+
+    def test_a_refused_request_has_waited_since_it_first_came(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a", queue_timeout_s=30.0)
+            request = turn("t/p", 1.0)
+            delattr(request, ENTERED)
+            assert await made._choose_replica_for_request(request) is a
+            made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
+            setattr(request, ENTERED, getattr(request, ENTERED) - 40.0)
+            with pytest.raises(OverloadedError):
+                await made._choose_replica_for_request(request, is_retry=True)
+
+        asyncio.run(live())
+
+    def test_who_waits_when_the_last_replica_dies_is_told_that_there_is_none(self) -> None:
+        async def live() -> None:
+            made, (a,) = waiting_for("a", no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
+            made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            requests = [turn("t/p", 1.0), turn("t/q", 1.0)]  # one waits for its own replica, one for any
+            waiting = [asyncio.create_task(made._choose_replica_for_request(request)) for request in requests]
+            await turns()
+            assert len(made._gate) == 2
+            made.on_replica_actor_died(a.replica_id)
+            for each in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(each, UnavailableError)
 
         asyncio.run(live())
 

@@ -63,7 +63,7 @@ def test_the_latest_programs_first_and_no_more_than_asked_for() -> None:
     assert {each["state"] for each in all_of_them.json()["programs"]} == {"idle"}
     assert [each["program"] for each in two.json()["programs"]] == ["a", "c"]
     assert none.json()["programs"] == []
-    for wrong in ("x", "-1", "1001"):
+    for wrong in ("x", "-1", "1001", "1" * 5000):
         refused = world.call("GET", f"{PATH}?programs={wrong}")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "programs")
 

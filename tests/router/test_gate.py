@@ -47,6 +47,28 @@ def test_slots_go_to_who_waits_in_order() -> None:
     asyncio.run(live())
 
 
+def test_nobody_waits_where_there_is_no_replica() -> None:
+    async def live() -> None:
+        made = gate(a=1)
+        made.take(["a"], "first")
+        homes = ("a", None)
+        tasks = [asyncio.create_task(made.wait((1.0,), home, str(home), LONG)) for home in homes]
+        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+        await turns()
+        made.replicas({})
+        given_up.cancel()
+        await turns()
+        assert all(task.done() for task in tasks)
+        assert [task.result() for task in tasks] == [None, None]
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert len(made) == 0
+        made.replicas({"b": 1})
+        assert made.take(["b"], "late") == "b"
+
+    asyncio.run(live())
+
+
 def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
     async def live() -> None:
         made = gate(a=1)

@@ -72,6 +72,28 @@ def test_replicas_are_told_how_many_turns_a_program_had_and_when_it_ends():
     assert [(r.program_turns, r.program_end) for r in world.backend.requests] == [(0, False), (1, False), (2, True)]
 
 
+def test_an_answer_from_the_cache_says_nothing_of_the_program_that_it_was_made_for():
+    """The engine counts a program's last turn as over whatever it calls; the next program may go on."""
+    world = World(FakeBackend(calling("ls", last=True)))
+    chat(world, program_end=True)
+    world.backend.script = calling("ls")
+    world.chat(program_id="goes on", seed=1)
+    hit = world.chat(program_id="goes on")
+    assert hit.headers["x-holdfast-cache"] == "hit"
+    assert world.programs.over("default/goes on") is not None, "its run is not over"
+
+
+def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
+    world = World(FakeBackend(calling("ls")))
+    chat(world)
+    assert world.backend.ended_programs == []
+    last = ("POST", "/v1/chat/completions", {"json": chat_body(program_id="p", program_end=True)})
+    hit, _ = world.calls([last, ("GET", "/health", {})])
+    assert hit.headers["x-holdfast-cache"] == "hit"
+    assert world.backend.ended_programs == [("default", "default/p")]
+    assert world.programs.over("default/p") is None, "its run is over"
+
+
 def test_a_response_from_the_cache_ends_a_pause_too():
     world = World(FakeBackend(calling("ls")))
     chat(world)

@@ -91,6 +91,32 @@ def test_a_turn_without_a_replica_enters_its_program_behind_the_request():
     asyncio.run(scenario())
 
 
+def test_ending_a_program_waits_for_no_later_turn_of_another():
+    """Turns end all the time: each write is under way until the next one is."""
+
+    class Busy(MemoryStore):
+        programs: ProgramTable
+        writes = 0
+
+        async def set(self, key, value, ttl_s):
+            await super().set(key, value, ttl_s)
+            self.writes += 1
+            if self.writes < 100:
+                self.programs.finish("acme/other", "r1")
+
+    async def scenario():
+        store = Busy(100, 2**20)
+        programs = store.programs = table(store, 5.0)
+        await programs.begin("acme/p")
+        programs.finish("acme/p", "r1")
+        assert await programs.end("acme/p")
+        assert store.writes < 100
+        await programs.drain()
+        assert await store.get("program/acme/p") is None
+
+    asyncio.run(scenario())
+
+
 def test_foreign_bytes_in_the_store_do_not_fail_a_turn():
     async def scenario():
         store = MemoryStore(100, 2**20)

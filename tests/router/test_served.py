@@ -64,6 +64,17 @@ def test_an_agents_turn_with_a_tool_and_its_result(world, client):
     assert two.prompt.messages[1]["tool_calls"][0]["id"] == "call_1"
 
 
+def test_a_message_that_the_client_parsed_comes_back(world, client):
+    world.backend.script = CALL
+    first = client.chat.completions.parse(model="pocket", messages=MESSAGES, tools=TOOLS)
+    message = first.choices[0].message
+    assert message.tool_calls[0].function.parsed_arguments == {"city": "Oslo"}
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4 degrees"}
+    client.chat.completions.create(model="pocket", messages=[*MESSAGES, message, result])
+    function = world.backend.requests[-1].prompt.messages[1]["tool_calls"][0]["function"]
+    assert function == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+
+
 def test_openais_accumulator_reads_our_tool_calls(world, client):
     world.backend.script = CALL
     with client.chat.completions.stream(model="pocket", messages=MESSAGES, tools=TOOLS) as stream:

@@ -9,7 +9,7 @@ from redis_server import RedisServer
 from holdfast.replicas.retention.latency import RECENT, LatencyBook, ToolLatency
 from holdfast.router import tool_latency
 from holdfast.router.store import MemoryStore, RedisStore
-from holdfast.router.tool_latency import Reader, ToolLatencies
+from holdfast.router.tool_latency import TTL_S, Reader, ToolLatencies
 
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 RETRY = 0.01
@@ -110,8 +110,9 @@ def test_the_sets_of_tools_are_bounded(server, monkeypatch):
         for tool in ("one", "two", "three", "one", "four"):
             latencies.record("a", tool, 1.0)
             await written(latencies)
-        await reader.refresh()
+            await reader.refresh()
         assert set(reader.snapshot.tools) == {("a", "three"), ("a", "one"), ("a", "four")}
+        assert all([0 < await store._redis.ttl(key) <= TTL_S for key in await store._redis.keys("*{tools}*")])
         assert len(await store._redis.keys("*of/*")) == 2 * 3
         await latencies.close()
         await store.close()

@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import Holding, KVCache, Label, claimed, found, in_use, to_be_had
+from holdfast.replicas.kv.cache import Holding, KVCache, Label, in_use
 from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.kv.radix import PLAIN
 from holdfast.replicas.scheduling.plan import PageCopy
@@ -391,25 +389,3 @@ def test_a_verb_that_breaks_off_leaves_the_cache_unsound(monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError):
         cache.drop(holding)
     assert not cache.sound
-
-
-@given(
-    st.sampled_from([1, 4, 16]),
-    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.booleans()), min_size=1, max_size=5),
-    st.integers(0, 110),
-)
-def test_what_a_prefix_claims_is_what_acquiring_it_protects(page_size, known, shared) -> None:
-    """Each known text shares its first tokens with one line of numbers and goes on alone; some are still held."""
-    cache = KVCache(4096 // page_size, page_size)
-    for i, (common, alone, held) in enumerate(known):
-        text = np.concatenate((_count(0, common), _count(1000 * (i + 1), alone)))
-        holding = _begin(cache, text)
-        if not held:
-            cache.finish(holding, text, len(text), 0.0)
-    asked = np.concatenate((_count(0, shared), _ids(9)))
-    match = found(cache, "", asked)
-    told, before = claimed(cache, match), to_be_had(cache)
-    holding = cache.acquire("", asked, 1.0, match=match).holding
-    assert before - to_be_had(cache) == told + len(holding.own) * page_size
-    cache.drop(holding)
-    cache.check()

@@ -32,6 +32,14 @@ def test_a_body_that_is_no_json_object(raw, message):
         decode(raw)
 
 
+def test_a_field_that_is_nested_too_deeply_is_named():
+    deep = b'{"a":' * 251 + b"1" + b"}" * 251
+    decode(b'{"a":' * 240 + b"1" + b"}" * 240)
+    with pytest.raises(InvalidRequestError) as refused:
+        decode(b'{"model": "m", "chat_template_kwargs": %b}' % deep)
+    assert refused.value.field == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -115,7 +123,7 @@ def test_null_counts_as_absent():
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"prompt": ["a", "b"]}, "prompt.0"),
+        ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"echo": True}, "echo"),
         ({"prompt": [-1]}, "prompt.0"),

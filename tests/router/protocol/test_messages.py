@@ -20,7 +20,9 @@ def test_an_agents_conversation_is_passed_on_as_it_is():
 
 def test_our_own_message_comes_back_with_everything_a_client_library_adds():
     returned = {**ASSISTANT, "refusal": None, "annotations": [], "audio": None, "function_call": None, "name": None}
-    returned["tool_calls"] = [{**CALL, "index": 0}]
+    returned |= {"parsed": {"a": 1}}
+    function = {**CALL["function"], "parsed_arguments": {}}
+    returned["tool_calls"] = [{**CALL, "function": function, "index": 0}]
     assert plain_messages([USER, returned, RESULT]) == [USER, ASSISTANT, RESULT]
 
 

@@ -54,6 +54,11 @@ def test_every_sampling_field_arrives():
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.logprobs) == (frozenset({3}), True, 2)
 
 
+@pytest.mark.parametrize(("asked", "kept"), [(7, 7), (50, 50), (51, 50), (2**63, 50)])
+def test_a_large_top_k_is_all_of_the_vocabulary(asked, kept):
+    assert chat(top_k=asked).sampling.top_k == kept
+
+
 def test_chat_prompt_carries_tools_and_template_arguments():
     tool = {"type": "function", "function": {"name": "f"}}
     prompt = chat(tools=[tool], tool_choice="none", parallel_tool_calls=False, chat_template_kwargs={"a": 1}).prompt
@@ -109,6 +114,7 @@ def test_a_response_format_becomes_the_schema_of_the_reply():
         ({"stop": ["x"] * 17}, "stop"),
         ({"logit_bias": {"x": 1}}, "logit_bias.x"),
         ({"logit_bias": {"50": 1}}, "logit_bias.50"),
+        ({"logit_bias": {"1" * 5000: 1}}, f"logit_bias.{'1' * 5000}"),
         ({"stop_token_ids": [1, 50]}, "stop_token_ids.1"),
     ],
 )
@@ -134,8 +140,16 @@ def test_stops_come_as_a_tuple():
 def test_completion_prompts():
     assert completion().prompt == RawPrompt("hi")
     assert completion(prompt=[1, 2]).prompt == RawPrompt((1, 2))
+    assert completion(prompt=["hi"]).prompt == RawPrompt("hi")
+    assert completion(prompt=[[1, 2]]).prompt == RawPrompt((1, 2))
     assert completion(logprobs=3).sampling.logprobs == 3
-    for prompt, field in ((["x"], "prompt.0"), ([1, 50], "prompt.1"), ([], "prompt"), ("", "prompt")):
+    for prompt, field in (
+        (["x", "y"], "prompt"),
+        ([["x"]], "prompt.0"),
+        ([1, 50], "prompt.1"),
+        ([], "prompt"),
+        ("", "prompt"),
+    ):
         with pytest.raises(InvalidRequestError) as refused:
             completion(prompt=prompt)
         assert refused.value.field == field

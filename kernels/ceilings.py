@@ -10,15 +10,20 @@ import torch
 _FLUSH_BYTES = 256 << 20  # beyond any cache
 _MATRIX = 8192
 _CYCLES = 2e9  # a second, of the device's clock at its fastest
-_LONGEST_S = 0.5
+_SHORTEST_S, _LONGEST_S = 0.03, 0.5  # that the device waits for the host
+_WARM_S = 0.025  # until the clocks of a device that has waited for a compiler are up again
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`bandwidth` in bytes a second, of reading; `rate` in floating point operations a second, bfloat16."""
+    """`bandwidth` in bytes a second, of reading; `rate` in floating point operations a second, bfloat16.
+
+    `empty_s`: what a kernel that does nothing is timed to take; a part of every time of one call.
+    """
 
     bandwidth: float
     rate: float
+    empty_s: float = 0.0
 
 
 def hold(seconds: float) -> None:
@@ -30,22 +35,16 @@ class Clock:
     """Times calls on the device, each after its caches were flushed."""
 
     def __init__(self) -> None:
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self._flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
 
     def seconds(self, call: Callable[[], object], repeats: int = 20) -> float:
-        """The median of `repeats` calls, after three to warm up."""
-        began = 0.0
-        for _ in range(3):
-            began = time.perf_counter()
-            self._flush.zero_()
-            call()
-        launching = time.perf_counter() - began
-        torch.cuda.synchronize()
+        """The median of `repeats` calls, after some to warm up."""
+        launching = self._warm_up(call)
         # The device waits until all calls are launched, so that it is never the host that is timed.
-        hold(min(2 * repeats * launching, _LONGEST_S))
+        hold(min(max(2 * repeats * launching, _SHORTEST_S), _LONGEST_S))
         pairs = []
         for _ in range(repeats):
-            self._flush.zero_()
+            self._empty_caches()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             call()
@@ -54,13 +53,32 @@ class Clock:
         torch.cuda.synchronize()
         return statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
 
+    def _warm_up(self, call: Callable[[], object]) -> float:
+        """Compile, then call for a while; seconds in which the host launches a call."""
+        call()
+        torch.cuda.synchronize()
+        ends = time.perf_counter() + _WARM_S
+        while True:
+            began = time.perf_counter()
+            self._empty_caches()
+            call()
+            launching = time.perf_counter() - began
+            torch.cuda.synchronize()
+            if time.perf_counter() >= ends:
+                return launching
+
+    def _empty_caches(self) -> None:
+        # By reading: lines that were written would have to be written back while the call is timed.
+        torch.amax(self._flush)
+
 
 def measure_ceilings(clock: Clock) -> Ceilings:
-    """Read 2 GiB by one reduction, and multiply two matrices of 8192 x 8192."""
-    data = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
+    """Read 2 GiB by one reduction, copy 1 GiB, multiply two matrices of 8192 x 8192, and do nothing."""
+    data = torch.empty(1 << 29, dtype=torch.float32, device="cuda").normal_()  # of 16 bits a thread reads 8 bytes only
     read = clock.seconds(lambda: torch.amax(data))
-    copied = clock.seconds(lambda: data[: 1 << 29].copy_(data[1 << 29 :]))
+    copied = clock.seconds(lambda: data[: 1 << 28].copy_(data[1 << 28 :]))
     a, b = torch.randn(2, _MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda").unbind(0)
     multiply = clock.seconds(lambda: a @ b)
     # A reduction may be bound by its own arithmetic; a copy reads and writes. The better of both is the ceiling.
-    return Ceilings(max(data.nbytes / read, data.nbytes / copied), 2 * _MATRIX**3 / multiply)
+    bandwidth, rate = max(data.nbytes / read, data.nbytes / copied), 2 * _MATRIX**3 / multiply
+    return Ceilings(bandwidth, rate, clock.seconds(lambda: hold(0.0)))

@@ -6,6 +6,7 @@ take most of a step, stand beside torch's.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -56,8 +57,7 @@ def time_kernels(report: Report) -> None:
         return clocks[0]
 
     def ceilings(deadline: Deadline) -> Lines:
-        found = measure_ceilings(clock())
-        yield "ceilings", {"bandwidth": found.bandwidth, "rate": found.rate}
+        yield "ceilings", asdict(measure_ceilings(clock()))
 
     def part(name: str, measure: Measure) -> Lines:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))

@@ -5,13 +5,14 @@ with it, as after a kernel that read where it may not, another one goes on behin
 measured is the parts' matter.
 """
 
+import itertools
 import json
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -50,7 +51,8 @@ Part: TypeAlias = Callable[[Deadline], Lines]
 class Report:
     """What was found so far. `seconds`: after which no other part begins.
 
-    With `resume` it goes on with what the file says: parts that are in it were done, or ended their process.
+    With `resume` it goes on with what the file says: parts that are in it were done, or ended their process; and time
+    counts from when the first process was begun.
     """
 
     def __init__(self, file: Path | None, seconds: float, resume: bool = False) -> None:
@@ -95,6 +97,20 @@ class Report:
         if name in self.found["failed"] and not device_answers():
             print("the device does not answer any more", flush=True)
             os._exit(LOST)  # what holds tensors cannot be taken down in order any more
+
+    def run_anew(self, name: str, part: Part, budget: float) -> None:
+        """`run` a part that makes what others need, in every process: "again" where one before this did.
+
+        Where it failed there it is not begun again.
+        """
+        names = itertools.chain((name, f"{name}, again"), (f"{name}, again {times}" for times in itertools.count(2)))
+        own = next(each for each in names if each in self.found["failed"] or each not in self._before)
+        if own not in self.found["failed"]:
+            self.run(own, part, budget)
+
+    def wants(self, names: Iterable[str]) -> bool:
+        """Whether one of these parts was not begun by a process before this one."""
+        return not self._before.issuperset(names)
 
     def write(self) -> None:
         """Write the file, with the shares of ceilings and the ratios to others in one place each."""

@@ -13,6 +13,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _ceilings(report: Report, gpu: bool) -> Ceilings:
     if "ceilings" in report.found:
         return Ceilings(**report.found["ceilings"])
     ceilings = measure_ceilings(Clock()) if gpu else Ceilings(1e12, 1e13)
-    report.found["ceilings"] = {"bandwidth": ceilings.bandwidth, "rate": ceilings.rate}
+    report.found["ceilings"] = asdict(ceilings)
     report.write()
     return ceilings
 
@@ -97,7 +98,7 @@ def _versions() -> dict[str, str]:
 
 
 def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
-    """Single steps: without graphs, then with them."""
+    """Single steps: without graphs, then with them. Each process has to choose products and capture graphs itself."""
     worlds: list[World] = []
 
     def part(call: Callable[[World], Lines]) -> Part:
@@ -108,18 +109,22 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
 
         return run
 
-    report.run("products", part(steps.products), 60.0)
-    report.run("decode, launched", part(steps.decode_shares), 90.0)
-    report.run("verify, launched", part(steps.verify_cost), 30.0)
-    report.run("graphs", part(_graphs), 60.0)
-    for name, call in {
+    launched = {"decode, launched": (steps.decode_shares, 90.0), "verify, launched": (steps.verify_cost, 30.0)}
+    in_graphs = {
         "decode": steps.decode_shares,
         "verify": steps.verify_cost,
         "prefill": steps.prefill_share,
         "alias": steps.alias,
         "host tier": steps.host_tier,
         "host": host_time,
-    }.items():
+    }
+    if report.wants((*launched, *in_graphs)):
+        report.run_anew("products", part(steps.products), 60.0)
+    for name, (call, budget) in launched.items():
+        report.run(name, part(call), budget)
+    if report.wants(in_graphs):
+        report.run_anew("graphs", part(_graphs), 60.0)
+    for name, call in in_graphs.items():
         report.run(name, part(call), 20.0)
     worlds.clear()
     free_device()

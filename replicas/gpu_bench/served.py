@@ -82,7 +82,7 @@ class Stage:
     ours: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # seconds of turns, by (turns, programs)
     _recorded: dict[tuple[int, int, int], list[Dialogue]] = field(default_factory=dict)
     _loaded: LoadedRunner | None = None
-    _failure: BaseException | None = None  # of loading: it would not go better the next time
+    _failure: Exception | None = None  # of loading: it would not go better the next time
     _tokenizer: Any = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inflate"))
     _made: "tempfile.TemporaryDirectory[str]" = field(init=False)
@@ -135,7 +135,7 @@ class Stage:
                 raise RuntimeError("the model does not load") from self._failure
             try:
                 self._loaded = load_runner(config)
-            except BaseException as failure:  # broken off, too
+            except Exception as failure:  # one that was broken off may have the time of another part
                 self._failure = failure
                 raise
         return self._loaded

@@ -2,6 +2,9 @@
 
     ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / matrix rate
 
+A device may read and multiply at once: `ideal_overlapped` has the longer of both for the forwards with new tokens. No
+engine that does these forwards goes below it.
+
 Turns run in waves: all programs begin a turn together, and the wave is over with the last of them. A turn draws as many
 tokens as the reply on record has, so that every engine does the same work. `Turn.spent` lays all of the measured time
 to something: its parts add up to it.
@@ -37,6 +40,8 @@ class Totals:
     prepare_s: float
     plan_s: float
     commit_s: float
+    filling: float = 0.0
+    filling_positions: float = 0.0
 
     @staticmethod
     def of(engine: Engine, watched: Watched) -> "Totals":
@@ -51,6 +56,8 @@ class Totals:
             seen.prepare_s,
             stats.schedule_s,
             stats.commit_s,
+            seen.filling,
+            seen.filling_positions,
         )
 
     def since(self, before: "Totals") -> "Totals":
@@ -69,6 +76,7 @@ class Turn:
     as_recorded: int  # programs that said what is on record
     wall_s: float
     ideal_s: float
+    ideal_overlapped_s: float
     total: Totals
 
     @property
@@ -104,6 +112,7 @@ class Turn:
         total = self.total
         return {
             "efficiency": self.efficiency,
+            **_overlapped(self.ideal_overlapped_s, self.wall_s),
             "wall_s": self.wall_s,
             **self.spent,
             "prompt": self.prompt,
@@ -138,8 +147,9 @@ class Player:
         said = [answers[f"{row} {turn}"] for row in range(len(exchanges))]
         self._seen = [np.concatenate((each.prompt, answer)) for each, answer in zip(exchanges, said, strict=True)]
         new = [len(each.prompt) - cached for each, cached in zip(exchanges, known, strict=True)]
-        ideal = self._bounds.read_s(int(total.positions), int(total.forwards))
-        ideal += sum(self._bounds.compute_s(*each) for each in zip(new, known, strict=True))
+        read, compute = self._bounds.read_s, sum(self._bounds.compute_s(*each) for each in zip(new, known, strict=True))
+        filling = read(int(total.filling_positions), int(total.filling))
+        ideal = read(int(total.positions), int(total.forwards)) + compute
         return Turn(
             turn,
             prompt=sum(len(each.prompt) for each in exchanges),
@@ -148,6 +158,7 @@ class Player:
             as_recorded=sum(np.array_equal(e.reply, answer) for e, answer in zip(exchanges, said, strict=True)),
             wall_s=wall,
             ideal_s=ideal,
+            ideal_overlapped_s=ideal - min(filling, compute),
             total=total,
         )
 
@@ -189,6 +200,10 @@ def play(player: Player, turns: int, deadline: Deadline) -> Iterator[Turn]:
         yield player.wave(turn)
 
 
+def _overlapped(ideal_s: float, wall_s: float) -> Figures:
+    return {"ideal_overlapped_s": ideal_s, "efficiency_overlapped": ideal_s / wall_s}
+
+
 def summary(turns: Sequence[Turn]) -> Figures:
     """All turns together: their efficiency, what each second went to, and what drafts were worth."""
     wall = sum(turn.wall_s for turn in turns)
@@ -197,6 +212,7 @@ def summary(turns: Sequence[Turn]) -> Figures:
     completion = sum(turn.completion for turn in turns)
     return {
         "efficiency": spent["ideal_s"] / wall,
+        **_overlapped(sum(turn.ideal_overlapped_s for turn in turns), wall),
         "median_of_turns": statistics.median(turn.efficiency for turn in turns),
         "turns": len(turns),
         "wall_s": wall,

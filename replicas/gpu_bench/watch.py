@@ -8,10 +8,15 @@ from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, StepOutpu
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences."""
+    """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
+
+    `filling` and `filling_positions`: the same of forwards that compute more than what is drawn from.
+    """
 
     forwards: int = 0
     positions: int = 0
+    filling: int = 0
+    filling_positions: int = 0
     prepare_s: float = 0.0  # laying steps out, their copy to the device and their launches, with nothing running yet
 
 
@@ -42,9 +47,13 @@ class Watched:
 
     def _count(self, plan: StepPlan, prepare_s: float) -> None:
         before = self.counts
+        positions = sum(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
+        filling = any(chunk.draw is None or len(chunk.tokens) > chunk.draw.drafts + 1 for chunk in plan.chunks)
         self.counts = Counts(
             before.forwards + bool(plan.chunks),
-            before.positions + sum(chunk.start + len(chunk.tokens) for chunk in plan.chunks),
+            before.positions + positions,
+            before.filling + filling,
+            before.filling_positions + positions * filling,
             before.prepare_s + prepare_s,
         )
 

@@ -82,15 +82,16 @@ def remember(stage: Stage, parts: dict[str, dict[str, Figures]]) -> None:
         stage.ours[count, rows] = [figures["wall_s"] for line, figures in lines.items() if line != "all"]
 
 
-def run_ours(stage: Stage, report: Report, only: str = "") -> None:
-    """The parts of our engine: with drafts, then the longest one without."""
-    report.run("load", lambda deadline: load(stage, deadline), 150.0)
-    for count, rows in itertools.product(stage.sizes.turns, stage.sizes.rows):
-        name = workflow(count, rows)
-        report.run(name, lambda deadline, count=count, rows=rows: turns(stage, count, rows, deadline), 45.0)  # type: ignore[misc]
+def run_ours(stage: Stage, report: Report) -> None:
+    """The parts of our engine: with drafts, then the longest one without. Each process loads the model itself."""
     longest = max(stage.sizes.turns)
-    for rows in stage.sizes.rows:
-        name = f"{workflow(longest, rows)}, no drafts"
+    with_drafts = {workflow(*each): each for each in itertools.product(stage.sizes.turns, stage.sizes.rows)}
+    without = {f"{workflow(longest, rows)}, no drafts": rows for rows in stage.sizes.rows}
+    if report.wants((*with_drafts, *without)):
+        report.run_anew("load", lambda deadline: load(stage, deadline), 150.0)
+    for name, (count, rows) in with_drafts.items():
+        report.run(name, lambda deadline, count=count, rows=rows: turns(stage, count, rows, deadline), 45.0)  # type: ignore[misc]
+    for name, rows in without.items():
         report.run(name, lambda deadline, rows=rows: turns(stage, longest, rows, deadline, speculation=False), 30.0)  # type: ignore[misc]
 
 

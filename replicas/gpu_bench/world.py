@@ -12,6 +12,7 @@ from holdfast.kernels.ceilings import Ceilings, Clock, hold
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.gpu_bench.bounds import Bounds
+from holdfast.replicas.gpu_bench.watch import Watched
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.decoder import decoder_shape, rotary_table
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
@@ -118,9 +119,10 @@ class World:
             speculation=DraftConfig(enabled=False),
         )
 
-    def engine(self) -> Engine:
-        """An engine with an empty cache over the runner."""
-        return Engine(self.config, self.runner, vocabulary=self.shape.vocabulary)
+    def engine(self) -> tuple[Engine, Watched]:
+        """An engine with an empty cache over the runner, and what counts between the two."""
+        watched = Watched(self.runner)
+        return Engine(self.config, watched, vocabulary=self.shape.vocabulary), watched
 
     def tokens(self, count: int, seed: int) -> TokenIds:
         return np.random.default_rng(seed).integers(1, self.shape.vocabulary, count).astype(np.int32)

@@ -115,6 +115,13 @@ class ModelRunner:
         pipeline.graphs = graphs if good else None
         return good
 
+    @property
+    def replayed(self) -> int:
+        """Steps that ran in a graph so far."""
+        from holdfast.replicas.model.device_steps import DeviceSteps
+
+        return self._pipeline.replayed if isinstance(self._pipeline, DeviceSteps) else 0
+
     def _run(self, plan: StepPlan) -> StepOutput:
         if not plan.moves:
             return self._compute(plan)

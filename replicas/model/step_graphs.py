@@ -120,6 +120,7 @@ class StepGraphs:
         device = table.device
         heads, dim = self._shape.heads, self._shape.head_dim
         self._static = torch.zeros(self._size, dtype=torch.uint8, device=device)
+        self._cells.view(self._static).fill_(scratch_cell)  # while graphs are captured, too
         self._partial = torch.zeros(room.partials, heads, dim, dtype=torch.float32, device=device)
         self._lse = torch.zeros(room.partials, heads, dtype=torch.float32, device=device)
         self._logits = torch.zeros(room.tokens, model.vocabulary, dtype=dtype, device=device)

@@ -44,6 +44,21 @@ def test_no_part_begins_without_time_and_none_has_more_than_is_left():
     assert 7.0 < given[1] <= 50.0
 
 
+def test_what_others_need_is_made_in_every_process_until_it_fails(tmp_path):
+    file = tmp_path / "found.json"
+    for _ in range(3):
+        report = Report(file, 1000.0, resume=True)
+        report.run_anew("load", lambda deadline: iter([("loaded", {})]), 10.0)
+    assert list(report.found["parts"]) == ["load", "load, again", "load, again 2"]
+    assert not Report(file, 1000.0, resume=True).wants(["load", "load, again"])
+    assert Report(file, 1000.0, resume=True).wants(["load", "turns"])
+    for _ in range(2):
+        report = Report(file, 1000.0, resume=True)
+        report.run_anew("load", lambda deadline: iter([("loaded", 1 / 0)]), 10.0)
+    assert list(report.found["failed"]) == ["load, again 3"]
+    assert len(report.found["parts"]) == 4
+
+
 def test_a_part_that_does_not_end_is_broken_off(monkeypatch):
     monkeypatch.setattr(reports, "_GRACE_S", 0.05)
     report = Report(None, 1000.0)

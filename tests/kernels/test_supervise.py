@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -63,6 +64,14 @@ def test_another_process_goes_on_behind_the_part_that_one_did_not_survive(what, 
 
 def test_a_process_that_does_not_begin_is_not_begun_again(tmp_path):
     assert supervised([sys.executable, "-c", SCRIPT, "import"], tmp_path / "found.json") == 7
+
+
+def test_time_counts_from_when_the_first_process_is_begun(tmp_path):
+    file, before = tmp_path / "found.json", time.time()
+    script = "import json, pathlib, sys; print(json.loads(pathlib.Path(sys.argv[2]).read_text())['began']); sys.exit(7)"
+    file.write_text("of another call")
+    assert supervised([sys.executable, "-c", script], file) == 7
+    assert before <= json.loads(file.read_text())["began"] <= time.time()
 
 
 def test_a_process_that_ends_with_its_first_part_leaves_the_others_to_the_next(tmp_path):

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from holdfast.kernels.ceilings import Ceilings
+from holdfast.kernels.report import put
 from holdfast.replicas.gpu_bench.__main__ import main
 from holdfast.replicas.gpu_bench.world import World, small_size
 
@@ -28,11 +30,30 @@ def test_single_steps_run_and_are_written_down(tmp_path, capsys):
     assert found["parts"]["graphs"]["graphs"]["believed"] == 1
     assert [moved["same_bits"] for moved in found["parts"]["host tier"].values()] == [1]
     assert 0 < found["shares"]["prefill: prefill 20"] < 1
+    replayed = {part: {figures.get("replayed") for figures in lines.values()} for part, lines in found["parts"].items()}
+    assert replayed["decode, launched"] == replayed["verify, launched"] == replayed["prefill"] == {0.0}
+    assert replayed["decode"] == replayed["host"] == {1.0}
+    assert replayed["verify"] == {0.5}  # in a graph for one token, a window of 8 is too long for one of these
+    host = found["parts"]["host"]["a step of 2 sequences"]
+    assert host["not_hidden_s"] == pytest.approx(host["wall_s"] - host["device_s"] + host["prepare_s"])
     assert {"python", "torch", "triton", "transformers"} <= set(found["versions"])
     assert found["machine"]["cores"] >= 1
-    assert set(found["ceilings"]) == {"bandwidth", "rate"}
+    assert set(found["ceilings"]) == {"bandwidth", "rate", "empty_s"}
     assert set(found["seconds"]) == set(found["parts"])
     assert "the figures say nothing" in capsys.readouterr().out
+
+
+def test_a_process_behind_a_fault_chooses_and_captures_itself(tmp_path):
+    file = tmp_path / "gpu.json"
+    done = {name: {} for name in ("products", "decode, launched", "verify, launched", "graphs", "decode")}
+    put(file, {"parts": done, "failed": {"decode": "the process ended"}, "began": time.time()})
+    assert main(["--json", str(file), "--only", "steps", "--resume"]) == 1
+    found = json.loads(file.read_text())
+    assert list(found["parts"])[5:] == [
+        "products, again", "graphs, again", "verify", "prefill", "alias", "host tier", "host"
+    ]  # fmt: skip
+    assert list(found["failed"]) == ["decode"]
+    assert found["parts"]["host"]["a step of 2 sequences"]["replayed"] == 1
 
 
 def test_workflows_tell_where_all_of_their_time_went(tmp_path):

@@ -1,5 +1,6 @@
 """Conversations played to our engine and to transformers, and what the time of a turn is laid to."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.ceilings import Ceilings
-from holdfast.kernels.report import Deadline, Report
+from holdfast.kernels.report import Deadline, OverTimeError, Report, put
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.gpu_bench import workflows
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.gpu_bench import served, workflows
 from holdfast.replicas.gpu_bench.dialogues import Dialogue, Exchange, dialogues
 from holdfast.replicas.gpu_bench.peers import Batching, PromptLookup, load_model
 from holdfast.replicas.gpu_bench.served import Stage, full_turns, small_turns
 from holdfast.replicas.gpu_bench.turns import Player, Totals, Turn, play
 from holdfast.replicas.gpu_bench.watch import Watched
-from holdfast.replicas.scheduling.plan import Chunk, StepOutput, StepPlan
+from holdfast.replicas.scheduling.plan import Chunk, Draw, StepOutput, StepPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 
@@ -34,7 +36,8 @@ def stage():
 @given(seconds, seconds, seconds, seconds, seconds, seconds, seconds)
 def test_the_parts_of_a_turn_add_up_to_it(ideal, forward, sample, between, prepare, plan, commit):
     total = Totals(3, 100, 0, 0, forward, sample, prepare, plan, commit)
-    turn = Turn(0, 10, 10, 5, 1, wall_s=forward + sample + between, ideal_s=min(ideal, forward), total=total)
+    wall, least = forward + sample + between, min(ideal, forward)
+    turn = Turn(0, 10, 10, 5, 1, wall_s=wall, ideal_s=least, ideal_overlapped_s=least, total=total)
     assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
     assert all(value >= -1e-9 for value in turn.spent.values())
     assert turn.spent["prepare_s"] <= prepare
@@ -75,6 +78,10 @@ def test_only_what_was_never_seen_counts_as_new(stage):
     for turn, exchange in zip((first, second), program.exchanges, strict=True):
         assert turn.completion == len(exchange.reply)
         assert turn.total.positions >= turn.total.forwards * turn.prompt - turn.new
+        assert 1 <= turn.total.filling < turn.total.forwards
+        compute = stage.bounds.compute_s(turn.new, turn.prompt - turn.new)
+        read = stage.bounds.read_s(int(turn.total.filling_positions), int(turn.total.filling))
+        assert turn.ideal_s - turn.ideal_overlapped_s == pytest.approx(min(compute, read))
 
 
 def test_where_steps_overlap_preparing_them_is_told_and_the_parts_still_add_up(stage):
@@ -138,6 +145,53 @@ def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
     watched.run(StepPlan(()))  # moves pages, computes nothing
     assert watched.counts.forwards == 2
     assert watched.counts.positions == 2 * (8 + 1)
+
+
+def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
+    class Runner:
+        def run(self, plan):
+            return StepOutput(())
+
+    watched, verified = Watched(Runner()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
+    last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
+    watched.run(StepPlan((verified,)))
+    assert (watched.counts.filling, watched.counts.filling_positions) == (0, 0)
+    watched.run(StepPlan((verified, last)))
+    watched.run(StepPlan((replace(last, draw=None),)))
+    assert (watched.counts.filling, watched.counts.filling_positions) == (2, 7 + 8 + 8)
+
+
+def test_loading_that_was_broken_off_is_begun_again_and_one_that_failed_is_not(stage, monkeypatch):
+    made = Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
+    folder = stage.folder()
+    monkeypatch.setattr(Stage, "folder", lambda self: folder)
+    failures, tried = [OverTimeError("late"), ValueError("damaged"), OverTimeError("late")], []
+
+    def load(config):
+        tried.append(config)
+        raise failures[len(tried) - 1]
+
+    monkeypatch.setattr(served, "load_runner", load)
+    for expected in (OverTimeError, ValueError, RuntimeError):
+        with pytest.raises(expected):
+            made.loaded()
+    assert len(tried) == 2
+    made.close()
+
+
+def test_a_process_behind_a_fault_loads_in_a_part_of_its_own(tmp_path, stage, monkeypatch):
+    file = tmp_path / "gpu.json"
+    made = {"load": {}, "turns, 1, 1 at once": {}}
+    put(file, {"parts": made, "failed": {"turns, 1, 1 at once": "the process ended"}, "began": time.time()})
+    report = Report(file, 1000.0, resume=True)
+    monkeypatch.setattr(workflows, "load", lambda stage, deadline: iter([("loaded", {})]))
+    monkeypatch.setattr(workflows, "turns", lambda *_, **__: iter([("all", {})]))
+    workflows.run_ours(stage, report)
+    assert list(report.found["parts"])[2:4] == ["load, again", "turns, 1, 2 at once"]
+    assert len(report.found["parts"]) == 2 + 6
+    third = Report(file, 1000.0, resume=True)
+    workflows.run_ours(stage, third)
+    assert len(third.found["parts"]) == 2 + 6  # nothing is left to load for
 
 
 def test_the_full_size_is_what_is_wanted_and_fits_the_context():

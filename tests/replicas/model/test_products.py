@@ -33,6 +33,18 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
     assert rows == [1, 1, *range(2, 9), *(n for n in range(9, 17) for _ in range(2))]
 
 
+def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
+    from holdfast.replicas.model import products
+
+    calls = []
+    monkeypatch.setattr(products, "streamed", lambda x, w: calls.append(w) or x @ w.T)
+    alike = [Matrix(torch.randn(24, 16)) for _ in range(10)]
+    timed = choose_products(alike, clock(*[8.0, 4.0] * 3))
+    assert [(each.ours_s, each.torchs_s) for each in timed] == [(1.0, 0.5)] * 3
+    assert [w is each.plain for w, each in zip(calls[:8], alike, strict=False)] == [True] * 8
+    assert len(calls) == 3 * 8
+
+
 @pytest.mark.parametrize("ours_s", [1e-9, 1e9])
 def test_the_decoder_computes_the_same_either_way(ours_s):
     model, _ = decoder(GpuDecoder, 8, 16)

@@ -1,6 +1,7 @@
 """Tokens chosen the GPU's way are those of the CPU's way, whatever rows ask for; interpreted where there is no GPU."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.packing import Mailer
 from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.model.step_errors import STEP_ERRORS
 from holdfast.replicas.scheduling.plan import Chunk, Draw
 
 VOCABULARY = 70
@@ -76,3 +78,9 @@ def test_a_cutoff_is_compared_with_what_it_was_found_in():
     sampling = Sampling(temperature=0.37, top_k=1)
     chunks = [Chunk(0, i, np.array([1], np.int32), Draw(sampling, i)) for i in range(5)]
     assert [drawn.tokens for drawn in on_gpu(logits, chunks)] == [(VOCABULARY - 1,)] * 5
+
+
+def test_a_setting_that_no_array_holds_is_an_error_of_the_step():
+    draw = Draw(Sampling(temperature=1.0, top_k=2**40), 0, 0, np.zeros(0, np.int32), None)
+    with pytest.raises(STEP_ERRORS):
+        sampler_gpu.settings([Chunk(0, 0, np.array([5], np.int32), draw)], VOCABULARY)

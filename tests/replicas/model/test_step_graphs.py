@@ -78,6 +78,13 @@ def test_every_step_computes_the_same_in_its_graph_and_nothing_of_others_is_touc
         assert torch.allclose(world.kv.data[:, :, :PAGES], written[:, :, :PAGES], atol=1e-5)
 
 
+def test_capturing_writes_to_the_scratch_cell_alone():
+    world = World()
+    before = world.kv.data[:, :, :PAGES].clone()
+    world.graphs.capture(lambda call: (call(), call)[1], world.said.append, most=4)
+    assert torch.equal(world.kv.data[:, :, :PAGES], before)
+
+
 def test_chunks_run_in_graphs_as_well_whatever_of_them_is_drawn_from():
     world = World(replace(ROOM, tokens=48))
     world.graphs.capture(replayed, world.said.append)

@@ -36,7 +36,8 @@ def test_any_few_rows_are_the_product(rows, inputs, outputs, dtype, biased, norm
     twice = [streamed(x, weight, bias, norm, gated, None if residual is None else residual.clone()) for _ in range(2)]
     assert torch.equal(*twice)
     assert twice[0].dtype == dtype
-    assert relative_error(twice[0], exact) < TOLERANCE[dtype]
+    few = exact.numel() < 16  # the norm of so few numbers is no mean: terms may cancel in all of them
+    assert relative_error(twice[0], exact) < TOLERANCE[dtype] * (3 if few else 1)
 
 
 def test_the_sum_is_the_residual_itself():

@@ -143,7 +143,7 @@ def test_forced_tokens_take_no_steps_of_their_own() -> None:
                 reply = await service.generate(request("a", NAMED))
                 steps[forced] = service.engine.stats.steps
                 assert reply.usage.completion == steps[0]
-        assert steps[32] < steps[0] / 2
+        assert steps[32] < steps[0] * 0.7  # what a call consists of beside its values is forced
 
     asyncio.run(main())
 

@@ -238,7 +238,7 @@ class FairOrder(ProgramOrder):
         return (share.served + ahead * self._spent / max(self._begun, 1.0), ahead)
 
     def _of(self, scope: str) -> _Share:
-        """The share of a tenant, which becomes the one served last."""
+        """The share of a tenant, which is the last now to be forgotten."""
         share = self._shares.get(scope)
         if share is None:
             share = self._shares[scope] = _Share(self._least)

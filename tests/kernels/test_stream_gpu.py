@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_world import relative_error
 
+from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed, streamed_reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
 
 
 @settings(max_examples=20, deadline=None)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from holdfast.loadgen.options import Options
 
 _FORMATS = "mooncake_trace, multi_turn, openai, vllm or mini-swe-agent"
+_MAX_TOKENS = 128
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 
@@ -55,7 +56,7 @@ def _add_drafts(kinds: "Commands[argparse.ArgumentParser]") -> None:
     drafts.set_defaults(run=_drafts)
 
 
-def _add_measuring(command: argparse.ArgumentParser, repetitions: int) -> None:
+def _add_measuring(command: argparse.ArgumentParser, repetitions: int, max_tokens: str) -> None:
     """What `compare` and `replay` have in common; `_options` reads it."""
     add = command.add_argument
     add("--server", action="append", default=[], metavar="NAME=URL", help="once for each server")
@@ -65,16 +66,18 @@ def _add_measuring(command: argparse.ArgumentParser, repetitions: int) -> None:
     add("--html", type=Path, metavar="FILE", help="write one page with tables and plots; needs matplotlib")
     add("--ablation", type=Path, metavar="FILE", help="put what `bench ablation --json` wrote into both")
     add("--model", default="", help="model name to ask for (default: the first each server names)")
-    add("--max-tokens", type=int, default=128, help="of every answer, unless a trace has a limit (default: 128)")
+    add("--max-tokens", type=int, help=max_tokens)
     add("--timeout", type=float, default=300.0, help="seconds a request may take (default: 300)")
     add("--warm-up", type=int, default=1, help="programs sent to each server before (default: 1)")
     add("--api-key-file", type=Path, help="file with the API key, sent to every server")
+    text = "API key of a tenant: of noisy, quiet-0, ..., or of the trace's"
+    add("--tenant-key-file", action="append", default=[], metavar="NAME=FILE", help=text)
 
 
 def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     text = "Servers side by side in one run, by the same agent programs; any OpenAI-compatible server."
     compare = kinds.add_parser("compare", help=text, description=text)
-    _add_measuring(compare, repetitions=3)
+    _add_measuring(compare, repetitions=3, max_tokens=f"of every answer (default: {_MAX_TOKENS})")
     add = compare.add_argument
     add(
         "--workload",
@@ -103,7 +106,6 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--prompt-tokens", type=int, default=1000, help=text)
     add("--quiet", type=int, default=3, help="tenants beside the noisy one (default: 3)")
     add("--noise", type=int, default=8, help="times a quiet one's load that it sends (default: 8)")
-    add("--tenant-key-file", action="append", default=[], metavar="NAME=FILE", help="API key of noisy, quiet-0, ...")
     add("--record", type=Path, metavar="FILE", help="write the run as a mooncake_trace")
     compare.set_defaults(run=_compare)
 
@@ -143,7 +145,7 @@ def numbers(text: str) -> tuple[float, ...]:
 def counts(text: str) -> tuple[int, ...]:
     """The same for whole numbers."""
     found = numbers(text)
-    if any(number != int(number) for number in found):
+    if not all(number.is_integer() for number in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not whole numbers")
     return tuple(int(number) for number in found)
 
@@ -151,7 +153,9 @@ def counts(text: str) -> tuple[int, ...]:
 def _add_traces(kinds: "Commands[argparse.ArgumentParser]") -> None:
     text = "Send the programs of a trace to servers, each when and after what pause it was sent then."
     replay = kinds.add_parser("replay", help=text, description=text)
-    _add_measuring(replay, repetitions=1)
+    text = "of every answer of which the trace has no limit, or no length where these are forced "
+    text += f"(default: {_MAX_TOKENS}, none where lengths are forced)"
+    _add_measuring(replay, repetitions=1, max_tokens=text)
     add = replay.add_argument
     add("trace", type=Path, help="file to replay")
     add("--format", default="mooncake_trace", help=f"{_FORMATS} (default: mooncake_trace)")
@@ -160,6 +164,7 @@ def _add_traces(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--forcing", default="holdfast", help="how a length is asked for: holdfast, vllm or limit (default: holdfast)")
     add("--speed", type=float, default=1.0, help="how much faster than it was (default: 1)")
     add("--scale", type=float, default=1.0, help="of prompts that are only a length (default: 1)")
+    add("--rate", type=float, help="programs a second, of a trace without times (default: all at once)")
     replay.set_defaults(run=_replay)
     text = "Read a trace in one format and write it in another."
     convert = kinds.add_parser("trace-convert", help=text, description=text)
@@ -193,7 +198,8 @@ def _add_serve_peer(kinds: "Commands[argparse.ArgumentParser]") -> None:
     peer.add_argument("model", help="folder or name of the model, for llama.cpp a GGUF file")
     peer.add_argument("--venv", type=Path, help="virtual environment that has it (default: the search path)")
     peer.add_argument("--port", type=int, default=8101, help="port on 127.0.0.1 (default: 8101)")
-    peer.add_argument("--context", type=int, default=8192, help="longest context (default: 8192)")
+    peer.add_argument("--context", type=int, help="longest context (default: 8192; transformers takes the model's)")
+    peer.add_argument("--tool-parser", help="vLLM's parser of tool calls, as the model writes them (default: hermes)")
     peer.add_argument("--ngram", action="store_true", help="with its drafts by n-grams")
     peer.add_argument("--gpu", action="store_true", help="for a GPU rather than a CPU build")
     peer.add_argument("--start", action="store_true", help="start it instead of printing how")
@@ -234,17 +240,18 @@ def _drafts(options: argparse.Namespace) -> int:
 
 def _options(options: argparse.Namespace, **more: Any) -> "Options":
     """What `_add_measuring` asked for, and `more`."""
-    from holdfast.loadgen.options import Options, parse_server, read_key
+    from holdfast.loadgen.options import Options, parse_server, parse_tenant_key, read_key
 
     return Options(
         servers=tuple(parse_server(server) for server in options.server),
         repetitions=options.repetitions,
         seed=options.seed,
         model=options.model,
-        max_tokens=options.max_tokens,
+        max_tokens=_MAX_TOKENS if options.max_tokens is None else options.max_tokens,
         timeout_s=options.timeout,
         warm_up=options.warm_up,
         api_key=read_key(options.api_key_file) if options.api_key_file else "",
+        tenant_keys=tuple(parse_tenant_key(text) for text in options.tenant_key_file),
         json_file=options.json,
         html_file=options.html,
         ablation=options.ablation,
@@ -254,7 +261,7 @@ def _options(options: argparse.Namespace, **more: Any) -> "Options":
 
 def _compare(options: argparse.Namespace) -> int:
     from holdfast.loadgen import compare
-    from holdfast.loadgen.options import NOVEL, parse_tenant_key
+    from holdfast.loadgen.options import NOVEL
     from holdfast.loadgen.workloads.script import Sizes
 
     wanted = _options(
@@ -265,7 +272,6 @@ def _compare(options: argparse.Namespace) -> int:
         concurrencies=options.concurrencies,
         forced=options.forced,
         record=options.record,
-        tenant_keys=tuple(parse_tenant_key(text) for text in options.tenant_key_file),
     )
     return compare.main(wanted)
 
@@ -298,6 +304,7 @@ def _scheduling(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from holdfast.loadgen import compare, replaying
 
+    limit = _MAX_TOKENS if options.max_tokens is None and not options.forced_lengths else options.max_tokens
     asked = replaying.Asked(
         options.trace,
         options.format,
@@ -306,7 +313,8 @@ def _replay(options: argparse.Namespace) -> int:
         options.forcing,
         options.speed,
         options.scale,
-        options.max_tokens,
+        limit,
+        options.rate,
     )
     wanted = _options(options, workloads=(), trace=asked.told)
     return compare.main(wanted, replaying.replays(asked, options.seed, options.repetitions))
@@ -338,5 +346,7 @@ def _trace(options: argparse.Namespace) -> int:
 def _serve_peer(options: argparse.Namespace) -> int:
     from holdfast.loadgen import peers
 
-    wanted = peers.Wanted(options.model, options.port, options.venv, options.ngram, options.gpu, options.context)
+    wanted = peers.Wanted(
+        options.model, options.port, options.venv, options.ngram, options.gpu, options.context, options.tool_parser
+    )
     return peers.main(options.peer, wanted, options.start)

@@ -21,7 +21,7 @@ from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.lag import LoopLag, uncollected
 from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.plan import Part, plan, told_of
+from holdfast.loadgen.plan import Part, measured_of, plan, told_of
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.report.ablation import read_ablation
 from holdfast.loadgen.report.page import check_plotting, write_report
@@ -59,43 +59,54 @@ class _About:
 
 
 def main(options: Options, more: Sequence[Part] = ()) -> int:
-    """Compare, print, write; the exit status. Ctrl-C ends the measuring, not the report.
+    """Compare, print, write; the exit status, 1 where a server answered nothing.
 
-    ``more`` is sent after the workloads. A trace is written of the workloads only.
+    Ctrl-C ends the measuring, not the report; of a run that an error ends, what was measured until then is told before
+    the error is raised again. ``more`` is sent after the workloads. A trace is written of the workloads only.
     """
     for name, path in (("json", options.json_file), ("html", options.html_file), ("record", options.record)):
         if path is not None:
-            _check_writable(path, name)
+            check_writable(path, name)
     if options.html_file is not None:
         check_plotting()
     ablation = read_ablation(options.ablation) if options.ablation else []
     planned: list[Part] = [*plan(options), *more]
-    runner, about, status = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About(), 0
+    _check_tenants(options, planned)
+    runner, about = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About()
     runner.record = options.record is not None
+    status = 0
     try:
         asyncio.run(_measure(options, planned, runner, about))
     except KeyboardInterrupt:
         status = INTERRUPTED
-    summaries = summarize(runner.rows, options.seed)
-    drawn = told_of(planned)
+    except Exception:
+        if runner.rows:
+            _tell(options, planned, runner, _content(options, about, planned, runner, ablation, complete=False))
+        raise
+    _tell(options, planned, runner, _content(options, about, planned, runner, ablation, complete=status == 0))
+    answering = {row.server for row in runner.rows if row.ok}
+    return status or int(any(row.server not in answering for row in runner.rows))
+
+
+def _tell(options: Options, planned: Sequence[Part], runner: Runner, content: dict[str, Any]) -> None:
+    """Write and print what was measured: the rows before anything that could fail."""
+    _write(options.json_file, content)
+    summaries = summarize(runner.rows, options.seed, content["planned"])
+    content["summaries"] = [asdict(summary) for summary in summaries]
+    _write(options.json_file, content)
     if options.record is not None:
         formats.write(recorded(runner.observed), options.record, Format.MOONCAKE)
-    content = _content(options, about, drawn, runner, summaries, complete=status == 0) | {"ablation": ablation}
-    if options.json_file:
-        options.json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print_report(summaries, drawn, notes(options, summaries, about.overhead, complete=status == 0))
+    print_report(summaries, told_of(planned), notes(options, summaries, content["generator"], content["complete"]))
     if options.html_file and runner.rows:
         write_report(content, options.html_file)
-    return status
 
 
 def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, float], complete: bool) -> list[str]:
     """What a reader must know about the figures."""
     mode = "forced: the script's answers" if options.forced else "closed loop: each server's own answers"
-    mode = options.trace or mode
+    how = options.trace or f"max_tokens {options.max_tokens}, temperature 0; histories are {mode}"
     told = [
-        f"seed {options.seed}, {options.repetitions} repetitions, max_tokens {options.max_tokens}, temperature 0; "
-        f"histories are {mode}",
+        f"seed {options.seed}, {options.repetitions} repetitions, {how}",
         "1st token: median ms to the first piece of text or of a call; scripted: answers with the calls asked for; "
         "same answer: to the same prompt as the first server's; below each figure its 95 % bootstrap interval, or, of "
         f"fewer than {FEW}, the lowest and highest",
@@ -167,7 +178,8 @@ async def _version(client: ChatClient) -> dict[str, str]:
         return {}
 
 
-def _check_writable(path: Path, field_name: str) -> None:
+def check_writable(path: Path, field_name: str) -> None:
+    """Raises ConfigError where ``path`` cannot be written; makes its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -175,14 +187,22 @@ def _check_writable(path: Path, field_name: str) -> None:
         raise ConfigError(f"cannot write {path}: {error}", field_name) from error
 
 
+def _check_tenants(options: Options, planned: Sequence[Part]) -> None:
+    known = sorted({tenant for part in planned for tenant in part.tenants})
+    for name, _ in options.tenant_keys:
+        if name not in known:
+            raise ConfigError(f"no tenant {name!r} is sent; known: {', '.join(known) or 'none'}", "tenant-key-file")
+
+
+def _write(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def _content(
-    options: Options,
-    about: _About,
-    drawn: dict[str, str],
-    runner: Runner,
-    summaries: Sequence[Summary],
-    complete: bool,
+    options: Options, about: _About, planned: Sequence[Part], runner: Runner, ablation: list[Any], complete: bool
 ) -> dict[str, Any]:
+    """The file, but for the figures."""
     return {
         "format": FORMAT,
         "complete": complete,
@@ -191,8 +211,10 @@ def _content(
         "options": options.told,
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
         "servers": about.servers,
-        "workloads": drawn,
+        "workloads": told_of(planned),
+        "planned": measured_of(planned),
         "generator": about.overhead,
-        "summaries": [asdict(summary) for summary in summaries],
+        "summaries": [],
         "rows": row_files.to_json(runner.rows),
+        "ablation": ablation,
     }

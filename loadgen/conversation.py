@@ -29,10 +29,14 @@ class WrittenCall:
 
     @property
     def parsed(self) -> Json | None:
-        """The arguments, None where they are no JSON object."""
+        """The arguments, None where they are no JSON object, or one that cannot be sent on.
+
+        That is one with an integer beyond 64 bits, half a surrogate pair, or hundreds of levels.
+        """
         try:
             arguments = json.loads(self.arguments)
-        except ValueError:
+            orjson.dumps([[[[[arguments]]]]])  # as deep as `digest` has it
+        except (ValueError, TypeError, RecursionError):  # TypeError: of `orjson.dumps`
             return None
         return arguments if isinstance(arguments, dict) else None
 
@@ -132,8 +136,8 @@ class Conversation:
 
 def fits(said: Said, declared: tuple[Json, ...]) -> bool:
     """Whether every call names a declared tool and has a JSON object with the required arguments."""
-    functions = [tool["function"] for tool in declared]
-    required = {of["name"]: (of.get("parameters") or {}).get("required") or () for of in functions}
+    functions = [tool.get("function") or {} for tool in declared]  # a trace's tools may be of other kinds
+    required = {of.get("name"): (of.get("parameters") or {}).get("required") or () for of in functions}
     return all(
         call.name in required and call.parsed is not None and set(required[call.name]) <= set(call.parsed)
         for call in said.calls

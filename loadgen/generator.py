@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 
@@ -41,8 +42,13 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.rate, self.seconds, self.delays.tokens) <= 0 or min(self.delays.first_s, self.delays.token_s) < 0:
-            raise ConfigError("rate, seconds and tokens must be more than 0, delays at least 0", "rate")
+        least = {"rate": self.rate, "seconds": self.seconds, "tokens": self.delays.tokens}
+        for name, value in least.items():
+            if not 0 < value < inf:
+                raise ConfigError(f"{name} must be a number more than 0", name)
+        for name, value in {"first": self.delays.first_s, "token": self.delays.token_s}.items():
+            if not 0 <= value < inf:
+                raise ConfigError(f"{name} must be a number, 0 or more", name)
 
     @property
     def requests(self) -> int:

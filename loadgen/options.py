@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ class Options:
     api_key: str = field(default="", repr=False)
     json_file: Path | None = None
     record: Path | None = None  # the trace of the run goes there
-    tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of `tenants`: name and API key
+    tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # name and API key
     trace: str = ""  # what is replayed in place of workloads, and how
     html_file: Path | None = None
     ablation: Path | None = None  # what `bench ablation` wrote: goes into the files
@@ -50,17 +53,30 @@ class Options:
                 raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(near)}", "workload")
         if self.record is not None and len(self.servers) > 1:
             raise ConfigError("a trace is of one server: --record goes with one --server", "record")
-        if self.repetitions < 1:
-            raise ConfigError("there must be at least one repetition", "repetitions")
+        self._check_numbers()
+        _check_distinct("workload", self.workloads)
         self._check_loads("rates", self.rates, ("rate",))
         self._check_loads("concurrencies", self.concurrencies, ("programs", "burst"))
+
+    def _check_numbers(self) -> None:
+        if self.repetitions < 1:
+            raise ConfigError("there must be at least one repetition", "repetitions")
+        if self.seed < 0:
+            raise ConfigError("a seed is 0 or more", "seed")
+        if self.max_tokens < 1:
+            raise ConfigError("max-tokens must be at least 1", "max-tokens")
+        if self.warm_up < 0:
+            raise ConfigError("warm-up must be at least 0", "warm-up")
+        if not 0 < self.timeout_s < inf:
+            raise ConfigError("timeout must be a number of seconds above 0", "timeout")
 
     def _check_loads(self, name: str, values: tuple[float, ...], sizes: tuple[str, ...]) -> None:
         fitting = [workload for workload, size in LOADED_BY.items() if size in sizes]
         if values and not set(fitting) & set(self.workloads):
             raise ConfigError(f"--{name} goes with --workload {', '.join(fitting)}", name)
-        if values and min(values) <= 0:
-            raise ConfigError("a load must be more than 0", name)
+        if not all(0 < value < inf for value in values):
+            raise ConfigError("a load must be a number more than 0", name)
+        _check_distinct(name, [f"{value:g}" for value in values])
 
     @property
     def told(self) -> dict[str, Any]:
@@ -73,6 +89,13 @@ class Options:
             "concurrencies": list(self.concurrencies),
             **{name: None if path is None else str(path) for name, path in paths.items()},
         }
+
+
+def _check_distinct(name: str, values: Sequence[str]) -> None:
+    """Rows are told apart by these values."""
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ConfigError(f"{name} has {twice[0]} twice", name)
 
 
 def parse_server(text: str) -> tuple[str, str]:

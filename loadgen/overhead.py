@@ -16,7 +16,7 @@ from holdfast.loadgen.client import Client
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.serving import serving
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest
 from holdfast.replicas.service import Service
@@ -59,7 +59,9 @@ class Samples:
 
 
 def main(model: str, requests: int) -> int:
-    """Measure with `requests` of each kind and print the report; the exit status."""
+    """Measure with `requests` of each kind and print the report; the exit status. Raises ConfigError below one."""
+    if requests < 1:
+        raise ConfigError("requests must be at least 1", "requests")
     engine = {"threads": 1, "kv_memory": 0.1, "speculation": {"enabled": False}}
     with serving(model, engine) as url, Client(url) as client:
         samples = asyncio.run(_measure(model, client, requests))

@@ -14,6 +14,8 @@ from pathlib import Path
 from holdfast.replicas.errors import ConfigError
 
 SERVED_NAME = "m"
+CONTEXT = 8192
+TOOL_PARSER = "hermes"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """vLLM's own n-gram speculation with the settings that served it best on tool-calling conversations."""
 
@@ -34,21 +36,27 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be served, and where."""
+    """What is to be served, and where. Raises ConfigError."""
 
     model: str
     port: int = 8101
     venv: Path | None = None  # None: what the search path finds
     ngram: bool = False
     gpu: bool = False
-    context: int = 8192
+    context: int | None = None  # None: `CONTEXT`
+    tool_parser: str | None = None  # None: `TOOL_PARSER`
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.context < 1:
+            raise ConfigError("context must be at least 1", "context")
 
 
 def vllm(wanted: Wanted) -> Peer:
     """vLLM with prefix caching and tool calls, in bfloat16; with its n-gram speculation where ``ngram`` says so."""
     options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
-    options += ["--dtype", "bfloat16", "--max-model-len", str(wanted.context), "--enable-prefix-caching"]
-    options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    options += ["--dtype", "bfloat16", "--max-model-len", str(wanted.context or CONTEXT), "--enable-prefix-caching"]
+    options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
+    options += ["--tool-call-parser", wanted.tool_parser or TOOL_PARSER]
     if wanted.ngram:
         options += ["--speculative-config", json.dumps(NGRAM, separators=(",", ":"))]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -62,6 +70,9 @@ def transformers(wanted: Wanted) -> Peer:
     """transformers' server with continuous batching. It has no drafts of its own to offer over HTTP."""
     if wanted.ngram:
         raise ConfigError("transformers' server has no n-gram speculation", "ngram")
+    if wanted.context is not None:
+        raise ConfigError("transformers' server takes the model's own context", "context")
+    _refuse_parser("transformers", wanted)
     options = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
     return Peer((_program("transformers", wanted.venv), "serve", wanted.model, *options), {"HF_HUB_OFFLINE": "1"})
 
@@ -75,8 +86,18 @@ def llama_cpp(wanted: Wanted) -> Peer:
     if not wanted.model.endswith(".gguf"):
         hint = "python -m holdfast.replicas.pocket.gguf_file MODEL --out FILE.gguf"
         raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
+    _refuse_parser("llama.cpp", wanted)
     options = ["--model", wanted.model, "--model_alias", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
-    options += ["--n_ctx", str(wanted.context), "--n_threads", "-1", "--n_threads_batch", "-1", "--flash_attn", "true"]
+    options += [
+        "--n_ctx",
+        str(wanted.context or CONTEXT),
+        "--n_threads",
+        "-1",
+        "--n_threads_batch",
+        "-1",
+        "--flash_attn",
+        "true",
+    ]
     options += ["--cache", "true", "--interrupt_requests", "false", "--verbose", "false"]
     if wanted.gpu:
         options += ["--n_gpu_layers", "-1"]
@@ -101,6 +122,11 @@ def main(name: str, wanted: Wanted, start: bool) -> int:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))
     return 0
+
+
+def _refuse_parser(name: str, wanted: Wanted) -> None:
+    if wanted.tool_parser is not None:
+        raise ConfigError(f"{name}'s server has no parser of tool calls to choose", "tool-parser")
 
 
 def _installed(peer: Peer) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,6 +26,18 @@ class Part(Protocol):
     @property
     def requests(self) -> int:
         """What one server is sent."""
+
+    @property
+    def repetition(self) -> int:
+        """Which one, from 0."""
+
+    @property
+    def measured(self) -> Mapping[str, int]:
+        """Of ``requests`` those that are measured, under every name that the rows have for them."""
+
+    @property
+    def tenants(self) -> Set[str]:
+        """Whose requests they are, where they are told apart."""
 
     @property
     def told(self) -> dict[str, str]:
@@ -52,10 +65,17 @@ class Planned:
         return sum(len(lane) for wave in (*self.drawn.fill, *self.drawn.waves) for lane in wave)
 
     @property
+    def measured(self) -> Mapping[str, int]:
+        names = [reported(self.workload, script.tenant, self.load) for script in self.drawn.scripts]
+        return Counter(names[turn.script] for wave in self.drawn.waves for lane in wave for turn in lane)
+
+    @property
+    def tenants(self) -> Set[str]:
+        return {script.tenant for script in self.drawn.scripts if script.tenant}
+
+    @property
     def told(self) -> dict[str, str]:
-        tenants = [script.tenant for script in self.drawn.scripts]
-        names = dict.fromkeys(reported(self.workload, tenant, self.load) for tenant in tenants)
-        return dict.fromkeys(names, describe(self.drawn)) if self.drawn.waves else {}
+        return dict.fromkeys(self.measured, describe(self.drawn)) if self.drawn.waves else {}
 
     async def send(self, runner: Runner) -> None:
         await runner.run(self.workload, self.repetition, self.drawn, self.load)
@@ -71,6 +91,15 @@ def plan(options: Options) -> list[Planned]:
         for name, drawing in drawings((asked,))
         for repetition in range(options.repetitions)
     ]
+
+
+def measured_of(parts: Sequence[Part]) -> dict[str, list[int]]:
+    """How many requests each server is measured by in each repetition, by the name that the rows have for them."""
+    found: dict[str, list[int]] = {}
+    for part in sorted(parts, key=lambda part: part.repetition):
+        for name, count in part.measured.items():
+            found.setdefault(name, []).append(count)
+    return found
 
 
 def told_of(parts: Sequence[Part]) -> dict[str, str]:

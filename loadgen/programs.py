@@ -46,8 +46,8 @@ def by_program(rows: Iterable[Row]) -> dict[tuple[str, ProgramKey], list[Row]]:
 
 
 def group(rows: Iterable[Row]) -> list[Program]:
-    """The programs in ``rows`` of which no turn failed."""
-    return [_program(turns) for turns in by_program(rows).values() if all(row.ok for row in turns)]
+    """The programs in ``rows`` of which every turn was answered; of rows that do not tell how many, every one there."""
+    return [_program(turns) for turns in by_program(rows).values() if _whole(turns)]
 
 
 def tool_gap(before: Row, after: Row) -> float:
@@ -55,6 +55,10 @@ def tool_gap(before: Row, after: Row) -> float:
     if not before.calls or before.wave != after.wave:
         return 0.0
     return max(0.0, after.began - before.ended)
+
+
+def _whole(turns: Sequence[Row]) -> bool:
+    return all(row.ok and row.turns in (0, len(turns)) for row in turns)
 
 
 def _program(turns: Sequence[Row]) -> Program:

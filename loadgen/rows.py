@@ -43,6 +43,7 @@ class Row:
     decode: float | None = None  # from there to the last
     swept: str = ""  # in a sweep of loads: the workload without its load
     load: Load | None = None
+    turns: int = 0  # that its program was to have; 0: not told
 
     @property
     def key(self) -> Key:

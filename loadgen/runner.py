@@ -7,6 +7,7 @@ begins changes from wave to wave.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from holdfast.loadgen.observing import observed
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.schedule import LEAD_S, sleep_until, start_each
 from holdfast.loadgen.traces.recording import Observed
-from holdfast.loadgen.workloads.script import Json, Lane, Load, Round, Script, Wave
+from holdfast.loadgen.workloads.script import Json, Lane, Load, Round, Wave
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Runner:
     async def _pass(self, told: _Pass, drawn: Round, waves: Sequence[Wave]) -> None:
         forced = self.forced or drawn.forced
         talks = {server.name: [Conversation(script, forced) for script in drawn.scripts] for server in self.servers}
+        turns = Counter(turn.script for wave in waves for lane in wave for turn in lane)
         for number, wave in enumerate(waves):
             for place in range(len(self.servers)):
                 server = self.servers[(number + told.repetition + place) % len(self.servers)]
@@ -61,20 +63,21 @@ class Runner:
                 due: list[float | None] = [began + seconds for seconds in drawn.due]
                 due = due or [None] * len(wave)
                 lanes = zip(wave, due, strict=True)
-                begin = [partial(self._lane, about, lane, drawn, talks[server.name], at) for lane, at in lanes]
+                begin = [partial(self._lane, about, lane, turns, talks[server.name], at) for lane, at in lanes]
                 await start_each(due, begin)
 
     async def _lane(
-        self, about: About, lane: Lane, drawn: Round, talks: Sequence[Conversation], due: float | None
+        self, about: About, lane: Lane, turns: Mapping[int, int], talks: Sequence[Conversation], due: float | None
     ) -> None:
         for turn in lane:
-            script, talk = drawn.scripts[turn.script], talks[turn.script]
+            talk = talks[turn.script]
+            script = talk.script
             await sleep_until(due, LEAD_S)
-            sent = Sent(script.name, turn.index, script.tools, talk.digest, due, script.tenant)
+            sent = Sent(script.name, turn.index, turns[turn.script], script.tools, talk.digest, due, script.tenant)
             body = self._body(about.server, talk)
             content = streamed(body)
             await sleep_until(due)
-            exchange = await about.server.client.send(content, self._headers(script))
+            exchange = await about.server.client.send(content, self.headers(script.session, script.tenant))
             as_scripted = talk.take(exchange.said)
             if about.measured:
                 self.keep(about, sent, exchange, as_scripted)
@@ -89,9 +92,10 @@ class Runner:
         request = {**talk.request, "messages": list(talk.messages)}  # the conversation goes on
         return {"model": server.model, **request, "max_tokens": self.max_tokens, "temperature": 0}
 
-    def _headers(self, script: Script) -> dict[str, str]:
-        key = self.keys.get(script.tenant)
-        return {"x-session-id": script.session} | ({"authorization": f"Bearer {key}"} if key else {})
+    def headers(self, session: str, tenant: str) -> dict[str, str]:
+        """Of a request beside the client's own: whose turn it is, and the tenant's key."""
+        key = self.keys.get(tenant)
+        return {"x-session-id": session} | ({"authorization": f"Bearer {key}"} if key else {})
 
     def keep(self, about: About, sent: Sent, exchange: Exchange, as_scripted: bool) -> None:
         """Add the row of a request."""
@@ -125,6 +129,7 @@ class Runner:
             due=None if sent.due is None else self._since(sent.due),
             swept=reported(about.workload, sent.tenant) if about.load else "",
             load=about.load,
+            turns=sent.turns,
         )
         self.rows.append(row)
 
@@ -166,6 +171,7 @@ class Sent:
 
     program: str
     turn: int
+    turns: int  # of the program
     tools: tuple[Json, ...]
     digest: str
     due: float | None = None  # None: when the answer before had come

@@ -1,14 +1,14 @@
 """From rows to the figures of a comparison. Pure: the same rows and seed give the same figures.
 
 A figure is of requests that succeeded; the failed ones are counted beside it. Ratios are over the first server and of
-requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure, what is
-said of programs is of programs without one.
+requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure and hold
+all that was planned, what is said of programs likewise of whole ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -64,21 +64,26 @@ class Summary:
 _STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
 
 
-def summarize(rows: Sequence[Row], seed: int) -> list[Summary]:
-    """A summary for each workload and server, in the order in which the rows name them."""
+def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int]] | None = None) -> list[Summary]:
+    """A summary for each workload and server, in the order in which the rows name them.
+
+    ``planned`` tells how many requests a server was to be sent in each repetition of a workload. Of one that is not in
+    it, that is as many as any server was sent.
+    """
     summaries = []
     for workload in dict.fromkeys(row.workload for row in rows):
         mine = [row for row in rows if row.workload == workload]
         servers = list(dict.fromkeys(row.server for row in mine))
         by_server = {server: [row for row in mine if row.server == server] for server in servers}
         first = by_server[servers[0]]
-        requests = max(Counter((row.server, row.repetition) for row in mine).values())
+        told = (planned or {}).get(workload)
+        requests = _most(mine) if told is None else dict(enumerate(told))
         summaries += [_summary(by_server[server], first, requests, seed) for server in servers]
     return summaries
 
 
-def walls(rows: Sequence[Row], requests: int) -> dict[int, float]:
-    """Seconds of each repetition of one server and workload that has all ``requests``: its waves' lengths together."""
+def walls(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float]:
+    """Seconds of each repetition of one server and workload with all its ``requests``: its waves' lengths together."""
     ends: defaultdict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
     good: Counter[int] = Counter()
     for row in rows:
@@ -89,11 +94,19 @@ def walls(rows: Sequence[Row], requests: int) -> dict[int, float]:
     return {
         repetition: sum(ended - began for began, ended in waves.values())
         for repetition, waves in ends.items()
-        if good[repetition] == requests
+        if good[repetition] == requests.get(repetition)
     }
 
 
-def _summary(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int) -> Summary:
+def _most(rows: Sequence[Row]) -> dict[int, int]:
+    """The most requests that any server was sent, of each repetition of one workload."""
+    most: dict[int, int] = {}
+    for (repetition, _), count in Counter((row.repetition, row.server) for row in rows).items():
+        most[repetition] = max(count, most.get(repetition, 0))
+    return most
+
+
+def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int) -> Summary:
     good = [row for row in rows if row.ok]
     wall, speed = walls(rows, requests), _speeds(rows, requests)
     programs = group(rows)
@@ -139,7 +152,7 @@ def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
     return {name: estimate(values, statistic, seed) for name, statistic in _STATISTICS.items()}
 
 
-def _speeds(rows: Sequence[Row], requests: int) -> dict[int, float]:
+def _speeds(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float]:
     """Output tokens per second of each whole repetition; of none where the server counts no tokens."""
     tokens: Counter[int] = Counter()
     for row in rows:
@@ -160,7 +173,9 @@ def _coldest(rows: Sequence[Row]) -> list[Row]:
     return list({row.repetition: row for row in sorted(first, key=lambda row: -(row.cached_tokens or 0))}.values())
 
 
-def _ratios(rows: Sequence[Row], first: Sequence[Row], requests: int, seed: int) -> dict[str, Estimate | None]:
+def _ratios(
+    rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int
+) -> dict[str, Estimate | None]:
     """How many times as much this server takes as the first one (of tokens per second: delivers)."""
     theirs = {row.key: row for row in first if row.ok}
     pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]

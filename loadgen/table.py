@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from holdfast.loadgen.measure import Estimate
 from holdfast.loadgen.summary import Summary
@@ -78,14 +79,15 @@ def layouts(summaries: Sequence[Summary]) -> list[Layout]:
 def table(title: str, layout: Layout, summaries: Sequence[Summary]) -> Table:
     """One workload: each server, and under each but the first its ratios to the first; below a figure its interval."""
     first = summaries[0]
-    shown = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE)
+    # What servers are called is text, in which rich would look for markup.
+    shown = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
     shown.add_column("server", no_wrap=True)
     for head in layout.heads:
         shown.add_column(head, justify="right", overflow="fold")
     for summary in summaries:
-        shown.add_row(summary.server, *layout.figures(summary), end_section=summary is first)
+        shown.add_row(Text(summary.server), *layout.figures(summary), end_section=summary is first)
         if summary is not first:
-            shown.add_row(f"/ {first.server}", *layout.ratios(summary), style="bold", end_section=True)
+            shown.add_row(Text(f"/ {first.server}"), *layout.ratios(summary), style="bold", end_section=True)
     return shown
 
 

@@ -28,6 +28,7 @@ from holdfast.replicas.errors import ConfigError
 MOST_PROGRAMS = 16  # in a chart
 _SHOWN_OPTIONS = (
     *("seed", "repetitions", "max_tokens", "timeout_s", "warm_up", "forced", "sizes", "rates", "concurrencies"),
+    "trace",
 )
 
 
@@ -69,7 +70,7 @@ def render(content: Mapping[str, Any]) -> str:
     from holdfast.loadgen.report import plots
 
     rows, seed, options = read_rows(content), _seed(content), content.get("options") or {}
-    summaries = summarize(rows, seed)
+    summaries = summarize(rows, seed, _planned(content))
     drawn = content.get("workloads") or {}
     names = _names(summaries)
     with bar("page", len(names)) as shown:
@@ -84,7 +85,7 @@ def render(content: Mapping[str, Any]) -> str:
         complete=bool(content.get("complete")),
         written=content.get("written", ""),
         command=" ".join(content.get("command") or ()),
-        options=[(name, options[name]) for name in _SHOWN_OPTIONS if options.get(name, []) != []],
+        options=[(name, options[name]) for name in _SHOWN_OPTIONS if options.get(name) not in (None, [], "")],
         machine=content.get("machine") or {},
         servers=content.get("servers") or [],
         generator=content.get("generator") or {},
@@ -161,6 +162,15 @@ def _lines(told: Sequence[Summary], layout: Layout) -> list[tuple[str, list[list
 
 def _names(summaries: Sequence[Summary]) -> list[str]:
     return list(dict.fromkeys(told.workload for told in summaries))
+
+
+def _planned(content: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+    """How many requests each repetition of a workload was to have. Raises ConfigError."""
+    told = content.get("planned") or {}
+    lists = told.values() if isinstance(told, Mapping) else [None]
+    if not all(isinstance(counts, list) and all(isinstance(count, int) for count in counts) for counts in lists):
+        raise ConfigError("what was planned is not lists of counts", "planned")
+    return told
 
 
 def _seed(content: Mapping[str, Any]) -> int:

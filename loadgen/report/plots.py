@@ -153,6 +153,8 @@ def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
 
 
 def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int, label: str, tail: bool) -> None:
+    if not points:  # of a server that failed at every load, or counts no tokens
+        return
     loads, values = [load for load, _ in points], [found.value for _, found in points]
     shade, style = colour(place), ("--" if tail else "-") + MARKS[place % len(MARKS)]
     axes.plot(loads, values, style, color=shade, label=None if tail else label, markersize=4, linewidth=1.2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from holdfast.loadgen.traces.entries import Entry
+from holdfast.loadgen.traces.entries import Entry, answer_in
 from holdfast.loadgen.traces.model import Json, Output, Program, Turn
 
 KEY = "holdfast"
@@ -43,8 +43,8 @@ def output_in(entry: Entry | None, output_length: int | None) -> Output:
     if inner is None:
         return Output(tokens=output_length)
     return Output(
-        answer=_said(inner, "answer"),
-        kept=_said(inner, "kept"),
+        answer=answer_in(inner, "answer"),
+        kept=answer_in(inner, "kept"),
         prompt_tokens=inner.count("prompt_tokens"),
         cached_tokens=inner.count("cached_tokens"),
         tokens=inner.count("tokens"),
@@ -72,10 +72,3 @@ def extra_in(entry: Entry) -> tuple[Json, tuple[Json, ...]]:
 def output_length(turn: Turn) -> int | None:
     """What aiperf is told: the recorded length, or else the limit; None where a request for it would be refused."""
     return (turn.output.tokens if turn.output.tokens is not None else turn.max_tokens) or None
-
-
-def _said(entry: Entry, name: str) -> Json | None:
-    message = entry.object(name)
-    if message is not None and message.get("role") != "assistant":
-        raise entry.error(name, "must be a message of the assistant")
-    return message

@@ -19,10 +19,10 @@ from holdfast.replicas.errors import ConfigError
 class Entry:
     """One JSON object. ``place`` names file and record, ``prefix`` the object inside the record."""
 
-    __slots__ = ("_asked", "_inner", "_prefix", "data", "place")
+    __slots__ = ("_asked", "_inner", "data", "place", "prefix")
 
     def __init__(self, data: object, place: str, prefix: str = "") -> None:
-        self.place, self._prefix = place, prefix
+        self.place, self.prefix = place, prefix
         self._asked: set[str] = set()
         self._inner: list[Entry] = []
         if not isinstance(data, dict):
@@ -31,7 +31,7 @@ class Entry:
 
     def error(self, name: str, why: str) -> ConfigError:
         """The error of field ``name`` (of the object itself where that is empty); to be raised by the caller."""
-        field = _path(self._prefix, name)
+        field = _path(self.prefix, name)
         return ConfigError(f"{self.place}, field '{field}': {why}" if field else f"{self.place}: {why}", field or None)
 
     def given(self, name: str) -> Any:
@@ -81,7 +81,7 @@ class Entry:
         value = self.given(name)
         if value is None:
             return None
-        self._inner.append(Entry(value, self.place, _path(self._prefix, name)))
+        self._inner.append(Entry(value, self.place, _path(self.prefix, name)))
         return self._inner[-1]
 
     def inners(self, name: str) -> list[Entry] | None:
@@ -103,16 +103,15 @@ class Entry:
         return None if found is None else tuple(item.data for item in found)
 
     def messages(self, name: str) -> tuple[Json, ...] | None:
-        """A list of messages, each with a role, as they stand."""
+        """A list of messages, each with what a replay needs of it, as they stand."""
         found = self._items(name)
         for message in found or ():
-            if not message.text("role"):
-                raise message.error("role", "must be a string")
+            _check_message(message)
         return None if found is None else tuple(message.data for message in found)
 
     def unread(self) -> Counter[str]:
         """The fields that nobody asked for and that are not null, of the entries inside this one as well."""
-        kept = [part for part in self._prefix.split(".") if part and not part.isdigit()]
+        kept = [part for part in self.prefix.split(".") if part and not part.isdigit()]
         left = (name for name, value in self.data.items() if name not in self._asked and value is not None)
         return sum((entry.unread() for entry in self._inner), Counter(".".join([*kept, name]) for name in left))
 
@@ -122,7 +121,48 @@ class Entry:
             return None
         if not isinstance(value, list):
             raise self.error(name, "must be a list")
-        return [Entry(item, self.place, _path(self._prefix, f"{name}.{number}")) for number, item in enumerate(value)]
+        return [Entry(item, self.place, _path(self.prefix, f"{name}.{number}")) for number, item in enumerate(value)]
+
+
+def required(entry: Entry, name: str) -> str:
+    """The text in field ``name``. Raises ConfigError where there is none."""
+    value = entry.text(name)
+    if value is None:
+        raise entry.error(name, "must be a string")
+    return value
+
+
+def function_of(call: Entry) -> Entry:
+    """The function of a tool call. Raises ConfigError where there is none."""
+    function = call.inner("function")
+    if function is None or call.text("type") not in (None, "function"):
+        raise call.error("function", "must be there: only calls of functions are known")
+    return function
+
+
+def answer_in(entry: Entry, name: str) -> Json | None:
+    """The assistant's message in field ``name``, with what a replay needs of it, as it stands. Raises ConfigError."""
+    value = entry.object(name)
+    if value is None:
+        return None
+    if value.get("role") != "assistant":
+        raise entry.error(name, "must be a message of the assistant")
+    _check_message(Entry(value, entry.place, _path(entry.prefix, name)))
+    return value
+
+
+def _check_message(message: Entry) -> None:
+    """Raises ConfigError without what a replay reads: role, content, a result's call, each call's id and function."""
+    role, content = required(message, "role"), message.given("content")
+    if not isinstance(content, str | list | None) or (role != "assistant" and "content" not in message.data):
+        raise message.error("content", "must be there: a string, or a list of parts")
+    if role == "tool":
+        required(message, "tool_call_id")
+    for call in message.inners("tool_calls") or () if role == "assistant" else ():
+        required(call, "id")
+        function = function_of(call)
+        required(function, "name")
+        required(function, "arguments")
 
 
 def _path(prefix: str, name: str) -> str:

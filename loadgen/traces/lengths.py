@@ -9,8 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
-from holdfast.loadgen.traces.model import Json, Program, Sized, Turn
+from holdfast.loadgen.traces.model import Json, Messages, Program, Sized, Turn
+from holdfast.replicas.errors import ConfigError
 
 BLOCK = 512  # tokens, in Mooncake's traces
 
@@ -28,13 +30,20 @@ WORDS = tuple(_COMMON.split())
 class Wording:
     """How lengths become texts: ``words_per_token`` of the served model, ``scale`` for a smaller context than recorded.
 
-    The chat template's own tokens come on top of the recorded length.
+    The chat template's own tokens come on top of the recorded length. No repetition's prompts begin as another's do:
+    texts are drawn anew, and from the second one on prompts that the trace has in full open with a session.
+    Raises ConfigError.
     """
 
     seed: int = 0
+    repetition: int = 0
     block: int = BLOCK
     scale: float = 1.0
     words_per_token: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < inf:
+            raise ConfigError("scale must be a number above 0", "scale")
 
     def words(self, tokens: int) -> int:
         """How many words a prompt of that many tokens has, one at least."""
@@ -45,18 +54,28 @@ class Wording:
         wanted, each = self.words(sized.tokens), self.words(self.block)
         words: list[str] = []
         for block in sized.blocks or ():
-            words += _drawn(f"{self.seed}/block/{block}", each)
+            words += _drawn(f"{self.seed}/{self.repetition}/block/{block}", each)
         if len(words) < wanted:
-            words += _drawn(f"{self.seed}/rest/{about}", wanted - len(words))
+            words += _drawn(f"{self.seed}/{self.repetition}/rest/{about}", wanted - len(words))
         return " ".join(words[:wanted])
+
+    def opened(self, messages: Messages) -> Messages:
+        """A whole prompt of the trace, behind a session of this repetition; as it was in the first one."""
+        if not self.repetition or not messages:
+            return messages
+        opening = f"Session {self.seed}/{self.repetition}. "
+        content = messages[0].get("content") or ""
+        said = opening + content if isinstance(content, str) else [{"type": "text", "text": opening}, *content]
+        return ({**messages[0], "content": said}, *messages[1:])
 
 
 def worded(program: Program, wording: Wording) -> Program:
     """The program with a message of the user for every prompt that was only a length, and outputs scaled alike.
 
-    Deterministic, and for one program at a time: the texts of a production trace do not fit into memory at once.
+    Whole prompts of the trace are opened as ``wording`` says. Deterministic, and for one program at a time: the texts
+    of a production trace do not fit into memory at once.
     """
-    turns = tuple(_worded(turn, f"{program.id}/{index}", wording) for index, turn in enumerate(program.turns))
+    turns = tuple(_worded(turn, program.id, index, wording) for index, turn in enumerate(program.turns))
     return replace(program, turns=turns)
 
 
@@ -65,13 +84,15 @@ def counted(program: Program, count: Callable[[Json], int]) -> Program:
     return replace(program, turns=tuple(_counted(turn, count) for turn in program.turns))
 
 
-def _worded(turn: Turn, about: str, wording: Wording) -> Turn:
+def _worded(turn: Turn, program: str, index: int, wording: Wording) -> Turn:
     if not isinstance(turn.prompt, Sized):
-        return turn
+        return turn if index and not turn.whole else replace(turn, prompt=wording.opened(turn.prompt))
     output = turn.output
     if output.tokens:
         output = replace(output, tokens=max(1, round(output.tokens * wording.scale)))
-    return replace(turn, prompt=({"role": "user", "content": wording.text(turn.prompt, about)},), output=output)
+    return replace(
+        turn, prompt=({"role": "user", "content": wording.text(turn.prompt, f"{program}/{index}")},), output=output
+    )
 
 
 def _counted(turn: Turn, count: Callable[[Json], int]) -> Turn:

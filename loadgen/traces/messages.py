@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.loadgen.traces.entries import Entry
+from holdfast.loadgen.traces.entries import Entry, function_of, required
 from holdfast.loadgen.traces.model import Json, Messages, Output, Turn
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -22,7 +22,7 @@ def clean(entry: Entry) -> Json:
     if calls:
         message["tool_calls"] = calls
     if role == "tool":
-        message["tool_call_id"] = _required(entry, "tool_call_id")
+        message["tool_call_id"] = required(entry, "tool_call_id")
     if message["content"] is None and not calls:
         raise entry.error("content", "must be there where there is no tool call")
     for name in ("name", "reasoning_content"):
@@ -54,25 +54,15 @@ def _content(entry: Entry) -> str | list[Json] | None:
     for part in parts:
         if part.text("type") != "text":
             raise part.error("type", "must be 'text': only text can be replayed")
-    return [{"type": "text", "text": _required(part, "text")} for part in parts]
+    return [{"type": "text", "text": required(part, "text")} for part in parts]
 
 
 def _call(entry: Entry) -> Json:
-    kind = entry.text("type")
-    function = entry.inner("function")
-    if function is None or kind not in (None, "function"):
-        raise entry.error("function", "must be there: only calls of functions are known")
+    function = function_of(entry)
     arguments = function.given("arguments")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         raise function.error("arguments", "must be JSON in a string, or an object")
-    name, call_id = _required(function, "name"), _required(entry, "id")
+    name, call_id = required(function, "name"), required(entry, "id")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _required(entry: Entry, name: str) -> str:
-    value = entry.text(name)
-    if value is None:
-        raise entry.error(name, "must be a string")
-    return value

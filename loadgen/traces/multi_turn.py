@@ -70,8 +70,11 @@ def _turn(entry: Entry) -> Turn:
         raise entry.error("delay", "cannot be given with a timestamp")
     sampling, tools = carried.extra_in(entry)
     extension = entry.inner(carried.KEY)
+    role = entry.text("role") or "user"
+    if role == "tool":
+        raise entry.error("role", f"{NAME} carries no results of tools")
     return Turn(
-        prompt=({"role": entry.text("role") or "user", "content": _content(entry)},),
+        prompt=({"role": role, "content": _content(entry)},),
         tools=tools,
         sampling=sampling,
         max_tokens=None if extension is None else extension.count("max_tokens"),

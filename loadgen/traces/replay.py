@@ -98,7 +98,8 @@ def first(program: Program, manner: Manner) -> Ask:
         if isinstance(turn.prompt, Sized):
             raise ConfigError(f"program {program.id!r}, turn {index}: the prompt is a length, not yet a text", "prompt")
         if manner.lengths is Lengths.FORCED and not (turn.output.tokens or manner.max_tokens):
-            raise ConfigError(f"program {program.id!r}, turn {index}: the trace has no length of the answer", "tokens")
+            why = "the trace has no length of the answer; max-tokens is for such turns"
+            raise ConfigError(f"program {program.id!r}, turn {index}: {why}", "tokens")
     if manner.answers is Answers.RECORDED:
         for _ in prompts(program):  # raises where an answer is missing
             pass

@@ -8,6 +8,7 @@ good model would answer, which is used where the history is forced and in place 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any
 
 from holdfast.replicas.errors import ConfigError
@@ -116,8 +117,8 @@ class Sizes:
         for name in (field.name for field in fields(self) if field.name != "rate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1", name)
-        if not self.rate > 0:
-            raise ConfigError("rate must be more than 0", "rate")
+        if not 0 < self.rate < inf:
+            raise ConfigError("rate must be a number more than 0", "rate")
 
 
 @dataclass(frozen=True, slots=True)

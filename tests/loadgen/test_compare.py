@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,8 +14,9 @@ from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_ser
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
 from holdfast.loadgen.options import Options, parse_server
-from holdfast.loadgen.plan import plan, told_of
+from holdfast.loadgen.plan import measured_of, plan, told_of
 from holdfast.loadgen.rows import from_json
+from holdfast.loadgen.runner import Runner
 from holdfast.loadgen.summary import summarize
 from holdfast.loadgen.table import brief
 from holdfast.loadgen.traces import formats
@@ -158,6 +160,74 @@ def test_interrupting_writes_what_there_is(tmp_path: Path, capsys: pytest.Captur
     assert (status, content["complete"]) == (130, False)
     assert 2 <= len(content["rows"]) < 18
     assert "INTERRUPTED" in capsys.readouterr().out
+    (summary,) = content["summaries"]
+    assert (summary["programs"], summary["wall"], summary["latency"]["p50"] is None) == (0, None, False)
+    assert content["planned"] == {"bugfix": [6, 6, 6]}
+
+
+def test_what_was_measured_is_written_when_an_error_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    keep, kept = Runner.keep, []
+
+    def breaking(*given) -> None:
+        if len(kept) == 3:
+            raise LookupError("broken")
+        kept.append(keep(*given))
+
+    monkeypatch.setattr(Runner, "keep", breaking)
+    with pytest.raises(LookupError, match="broken"):
+        run(tmp_path, model, workloads=("bugfix",), record=tmp_path / "trace.jsonl")
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert (content["complete"], len(content["rows"])) == (False, 3)
+    assert len(formats.read(tmp_path / "trace.jsonl", formats.Format.MOONCAKE).programs[0].turns) == 3
+    assert "INTERRUPTED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failing", ["summarize", "recorded", "print_report", "write_report"])
+def test_nothing_that_fails_after_the_run_loses_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("broken")
+
+    monkeypatch.setattr(compare, failing, fail)
+    monkeypatch.setattr(compare, "check_plotting", lambda: None)
+    more = {"record": tmp_path / "trace.jsonl", "html_file": tmp_path / "run.html"}
+    with pytest.raises(LookupError, match="broken"):
+        run(tmp_path, model, workloads=("bugfix",), **more)
+    content = json.loads((tmp_path / "run.json").read_text())
+    assert (content["complete"], len(content["rows"])) == (True, 6)
+
+
+@pytest.mark.parametrize("arguments", ['{"path": 123456789012345678901234567890}', '{"path": "\\ud83d"}'])
+def test_calls_that_cannot_be_sent_on_are_no_json(tmp_path: Path, arguments: str) -> None:
+    def odd(asked: Asked) -> Answer:
+        function = {"name": "read_file", "arguments": arguments}
+        said = chunk({"tool_calls": [{"index": 0, "id": "c1", "function": function}]}) + usage(9, 0, 3) + DONE
+        return Answer.of(said) if asked.method == "POST" else model(asked)
+
+    status, content, _ = run(tmp_path, odd, workloads=("bugfix",))
+    assert status == 0
+    assert [(row["failure"], row["calls"], row["fits"]) for row in content["rows"]] == [("", 1, False)] * 6
+
+
+def test_the_status_tells_of_a_server_that_answered_nothing(tmp_path: Path) -> None:
+    def refusing(asked: Asked) -> Answer:
+        return Answer.of(b"{}", 500) if asked.method == "POST" else model(asked)
+
+    status, content, _ = run(tmp_path, model, refusing, workloads=("bugfix",))
+    assert (status, content["complete"]) == (1, True)
+
+
+def test_each_repetition_is_whole_with_what_was_planned_for_it() -> None:
+    parts = plan(Options((("a", "http://h"),), workloads=("swe", "tenants", "repeats"), sizes=Sizes(jobs=3)))
+    told = measured_of(parts)
+    assert len(set(told["swe"])) > 1
+    assert told["swe"] == [part.requests for part in parts if part.workload == "swe"]
+    assert (told["tenants noisy"], told["tenants quiet"]) == ([3 * 8 * 6] * 3, [3 * 3 * 6] * 3)
+    assert told["repeats"] == [15] * 3
+    assert "warm-up" not in told
 
 
 def test_a_schedule_is_kept_while_the_server_is_slow_and_the_delay_is_the_servers(tmp_path: Path) -> None:
@@ -191,6 +261,10 @@ def test_a_sweep_sends_the_same_programs_at_every_load_and_its_rows_tell_the_loa
     )
     rows = from_json(content["rows"])
     assert status == 0
+    sent_to = Counter((row.workload, row.repetition) for row in rows)
+    assert {name: [sent_to[name, 0]] for name, _ in sent_to} == content["planned"]
+    assert {row.turns for row in rows} == {6}
+    assert all(summary["wall"] for summary in content["summaries"])
     told = {(row.workload, row.swept, row.load and row.load.value, row.load and row.load.unit) for row in rows}
     assert told == {
         ("concurrency 1 at once", "concurrency", 1, "at once"),
@@ -272,9 +346,20 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
         ("--rates goes with --workload arrivals, swe", {"servers": one, "rates": (1.0,)}),
         ("--concurrencies goes with", {"servers": one, "workloads": ("bugfix",), "concurrencies": (1,)}),
         ("more than 0", {"servers": one, "concurrencies": (1, 0)}),
+        ("a number more than 0", {"servers": one, "workloads": ("swe",), "rates": (float("nan"),)}),
+        ("rates has 2 twice", {"servers": one, "workloads": ("swe",), "rates": (2.0, 1.0, 2.0)}),
+        ("concurrencies has 4 twice", {"servers": one, "concurrencies": (4, 4)}),
+        ("workload has bugfix twice", {"servers": one, "workloads": ("bugfix", "bugfix")}),
+        ("a seed is 0 or more", {"servers": one, "seed": -1}),
+        ("max-tokens must", {"servers": one, "max_tokens": -3}),
+        ("warm-up must", {"servers": one, "warm_up": -2}),
+        ("timeout must", {"servers": one, "timeout_s": 0.0}),
     ):
         with pytest.raises(ConfigError, match=message):
             Options(**options)
+    for workloads, known in ((("tenants",), "noisy, quiet-0, quiet-1, quiet-2"), (("bugfix",), "none")):
+        with pytest.raises(ConfigError, match=f"no tenant 'loud' is sent; known: {known}"):
+            compare.main(Options(one, workloads, tenant_keys=(("loud", "key"),)))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):
         compare.main(Options(one, json_file=tmp_path / "file" / "out.json"))
@@ -290,7 +375,7 @@ def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "secret" not in path.read_text()
     assert holdfast(["bench", "compare", "--server", "a=http://127.0.0.1:1"]) == 2
     assert "127.0.0.1:1/v1/models" in capsys.readouterr().err
-    for wrong in ("--rates 1,x", "--concurrencies 1.5"):
+    for wrong in ("--rates 1,x", "--concurrencies 1.5", "--concurrencies inf", "--concurrencies nan"):
         with pytest.raises(SystemExit):
             holdfast(["bench", "compare", *wrong.split()])
         assert "numbers" in capsys.readouterr().err

@@ -51,12 +51,19 @@ def test_the_script_is_followed_where_the_model_does_and_told_where_not() -> Non
 
 
 def test_a_failed_or_broken_answer_is_replaced_by_the_scripts() -> None:
-    for said in (None, Said(), called(arguments='{"path": "a')):
+    unsendable = (
+        '{"path": 123456789012345678901234567890}',
+        '{"path": "\\ud83d"}',
+        '{"path":' * 250 + "1" + "}" * 250,
+        '{"path":' * 9000 + "1" + "}" * 9000,
+    )
+    for said in (None, Said(), called(arguments='{"path": "a'), *(called(arguments=told) for told in unsendable)):
         talk = Conversation(SCRIPT)
         wanted = talk.scripted.calls[0]
         talk.take(said)
         assert talk.messages[2]["tool_calls"][0]["function"] == {"name": wanted.name, "arguments": wanted.arguments}
         assert roles(talk) == "suat"
+        assert talk.digest
 
 
 def test_forced_histories_are_the_same_whatever_was_said() -> None:
@@ -82,3 +89,4 @@ def test_a_call_fits_with_a_declared_name_and_its_required_arguments() -> None:
     assert not fits(called("book_flight"), SCRIPT.tools)
     assert not fits(called(arguments="{}"), SCRIPT.tools)
     assert not fits(called(arguments="["), SCRIPT.tools)
+    assert not fits(called(), ({"type": "web_search"},))

@@ -42,6 +42,13 @@ def test_the_command_prints_quantiles_and_its_own_share(capsys: pytest.CaptureFi
 
 def test_the_same_seed_draws_the_same_schedule_and_nothing_can_be_sent_at_no_rate() -> None:
     assert generator.drawn(SLOW) == generator.drawn(SLOW)
-    for wrong in ({"rate": 0.0}, {"seconds": 0.0}, {"delays": Delays(-1.0, 0.0, 1)}):
-        with pytest.raises(ConfigError):
+    nan = float("nan")
+    for name, wrong in (
+        ("rate", {"rate": 0.0}),
+        ("rate", {"rate": nan}),
+        ("seconds", {"seconds": 0.0}),
+        ("first", {"delays": Delays(-1.0, 0.0, 1)}),
+        ("token", {"delays": Delays(0.0, nan, 1)}),
+    ):
+        with pytest.raises(ConfigError, match=name):
             Load(**wrong)

@@ -4,7 +4,8 @@ import pytest
 from stub_server import Answer, Asked, stub_server
 
 from holdfast.loadgen.client import Client
-from holdfast.loadgen.overhead import STREAMED, Samples, report
+from holdfast.loadgen.overhead import STREAMED, Samples, main, report
+from holdfast.replicas.errors import ConfigError
 
 
 def echo(asked: Asked) -> Answer:
@@ -21,6 +22,11 @@ def test_the_client_reads_answers_events_and_errors() -> None:
         assert client.events("/x", {"stream": True}, {}) == 3
         with pytest.raises(OSError, match="404"):
             client.get("/elsewhere")
+
+
+def test_nothing_is_started_to_measure_no_request() -> None:
+    with pytest.raises(ConfigError, match="requests"):
+        main("no such model", 0)
 
 
 def test_the_report_is_of_medians_and_their_differences() -> None:

@@ -19,6 +19,13 @@ def test_the_printed_line_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
     assert "VLLM_TARGET_DEVICE=cpu" in words
     assert words[words.index("--port") + 1] == "9"
     assert "ngram" in words[words.index("--speculative-config") + 1]
+    assert words[words.index("--tool-call-parser") + 1] == "hermes"
+    assert words[words.index("--max-model-len") + 1] == "8192"
+    more = ["--context", "99", "--tool-parser", "llama3_json"]
+    assert holdfast(["bench", "serve-peer", "vllm", "m", *more]) == 0
+    changed = capsys.readouterr().out
+    assert "--max-model-len 99" in changed
+    assert "--tool-call-parser llama3_json" in changed
     assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(words)
 
 
@@ -38,6 +45,16 @@ def test_llama_cpp_takes_a_gguf_file_and_finishes_what_it_began() -> None:
     assert "--n_gpu_layers -1" in " ".join(peers.llama_cpp(Wanted("m.gguf", gpu=True)).words)
     with pytest.raises(ConfigError, match=r"gguf_file MODEL --out"):
         peers.llama_cpp(Wanted("/m/pocket"))
+
+
+def test_what_a_peer_cannot_be_told_is_refused() -> None:
+    for why, given in (("own context", {"context": 99}), ("parser of tool calls", {"tool_parser": "hermes"})):
+        with pytest.raises(ConfigError, match=why):
+            peers.transformers(Wanted("m", **given))
+    with pytest.raises(ConfigError, match="parser of tool calls"):
+        peers.llama_cpp(Wanted("m.gguf", tool_parser="hermes"))
+    with pytest.raises(ConfigError, match="context"):
+        Wanted("m", context=0)
 
 
 def test_what_is_not_there_is_said() -> None:

@@ -54,6 +54,12 @@ def test_what_a_server_does_not_tell_of_every_turn_is_not_told() -> None:
     assert silent.last_first_token is None
 
 
+def test_a_program_whose_last_turns_were_never_sent_is_no_program() -> None:
+    rows = [row(program=name, started=float(turn), turn=turn, turns=2) for name in "pq" for turn in range(2)]
+    assert [program.name for program in group(rows)] == ["p", "q"]
+    assert [program.name for program in group(rows[:-1])] == ["p"]
+
+
 def test_a_program_with_a_failed_turn_is_in_no_figure_of_programs() -> None:
     rows = [row(program="p"), row(program="q"), row(program="q", started=1.0, turn=1, failure="cut")]
     assert [program.name for program in group(rows)] == ["p"]

@@ -126,3 +126,103 @@ def test_tenants_are_sent_with_keys_of_their_own_and_reported_apart(tmp_path: Pa
         {row["workload"] for row in content["rows"]} == set(content["workloads"]) == {"tenants noisy", "tenants quiet"}
     )
     assert "hf-noisy" not in out.read_text()
+
+
+def test_a_replay_sends_each_tenants_programs_with_its_key(tmp_path: Path) -> None:
+    trace, key, out = tmp_path / "run.jsonl", tmp_path / "key", tmp_path / "out.json"
+    key.write_text("hf-noisy\n")
+    sizes = Sizes(jobs=1, rate=50.0, quiet=1, noise=2)
+    with stub_server(caller) as stub:
+        options = Options((("a", stub.url),), ("tenants",), 1, sizes=sizes, warm_up=0, record=trace)
+        assert compare.main(options) == 0
+        stub.asked.clear()
+        words = f"bench replay {trace} --server a={stub.url} --warm-up 0 --speed 50 --json {out} --tenant-key-file"
+        assert holdfast([*words.split(), f"noisy={key}"]) == 0
+        keys = [asked.headers.get("authorization") for asked in stub.asked if asked.method == "POST"]
+        assert holdfast([*words.split(), f"loud={key}"]) == 2
+    assert sorted(keys, key=str) == ["Bearer hf-noisy"] * 12 + [None] * 6
+    content = json.loads(out.read_text())
+    assert content["planned"] == {"replay noisy": [12], "replay quiet": [6]}
+    told = {each["workload"]: (each["programs"], each["requests"]) for each in content["summaries"]}
+    assert told == {"replay noisy": (2, 12), "replay quiet": (1, 6)}
+
+
+def log(path: Path, count: int = 1) -> Path:
+    """A log of messages: no times, no lengths, no sampling."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}] * 2
+    path.write_text("".join(json.dumps({"id": f"talk {n}", "messages": messages}) + "\n" for n in range(count)))
+    return path
+
+
+def test_what_a_trace_does_not_say_is_said_and_what_it_says_is_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    hot = tmp_path / "hot.jsonl"
+    hot.write_text('{"text_input": "hi", "extra": {"temperature": 0.7, "max_completion_tokens": 5}}\n')
+    with stub_server(caller) as stub:
+        words = f"--server a={stub.url} --warm-up 0"
+        assert holdfast(f"bench replay {log(tmp_path / 'log.jsonl')} --format openai {words}".split()) == 0
+        assert holdfast(f"bench replay {hot} {words}".split()) == 0
+        first, second, warm = bodies(stub.asked)
+    assert [(body["temperature"], body["max_tokens"]) for body in (first, second)] == [(0, 128)] * 2
+    assert (warm["temperature"], warm["max_completion_tokens"], "max_tokens" in warm) == (0.7, 5, False)
+    assert "temperature 0 and max_tokens 128 where the trace has none; histories are of log.jsonl at 1 times" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+
+
+def test_lengths_are_forced_where_the_trace_has_them_or_as_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with stub_server(caller) as stub:
+        words = f"bench replay {log(tmp_path / 'log.jsonl')} --format openai --server a={stub.url} --warm-up 0"
+        words += " --forced-lengths"
+        assert holdfast(words.split()) == 2
+        assert "the trace has no length of the answer" in capsys.readouterr().err
+        assert not stub.asked
+        assert holdfast(f"{words} --max-tokens 7".split()) == 0
+        assert [(body["max_tokens"], body["ignore_eos"]) for body in bodies(stub.asked)] == [(7, True)] * 2
+
+
+def test_no_repetition_finds_the_one_before_it_cached(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"input_length": 30, "output_length": 5, "hash_ids": [1]}\n')
+    with stub_server(caller) as stub:
+        for trace, more in ((lengths, ""), (log(tmp_path / "log.jsonl"), "--format openai")):
+            stub.asked.clear()
+            words = f"bench replay {trace} --server a={stub.url} --warm-up 0 --repetitions 3 {more}"
+            assert holdfast(words.split()) == 0
+            asked = [one for one in stub.asked if one.method == "POST"]
+            firsts = [one.body["messages"][0]["content"] for one in asked if len(one.body["messages"]) == 1]
+            assert len(firsts) == len(set(firsts)) == 3
+            assert len({one.headers["x-session-id"] for one in asked}) == 3
+            for one in asked:  # all turns of a repetition are of one conversation
+                assert one.body["messages"][0]["content"] in firsts
+
+
+def test_programs_without_times_arrive_at_a_rate(tmp_path: Path) -> None:
+    trace = log(tmp_path / "log.jsonl", count=3)
+    made = [replaying.replays(replaying.Asked(trace, "openai", rate=2.0, speed=speed), 0, 2) for speed in (1, 1, 5)]
+    moments = [
+        [program.arrival_ms / part.manner.speed for part in parts for program in part.programs] for parts in made
+    ]
+    assert moments[0] == moments[1] == pytest.approx(moments[2])
+    assert len(set(moments[0])) == 6
+    assert moments[0][:3] == sorted(moments[0][:3])
+    assert "all at once" in replaying.replays(replaying.Asked(trace, "openai"), 0, 1)[0].told["replay"]
+    with pytest.raises(ConfigError, match="rate must"):
+        replaying.replays(replaying.Asked(trace, "openai", rate=float("nan")), 0, 1)
+    trace.write_text('{"text_input": "hi", "timestamp": 3}\n')
+    with pytest.raises(ConfigError, match="the trace says when"):
+        replaying.replays(replaying.Asked(trace, rate=1.0), 0, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ['"messages": [{"role": "user", "content": "\\ud83d"}]', f'"text_input": "a", "extra": {{"seed": {10**30}}}'],
+)
+def test_what_no_request_can_hold_is_refused_before_anything_is_sent(tmp_path: Path, wrong: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(f'{{"session_id": "s", {wrong}}}\n')
+    with pytest.raises(ConfigError, match="program 's', turn 0: cannot be sent"):
+        replaying.replays(replaying.Asked(trace), 0, 1)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,29 @@ def program(server: str, repetition: int, name: str, seconds: float) -> Program:
 def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -> None:
     programs = [
         program("request", 0, "a", 30.0),
-        program("request", 0, "b", 50.0),  # under continuum one of its turns failed
         program("request", 1, "a", 10.0),
         program("continuum", 0, "a", 10.0),
         program("continuum", 1, "a", 10.0),
     ]
-    (found,) = faster(programs, "small", 64, PAIR, seed=0)
+    (found,) = faster(programs, 2, "small", 64, PAIR, seed=0)
     assert (found.policy, found.ratio.value, found.each) == ("continuum", 2.0, (3.0, 1.0))
     assert (found.first_mean_s, found.mean_s) == (20.0, 10.0)
-    assert str(found).endswith("target 1.3: met")
-    (missed,) = faster(programs[2:], "large", 64, ("continuum", "request"), seed=0)
-    assert missed.ratio.value == 1.0
-    assert str(missed).endswith("target 0.98: met")
+    assert str(found).endswith("2 of 2 programs served under both; target 1.3: met")
+    (even,) = faster(programs[1:], 1, "large", 64, ("continuum", "request"), seed=0)
+    assert even.ratio.value == 1.0
+    assert str(even).endswith("target 0.98: met")
+
+
+def test_a_target_is_missed_where_a_program_failed() -> None:
+    programs = [program("request", 0, name, 50.0) for name in "ab"] + [program("continuum", 0, "a", 10.0)]
+    (found,) = faster(programs, 2, "small", 64, PAIR, seed=0)
+    assert (found.ratio.value, found.met) == (5.0, False)
+    assert str(found).endswith("1 of 2 programs served under both; target 1.3: MISSED")
 
 
 def test_no_program_in_common_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no program"):
-        faster([program("request", 0, "a", 1.0)], "small", 64, PAIR, seed=0)
+        faster([program("request", 0, "a", 1.0)], 1, "small", 64, PAIR, seed=0)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -61,6 +68,46 @@ def test_what_cannot_be_compared_is_refused() -> None:
         scheduling.Asked(policies=("request", "fcfs"))
     with pytest.raises(ConfigError, match="two caches"):
         scheduling.Asked(cells=(1, 2, 3))
+    with pytest.raises(ConfigError, match="each of them once"):
+        scheduling.Asked(policies=("request", "request"))
+    with pytest.raises(ConfigError, match="unknown workload 'sve'; nearest: swe"):
+        scheduling.Asked(workload="sve")
+    with pytest.raises(ConfigError, match="one repetition"):
+        scheduling.Asked(repetitions=0)
+
+
+def test_files_that_cannot_be_written_are_refused_before_a_server_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "serving", lambda *_: pytest.fail("a server was started"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write"):
+        scheduling.main(scheduling.Asked(), tmp_path / "file" / "ratios.json")
+    with pytest.raises(ConfigError, match="cannot write"):
+        scheduling.main(scheduling.Asked(folder=tmp_path / "file"))
+
+
+def test_where_requests_fail_the_status_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = count()
+    warm_up = 2 * 6  # requests
+
+    def failing(asked: Asked) -> Answer:
+        return Answer.of(b"{}", 500) if asked.method == "POST" and next(sent) == warm_up else _calling(asked)
+
+    @contextmanager
+    def pretending(model: str, settings: dict[str, Any]) -> Iterator[str]:
+        with stub_server(failing) as stub:
+            yield stub.url
+
+    monkeypatch.setattr(scheduling, "serving", pretending)
+    monkeypatch.setattr(scheduling, "TARGETS", {"small": 0.0, "large": 0.0})
+    asked = scheduling.Asked(workload="arrivals", sizes=SMALL, caches=("small",), repetitions=2, folder=tmp_path)
+    assert scheduling.main(asked, tmp_path / "ratios.json") == 1
+    assert "3 of 4 programs served under both; target 0: MISSED" in capsys.readouterr().out
+    (told,) = json.loads((tmp_path / "ratios.json").read_text())["faster"]
+    assert (told["pairs"], told["programs"]) == (3, 4)
 
 
 def test_both_caches_are_measured_and_the_ratios_written(

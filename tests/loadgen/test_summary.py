@@ -42,7 +42,8 @@ def test_ratios_are_of_pairs_and_no_order_of_rows_changes_a_figure(
 
 def test_a_wave_lasts_from_its_first_request_to_its_last_answer() -> None:
     rows = [row(started=0, latency=2), row(started=1, latency=3, turn=1), row(started=9, latency=1, wave=1, turn=2)]
-    assert walls(rows, 3) == {0: 5.0}
+    assert walls(rows, {0: 3}) == {0: 5.0}
+    assert walls(rows, {0: 4}) == walls(rows, {}) == {}
 
 
 def test_failures_are_counted_by_kind_and_are_in_no_figure() -> None:
@@ -57,9 +58,26 @@ def test_failures_are_counted_by_kind_and_are_in_no_figure() -> None:
 
 def test_an_unfinished_repetition_is_in_no_wall() -> None:
     whole = [row(turn=0, repetition=0), row(turn=1, wave=1, repetition=0)]
-    (told,) = summarize([*whole, row(repetition=1, latency=9.0)], 0)
+    (told,) = summarize([*whole, row(repetition=1, latency=9.0)], 0, {"w": [2, 2]})
     assert told.wall.value == 2.0
     assert told.latency["p99"].value > 8
+    (told,) = summarize(whole, 0, {"w": [3]})
+    assert (told.wall, told.tokens_per_s, told.programs_per_s) == (None, None, None)
+
+
+@pytest.mark.parametrize("planned", [None, {"w": [2, 3, 1]}])
+def test_a_repetition_is_whole_with_its_own_number_of_requests(planned: dict[str, list[int]] | None) -> None:
+    rows = [
+        row(server, 10.0 * turn, latency, turn=turn, wave=turn, repetition=repetition)
+        for server, latency in (("a", 1.0), ("b", 2.0))
+        for repetition, count in enumerate((2, 3, 1))
+        for turn in range(count)
+    ]
+    first, second = summarize(rows, 0, planned)
+    assert (first.wall.value, first.wall.low, first.wall.high) == (2.0, 1.0, 3.0)
+    assert (second.tokens_per_s.value, second.ratios["wall"].low, second.ratios["wall"].high) == (5.0, 2.0, 2.0)
+    rows.remove(rows[-2])  # of the second repetition under b
+    assert summarize(rows, 0, planned)[1].wall.value == 3.0
 
 
 def test_answers_are_compared_where_the_prompts_were_the_same() -> None:

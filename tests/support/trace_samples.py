@@ -51,7 +51,12 @@ TIMES = st.none() | st.integers(0, 10**7) | st.floats(0, 1e7)
 VALUES = TEXTS | st.booleans() | st.none() | st.integers(-9, 9)
 JSON_OBJECTS = st.dictionaries(NAMES, VALUES, max_size=2)
 MESSAGES = st.builds(
-    lambda role, content, more: {**more, "role": role, "content": content},
+    lambda role, content, more: {
+        **more,
+        "role": role,
+        "content": content,
+        **({"tool_call_id": "c1"} if role == "tool" else {}),
+    },
     st.sampled_from(["user", "tool", "assistant", "system"]),
     st.none() | TEXTS,
     JSON_OBJECTS,

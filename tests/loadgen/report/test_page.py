@@ -12,6 +12,7 @@ from holdfast.loadgen.report.page import render, write_report
 from holdfast.loadgen.rows import from_json, to_json
 from holdfast.loadgen.summary import summarize
 from holdfast.loadgen.table import figures, program_figures, program_ratios, ratios
+from holdfast.loadgen.workloads.script import Load
 from holdfast.replicas.errors import ConfigError
 
 pytest.importorskip("matplotlib")
@@ -108,6 +109,26 @@ def test_a_distribution_over_three_decades_is_labelled_in_plain_numbers(content:
     shown = Page(render({**content, "rows": to_json(rows)}))
     assert "0.01" in shown.texts
     assert not any("math" in text for text in shown.texts)
+
+
+@pytest.mark.parametrize("lacking", [{"output_tokens": 0}, {"failure": "http"}])
+def test_a_server_without_a_figure_at_any_load_is_left_out_of_its_curves(content: dict, lacking: dict) -> None:
+    rows = [
+        row(server, workload=f"burst {load} at once", swept="burst", load=Load(load, "at once"), **more)
+        for server, more in (("whole", {}), ("lacking", lacking))
+        for load in (1, 2)
+    ]
+    shown = render({**content, "rows": to_json(rows)})
+    assert "burst against load" in shown
+
+
+def test_a_repetition_that_was_planned_longer_has_no_wall(content: dict) -> None:
+    rows = [row(latency=7.25)]
+    assert "7.25" in Page(render({**content, "rows": to_json(rows), "planned": {"w": [1]}})).texts
+    shown = Page(render({**content, "rows": to_json(rows), "planned": {"w": [2]}}))
+    assert "7.25" not in shown.texts
+    with pytest.raises(ConfigError, match="planned"):
+        render({**content, "planned": {"w": 2}})
 
 
 def test_one_server_alone_has_no_ratios(content: dict, tmp_path: Path) -> None:

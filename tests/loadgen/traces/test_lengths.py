@@ -2,12 +2,14 @@
 
 from itertools import takewhile
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trace_samples import calls, says, user
 
 from holdfast.loadgen.traces.lengths import Wording, counted, worded
 from holdfast.loadgen.traces.model import Output, Program, Sized, Turn
+from holdfast.replicas.errors import ConfigError
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 BLOCKS = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -52,6 +54,28 @@ def test_a_worded_program_is_one_of_messages_and_the_same_every_time() -> None:
     assert kept == program.turns[1]
     assert done == worded(program, wording)
     assert done != worded(program, Wording(seed=1, block=4, scale=0.5))
+
+
+def test_no_repetition_begins_a_prompt_as_another_does() -> None:
+    parts = [{"type": "text", "text": "in parts"}]
+    whole = Turn(({"role": "user", "content": parts},), whole=True)
+    text = Program("p", (Turn((user("a"), user("b"))), Turn((user("c"),)), whole))
+    sized = Program("q", (Turn(Sized(9, (1,))),))
+    assert worded(text, Wording(block=4)) == text
+    (first, later, anew), (other, _, _) = (worded(text, Wording(1, repetition)).turns for repetition in (1, 2))
+    assert first.prompt == (user("Session 1/1. a"), user("b"))
+    assert other.prompt == (user("Session 1/2. a"), user("b"))
+    assert later == text.turns[1]
+    assert anew.prompt[0]["content"] == [{"type": "text", "text": "Session 1/1. "}, *parts]
+    drawn = [worded(sized, Wording(1, repetition, block=4)).turns[0].prompt[0]["content"] for repetition in range(3)]
+    assert len({told.split()[0] for told in drawn}) > 1
+    assert len(set(drawn)) == 3
+
+
+def test_a_scale_is_above_zero() -> None:
+    for scale in (0.0, float("nan")):
+        with pytest.raises(ConfigError, match="scale"):
+            Wording(scale=scale)
 
 
 def test_answers_without_a_length_are_counted() -> None:

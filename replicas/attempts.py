@@ -53,7 +53,8 @@ class Attempt:
     def usage(self, ended: Finished) -> Usage:
         """Of the reply as the client has it: tokens that were withdrawn are not in it."""
         first = self.earlier or ended
-        return Usage(first.usage.prompt, first.usage.cached, self.reply.completion_tokens)
+        reply = self.reply
+        return Usage(first.usage.prompt, first.usage.cached, reply.completion_tokens, reply.reasoning_tokens)
 
     def timing(self, ended: Finished) -> Timing:
         first = (self.earlier or ended).timing

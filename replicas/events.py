@@ -49,11 +49,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `cached` of the `prompt` tokens were not computed again."""
+    """Token counts of one request. `cached` of the `prompt` tokens were not computed again; `reasoning` of the
+    `completion` tokens were thinking, which the text side tells and the engine does not.
+    """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)

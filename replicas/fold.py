@@ -8,6 +8,7 @@ from holdfast.replicas.requests import (
     Errored,
     LogprobText,
     Piece,
+    ReasoningDelta,
     TextDelta,
     ToolCall,
     ToolCallDelta,
@@ -20,6 +21,7 @@ class Fold:
     def __init__(self) -> None:
         self.terminal: Completed | Errored | None = None
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._logprobs: list[LogprobText] = []
         self._calls: dict[int, ToolCallDelta] = {}
         self._arguments: dict[int, list[str]] = {}
@@ -29,6 +31,8 @@ class Fold:
             if isinstance(piece, TextDelta):
                 self._texts.append(piece.text)
                 self._logprobs.extend(piece.logprobs)
+            elif isinstance(piece, ReasoningDelta):
+                self._reasoning.append(piece.text)
             elif isinstance(piece, ToolCallDelta):
                 self._calls.setdefault(piece.index, piece)
                 self._arguments.setdefault(piece.index, []).append(piece.arguments)
@@ -52,6 +56,7 @@ class Fold:
             usage=self.terminal.usage,
             timing=self.terminal.timing,
             called=self.terminal.called,
+            reasoning="".join(self._reasoning),
         )
 
     def error(self) -> Errored:

@@ -1,7 +1,7 @@
 """What a router sends to a replica and what comes back: plain picklable data in text, no HTTP.
 
-A reply is a stream of `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`; or, for a
-caller that does not stream, one `Answer` folded from the same stream.
+A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`;
+or, for a caller that does not stream, one `Answer` folded from the same stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,8 @@ class ChatPrompt:
 
     `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`); `tool_choice` "none" renders the
     template without them. `template_kwargs` go to the template as they are. With `tool_choice` "required" the reply
-    is calls, and where `forced_tool` names a tool one call of it.
+    is calls, and where `forced_tool` names a tool one call of it. `allowed_tools` names those of `tools` that may be
+    called, where not all may.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -38,6 +39,7 @@ class ChatPrompt:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     forced_tool: str = ""
+    allowed_tools: tuple[str, ...] = ()
     output: JsonOutput | None = None
 
 
@@ -87,6 +89,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """What a model thought before its answer: no part of the text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A piece of tool call `index`: the first piece has `call_id` and `name`, later ones only `arguments`."""
 
@@ -114,14 +123,14 @@ class Errored:
     usage: Usage = field(default_factory=Usage)
 
 
-Piece: TypeAlias = TextDelta | ToolCallDelta | Completed | Errored
+Piece: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta | Completed | Errored
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     call_id: str
     name: str
-    arguments: str  # JSON text, as the model wrote it
+    arguments: str  # JSON text, as the model wrote it but for control characters in strings: they are escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +144,7 @@ class Answer:
     usage: Usage
     timing: Timing
     called: Called = field(default_factory=Called)
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

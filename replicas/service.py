@@ -1,15 +1,16 @@
 """One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from holdfast.replicas.attempts import Attempt, Spent
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.constraints.threads import CompilerThreads
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Aborted, Event, Finished, Submit, TokenIds, Tokens, TurnEnded
@@ -43,6 +44,7 @@ class Service:
         self.card = card
         self._text = text
         self._bridge = Bridge(engine)
+        self._compiling = CompilerThreads()
         self.notice = self._bridge.notice  # what the cluster knows of programs and tools
         self.sessions = SessionService(self._bridge, text, self.stream)
 
@@ -68,6 +70,7 @@ class Service:
         return self._text.stats
 
     async def close(self) -> None:
+        self._compiling.close()
         await self._bridge.close()
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
@@ -109,9 +112,12 @@ class Service:
         return fold.answer() or fold.error()
 
     async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn, spent: Spent) -> Attempt:
-        limits = await asyncio.to_thread(self._text.constraints, request.prompt)  # a grammar may take long to compile
+        limits = await self._compiling.run(partial(self._text.constraints, request.prompt))
         submit = replace(
-            self._submit(request, encoded.tokens), matcher=limits.matcher, session_id=turn.session_id, keep=turn.keep
+            self._submit(request, encoded.tokens),
+            matcher=self._text.after_thinking(request, encoded, limits.matcher),
+            session_id=turn.session_id,
+            keep=turn.keep,
         )
         return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent=spent)
 
@@ -184,8 +190,9 @@ def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:
 def _called(request: GenerateRequest, reply: Reply, reason: ReplyReason) -> Called:
     """What a finished reply called."""
     tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
-    text = "" if tools else reply.text
-    return called(reply.calls, text, interface=tools, cut=reason == "length", ends=request.program_end)
+    text = "" if tools else reply.content
+    cut = reason == "length" or reply.unfinished
+    return called(reply.calls, text, interface=tools, cut=cut, ends=request.program_end)
 
 
 def _turn_ended(request: GenerateRequest, found: Called) -> TurnEnded:

@@ -10,6 +10,7 @@ from holdfast.replicas.requests import (
     Completed,
     LogprobText,
     Piece,
+    ReasoningDelta,
     TextDelta,
     ToolCall,
     ToolCallDelta,
@@ -19,7 +20,7 @@ from holdfast.replicas.retention.calls import Called
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
     """The pieces that fold to `answer`."""
-    pieces: list[Piece] = []
+    pieces: list[Piece] = [ReasoningDelta(answer.reasoning)] if answer.reasoning else []
     if answer.text or answer.logprobs:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))
     for index, call in enumerate(answer.tool_calls):
@@ -37,8 +38,9 @@ def encode_answer(answer: Answer) -> bytes:
             "tool_calls": [[call.call_id, call.name, call.arguments] for call in answer.tool_calls],
             "logprobs": [_pack(token) for token in answer.logprobs],
             "reason": answer.reason,
-            "usage": [usage.prompt, usage.cached, usage.completion],
+            "usage": [usage.prompt, usage.cached, usage.completion, usage.reasoning],
             "called": [answer.called.tools, answer.called.last],
+            "reasoning": answer.reasoning,
         }
     )
 
@@ -55,6 +57,7 @@ def decode_answer(value: bytes) -> Answer:
             usage=Usage(*read["usage"]),
             timing=Timing(arrived=0.0),
             called=Called(tuple(read["called"][0]), read["called"][1]),
+            reasoning=read["reasoning"],
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an answer: {error}") from None

@@ -21,7 +21,7 @@ from holdfast.router.lru import Lru
 from holdfast.router.protocol.turn import Turn
 from holdfast.router.store import Store
 
-FORMAT = 2  # of stored answers; part of every key
+FORMAT = 3  # of stored answers; part of every key
 
 
 class CacheResult(StrEnum):

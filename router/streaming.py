@@ -11,9 +11,9 @@ import orjson
 
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.requests import Completed, Piece, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import Completed, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.protocol.errors import api_error
-from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs, usage_object
+from holdfast.router.protocol.usage import TextOffsets, chat_logprobs, completion_logprobs, usage_object
 from holdfast.router.server_timing import stages
 
 DONE = b"data: [DONE]\n\n"
@@ -55,7 +55,7 @@ class Envelope:
 
 
 class ChatEncoder:
-    """Chunks of `chat.completion.chunk`: the role first, then text and tool-call deltas, then the reason."""
+    """Chunks of `chat.completion.chunk`: the role first, then reasoning, text and tool-call deltas, then the reason."""
 
     def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
         self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage)
@@ -75,6 +75,8 @@ class ChatEncoder:
             return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
         if isinstance(piece, ToolCallDelta):
             return self._chunk({"tool_calls": [_call_delta(piece)]})
+        if isinstance(piece, ReasoningDelta):
+            return self._chunk({"reasoning_content": piece.text})
         if isinstance(piece, Completed):
             return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
         return error_event(piece.error)
@@ -85,13 +87,13 @@ class ChatEncoder:
 
 
 class CompletionEncoder:
-    """Chunks of `text_completion`. Tool calls do not occur in plain completions."""
+    """Chunks of `text_completion`. Reasoning and tool calls do not occur in plain completions."""
 
     def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
         self._envelope = Envelope("text_completion", reply_id, created, model, include_usage)
         self._text_open = self._envelope.open + b'"text":'
         self._text_close = b',"logprobs":null,"finish_reason":null' + self._envelope.close
-        self._offset = 0  # of the next logprob's token in the text
+        self._offsets = TextOffsets()
 
     def opening(self) -> bytes:
         return b""
@@ -102,18 +104,13 @@ class CompletionEncoder:
     def _event(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             if piece.logprobs:
-                return self._with_logprobs(piece)
+                return self._chunk(piece.text, completion_logprobs(piece.logprobs, self._offsets))
             return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
         if isinstance(piece, Completed):
             return self._chunk("", reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
-        if isinstance(piece, ToolCallDelta):
+        if isinstance(piece, ToolCallDelta | ReasoningDelta):
             return b""
         return error_event(piece.error)
-
-    def _with_logprobs(self, piece: TextDelta) -> bytes:
-        logprobs = completion_logprobs(piece.logprobs, self._offset)
-        self._offset += sum(len(token.token) for token in piece.logprobs)
-        return self._chunk(piece.text, logprobs)
 
     def _chunk(self, text: str, logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = orjson.dumps({"text": text, "logprobs": logprobs, "finish_reason": reason})

@@ -3,11 +3,15 @@
 Used by the text side, away from the engine's thread. A schema that cannot be followed is an error naming its field.
 """
 
+import asyncio
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
+from typing import TypeAlias
 
 from holdfast.replicas.constraints import library
 from holdfast.replicas.constraints.calls import Forms, forms_of
@@ -17,43 +21,73 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.constraints.replies import reply_grammar
 from holdfast.replicas.constraints.rules import ReplyRule, Schema, ToolRule
 from holdfast.replicas.constraints.vocabulary import Vocabulary
-from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.errors import ErrorInfo, HoldfastError, InvalidRequestError, error_of
 from holdfast.replicas.text.formats import ToolFormat
 
 _ANY_OBJECT = {"type": "object"}
+_LONGEST = 2**18  # characters of a rule's key: what it takes to compile grows with them
+
+_Key: TypeAlias = tuple[str, ...]
+
+
+class NotCompiledError(Exception):
+    """A grammar would have to be compiled, or waited for, on a thread that must not: ask again on another one."""
 
 
 class Compiler:
-    """Matchers for one model; the last `entries` grammars are kept. Any thread may call it.
+    """Matchers for one model; the last `entries` grammars are kept, and refusals as well. Any thread may call it.
 
-    `vocabulary` is called when the first request needs it: it reads every token.
+    `vocabulary` is called when the first request needs it: it reads every token. `compiled`: how many grammars were
+    compiled, or tried.
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], tool_format: ToolFormat, entries: int) -> None:
         self._make_vocabulary = vocabulary
         self._tool_format = tool_format
         self._entries = entries
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, Matcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the table; nobody compiles or waits under it
+        self._known: OrderedDict[_Key, Future[Matcher | ErrorInfo]] = OrderedDict()
+        self._reading = threading.Lock()  # of the vocabulary and what is made of it, once
         self.compiled = 0
 
     def matcher(self, rule: ReplyRule) -> Matcher:
         """A matcher at the beginning of a reply under `rule`.
 
-        Raises InvalidRequestError naming the field: a schema that cannot be followed, calls that the model cannot
-        write, or no library to follow anything with.
+        A new grammar is compiled on the caller's thread; whoever asks for the same one meanwhile waits for it. On an
+        event loop's thread neither is done: NotCompiledError. Raises InvalidRequestError naming the field: a schema
+        that cannot be followed or is too long, calls that the model cannot write, or no library to follow anything
+        with.
         """
-        key = rule.key
+        key, new = _key_of(rule), False
         with self._lock:
             found = self._known.get(key)
+            if (found is None or not found.done()) and _on_event_loop():
+                raise NotCompiledError
             if found is None:
-                found = self._known[key] = self._compile(rule)
+                found, new = Future(), True
+                self._known[key] = found
                 self.compiled += 1
                 if len(self._known) > self._entries:
                     self._known.popitem(last=False)
             else:
                 self._known.move_to_end(key)
-        return found.copy()
+        if new:
+            self._settle(key, found, rule)
+        result = found.result()
+        if isinstance(result, ErrorInfo):
+            raise error_of(result)
+        return result.copy()
+
+    def _settle(self, key: _Key, found: "Future[Matcher | ErrorInfo]", rule: ReplyRule) -> None:
+        """Compile the grammar that others may wait for."""
+        try:
+            found.set_result(self._compile(rule))
+        except HoldfastError as refused:
+            found.set_result(refused.info)
+        except BaseException as failure:  # who waits hears of it; the next request tries again
+            with self._lock:
+                self._known.pop(key, None)
+            found.set_exception(failure)
 
     @cached_property
     def _forms(self) -> Forms | None:
@@ -71,15 +105,21 @@ class Compiler:
         cause = field_of(rule)
         if not library.AVAILABLE:
             raise InvalidRequestError(f"'{cause}' needs the package llguidance, which is not installed", cause)
-        if not self._vocabulary.exact:
-            raise InvalidRequestError(f"'{cause}' is not supported: the model's tokens are not bytes of text", cause)
-        if rule.calls == "required" and self._forms is None:
+        with self._reading:
+            if not self._vocabulary.exact:
+                why = "the model's tokens are not bytes of text"
+                raise InvalidRequestError(f"'{cause}' is not supported: {why}", cause)
+            grammars, forms = self._grammars, self._forms
+        if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
         try:
-            return self._grammars.compile(reply_grammar(rule, self._forms))
+            return grammars.compile(reply_grammar(rule, forms))
         except (GrammarError, ValueError) as error:
             lenient = self._without_what_fails(rule, error)
-            return self._grammars.compile(reply_grammar(lenient, self._forms))
+        try:
+            return grammars.compile(reply_grammar(lenient, forms))
+        except (GrammarError, ValueError) as error:  # the others are too large together
+            raise InvalidRequestError(f"'{cause}': {error}", cause) from error
 
     def _without_what_fails(self, rule: ReplyRule, error: Exception) -> ReplyRule:
         """`rule` with any object for the arguments of tools that are not strict and fail; raises for the others."""
@@ -121,3 +161,26 @@ def field_of(rule: ReplyRule) -> str:
         return "tool_choice"
     strict: Sequence[ToolRule] = [tool for tool in rule.tools if tool.arguments.strict]
     return strict[0].arguments.field.removesuffix("parameters") + "strict" if strict else "tools"
+
+
+def _key_of(rule: ReplyRule) -> _Key:
+    """Equal for rules that mean the same grammar, and whose errors name the same fields.
+
+    Raises InvalidRequestError for a rule that is too long.
+    """
+    key = rule.key
+    schemas = [tool.arguments for tool in rule.tools] + ([rule.json] if rule.json is not None else [])
+    if len(key) > _LONGEST:
+        sizes = {schema.field: len(json.dumps(schema.content, default=dict)) for schema in schemas}
+        largest = max(sizes, key=lambda field: sizes[field])
+        field = largest if sizes[largest] > _LONGEST // 2 else "tools"
+        raise InvalidRequestError(f"'{field}' is too long to be followed: at most {_LONGEST} characters of JSON", field)
+    return key, *(schema.field for schema in schemas)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

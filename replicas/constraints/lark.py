@@ -6,7 +6,6 @@ white space without end. Escapes that could spell half a surrogate pair are left
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from holdfast.replicas.constraints.rules import Schema
 
@@ -46,8 +45,11 @@ class Grammar:
         for a schema whose properties cannot be told, and for a required one that is no Python name.
         """
         content = schema.content
-        properties: Mapping[str, Any] = content.get("properties", {})
-        required = frozenset(content.get("required", ()))
+        properties, required = content.get("properties", {}), content.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise ValueError("'properties' must be an object")
+        if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+            raise ValueError("'required' must be a list of names")
         if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
             raise ValueError(f"{unfit[0]} at the top level has no meaning for keyword arguments")
         if nameless := [key for key in required if key not in properties or not key.isidentifier()]:

@@ -77,7 +77,7 @@ def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
         name = function.get("name")
         if not isinstance(name, str) or (prompt.forced_tool and name != prompt.forced_tool):
             continue
-        schema = closed(function.get("parameters") or {"type": "object", "properties": {}})
+        schema = {"type": "object", **closed(function.get("parameters") or {"properties": {}})}
         rules.append(ToolRule(name, Schema(schema, bool(function.get("strict")), f"tools.{index}.function.parameters")))
     return tuple(rules)
 

@@ -24,8 +24,8 @@ class Called:
 def called(names: Sequence[str], text: str, *, interface: bool, cut: bool, ends: bool) -> Called:
     """What a reply with calls of `names`, or with `text`, waits for now.
 
-    `interface`: the request declared tools. `cut`: the reply ended for its length. `ends`: the request said that it is
-    the program's last. A reply that is whole and calls nothing is a final answer.
+    `interface`: the request declared tools. `cut`: the reply ended for its length, or inside of a call. `ends`: the
+    request said that it is the program's last. A reply that is whole and calls nothing is a final answer.
     """
     found = tuple(dict.fromkeys(names if names or interface else commands(text)))
     return Called(found, ends or not (found or cut))

@@ -160,7 +160,7 @@ class Scheduler:
                 # A prompt that was only to be computed is over with its last cell.
                 reason: FinishReason | None = "length" if sequence.n_computed == len(sequence.buffer) else None
                 if drawn is not None:
-                    reason = self._take_in(sequence, drawn, now)
+                    reason = self._take_in(sequence, chunk, drawn, now)
             except Exception as failure:
                 self.ends.fault(None, sequence, failure, now)
                 continue
@@ -207,7 +207,6 @@ class Scheduler:
         more = len(drafts) or builder.times - 1
         if self._running.grow(builder, sequence, end + more):
             builder.compute(sequence, 1, drafts)
-            self.stats.drafted += len(drafts)
             return False
         builder.times, preempted = 1, False
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
@@ -251,7 +250,6 @@ class Scheduler:
                 if self._running.grow_over_pins(builder, sequence, end + len(drafts)):
                     builder.times = 1
                     builder.compute(sequence, size, drafts)
-                    self.stats.drafted += len(drafts)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
 
@@ -288,6 +286,7 @@ class Scheduler:
         more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or what came of further steps
         sequence.n_computed = end - drafts
         if drafts:
+            self.stats.drafted += drafts
             self.stats.accepted += more
         if chunk.start < sequence.n_prompt:
             self.stats.prompt_computed += min(end, sequence.n_prompt) - chunk.start
@@ -296,13 +295,14 @@ class Scheduler:
                 self._running.publish(sequence, now)
         sequence.n_computed += more  # these are not among its tokens yet
 
-    def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
+    def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
         kept, reason = sequence.append(drawn.tokens, now)
         if reason is not None:  # not all of them, it may be
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
         if self._speculation.active:
-            self._speculation.learn(sequence, kept)
+            drafts = chunk.draw.drafts if chunk.draw else 0
+            self._speculation.learn(sequence, kept, chunk.tokens[len(chunk.tokens) - drafts :].tolist())
         n = len(kept)
         self.stats.completion += n
         self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))

@@ -75,13 +75,13 @@ class Speculation:
         except Exception:
             log.exception("what verifying costs could not be learned")
 
-    def learn(self, sequence: Sequence, drawn: Tokens[int]) -> None:
-        """Tell which tokens were drawn for a sequence, once for each step that drew."""
+    def learn(self, sequence: Sequence, drawn: Tokens[int], verified: Tokens[int]) -> None:
+        """Tell which tokens were drawn for a sequence, once for each step that drew, and which were drafted in it."""
         state = self._states.get(sequence.request_id)
         if state is None:
             return
         try:
-            self._drafter.learn(state, drawn)
+            self._drafter.learn(state, drawn, verified)
         except Exception:
             self._give_up(sequence.request_id)
 

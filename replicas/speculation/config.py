@@ -45,13 +45,14 @@ class DraftConfig:
             "max_draft",
             "min_n",
             "memory_min_n",
-            "verify_rows",
             "explore_every",
             "memory_bytes",
             "scope_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        if self.verify_rows < 2:  # a sequence's own row and a draft's
+            raise ConfigError(f"verify_rows must be at least 2, not {self.verify_rows}", "verify_rows")
         for name in ("floor", "memory_context", "own_value_length", "raw_length"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)

@@ -163,8 +163,11 @@ class Drafter:
             state.kind = self._kind(state.scope, source, match.length)
             state.source, state.draft = source, draft
 
-    def learn(self, state: DraftState, drawn: Sequence[int]) -> None:
+    def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
         """Append the tokens drawn in a step: accepted drafts and the one after them.
+
+        `verified` are the drafts in the step, where they may be others than those proposed: cut off for lack of room,
+        or by a grammar that forces its own.
 
         What could have been drafted is compared with them whether or not it was verified, so a source that the gate
         turned off comes back when it is right again.
@@ -177,8 +180,10 @@ class Drafter:
             state.acceptance.learn(compared, right, self.config.ema_weight)
             state.kind.learn(compared, right, self.config.ema_weight)
             state.kind = None
-            self.counts.drafted[state.source] += state.proposed
-            self.counts.accepted[state.source] += min(right, state.proposed)
+            proposed = state.draft[: state.proposed]
+            counted = len(proposed) if verified is None else agreement(proposed, verified)
+            self.counts.drafted[state.source] += counted
+            self.counts.accepted[state.source] += min(right, counted)
         if state.cursor is not None:
             state.cursor.advance(drawn, state.index.window)
         state.index.extend(drawn)

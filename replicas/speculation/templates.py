@@ -82,8 +82,9 @@ _STRING, _OTHER = "\0string", "\0other"
 
 def _value(schema: Mapping[str, Any], depth: int) -> Iterable[str]:
     kind = schema.get("type")
-    if kind == "object" and depth < _MAX_DEPTH and schema.get("properties", True):
-        yield from _object(schema.get("properties") or {}, depth)
+    properties = schema.get("properties", {})
+    if kind == "object" and depth < _MAX_DEPTH and isinstance(properties, Mapping) and schema.get("properties", True):
+        yield from _object(properties, depth)
     elif kind == "array" and depth < _MAX_DEPTH and isinstance(schema.get("items"), Mapping):
         yield "["
         yield from _value(schema["items"], depth + 1)

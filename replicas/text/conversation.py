@@ -3,7 +3,8 @@
 Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 """
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from operator import index
 from typing import Any
@@ -20,6 +21,7 @@ from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.stats import TextStats
+from holdfast.replicas.text.after_thinking import AfterThinking
 from holdfast.replicas.text.detokenize import StreamDecoder
 from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.pieces import Pieces
@@ -27,9 +29,12 @@ from holdfast.replicas.text.render import Renderer
 from holdfast.replicas.text.reply import Reply, Stages
 from holdfast.replicas.text.skeletons import CallSkeletons
 from holdfast.replicas.text.stops import StopMatcher
+from holdfast.replicas.text.thinking import CLOSER, OPENER, Opening, ThinkingReader, opening
 from holdfast.replicas.text.tokens import TokenCache
 from holdfast.replicas.text.tool_calls import ToolCallParser
 from holdfast.replicas.tokens import TokenIds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,13 @@ class TextSide:
         added = self.cache.added
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else None
         self.tool_format = detect_format(template, tool_format)
+        if self.tool_format is ToolFormat.NONE and not tool_format and "tools" in (template or ""):
+            log.warning("the chat template takes tools, but its calls are in no format that is read: they come as text")
         self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
+        self._thinks = CLOSER in (template or "")
+        self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
         self._config = config
         self._eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
@@ -106,13 +115,17 @@ class TextSide:
         """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools."""
         if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
             return None
-        return self._skeletons.of(prompt.tools)
+        return self._skeletons.of(_callable(prompt).tools)
 
     def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
-        """What a reply to `prompt` must be. Compiles a grammar, for milliseconds, unless it is known: any thread may
-        call it. Raises InvalidRequestError, naming the field, for what cannot be followed."""
+        """What a reply to `prompt` must be.
+
+        Compiles a grammar, for milliseconds, unless it is known; not on an event loop's thread: NotCompiledError.
+        Raises InvalidRequestError, naming the field, for what cannot be followed.
+        """
         if not isinstance(prompt, ChatPrompt):
             return Constraints()
+        prompt = _callable(prompt)
         rule = reply_rule(prompt)
         if rule is not None:
             return Constraints(matcher=self._compiler.matcher(rule))
@@ -121,12 +134,21 @@ class TextSide:
             return Constraints(declared=self._compiler.matcher(declared_rule(prompt)))
         return Constraints()
 
+    def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
+        """`matcher` of the reply's content as one of the whole reply, thinking included."""
+        thinking = self._thinking(request.prompt, encoded)
+        if matcher is None or thinking is None or len(self._think_ids) < 2:
+            return matcher
+        return AfterThinking(matcher, self._think_ids[OPENER], self._think_ids[CLOSER], inside=thinking.begun)
+
     def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
         """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
-        names = _declared(prompt) if isinstance(prompt, ChatPrompt) and prompt.tool_choice != "none" else frozenset()
-        hidden = frozenset(self._hidden - self._markers if names else self._hidden)
+        names = _declared(prompt)
+        thinking = self._thinking(prompt, encoded)
+        shown = (self._markers if names else frozenset()) | frozenset(self._think_ids.values() if thinking else ())
+        hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
         parallel = not isinstance(prompt, ChatPrompt) or prompt.parallel_tool_calls
 
         def call_id(number: int) -> str:
@@ -152,6 +174,7 @@ class TextSide:
             ),
             self.pieces,
             hidden,
+            thinking,
         )
         # OpenAI's answer to a named tool has the finish reason of a text.
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
@@ -163,6 +186,15 @@ class TextSide:
         """What was rendered, tokenized and ended early so far."""
         renderer, cache = self.renderer, self.cache
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, self.stopped, self.rewritten)
+
+    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
+        """A reader of what a reply to `prompt` thinks; None where there is none, or a grammar wants content first."""
+        if not self._thinks or not isinstance(prompt, ChatPrompt) or encoded.text is None:
+            return None
+        if prompt.output is not None or (prompt.tools and prompt.tool_choice == "required"):
+            return None
+        begin = opening(encoded.text)
+        return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))
@@ -184,7 +216,17 @@ class TextSide:
         return ids.astype(np.int32)
 
 
-def _declared(prompt: ChatPrompt) -> frozenset[str]:
+def _callable(prompt: ChatPrompt) -> ChatPrompt:
+    """`prompt` with nothing in the places of tools that the reply must not call: errors name a tool by its place."""
+    if not prompt.allowed_tools:
+        return prompt
+    allowed = [tool if tool.get("function", tool).get("name") in prompt.allowed_tools else {} for tool in prompt.tools]
+    return replace(prompt, tools=allowed)
+
+
+def _declared(prompt: ChatPrompt | RawPrompt) -> frozenset[str]:
     """The names of the tools the model may call."""
-    functions = (tool.get("function", tool) for tool in prompt.tools)
+    if not isinstance(prompt, ChatPrompt) or prompt.tool_choice == "none":
+        return frozenset()
+    functions = (tool.get("function", tool) for tool in _callable(prompt).tools)
     return frozenset(function["name"] for function in functions if isinstance(function.get("name"), str))

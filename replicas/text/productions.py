@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from holdfast.replicas.text.scanning import NotACallError, Put, Run, Scan, json_string, json_value, space
-from holdfast.replicas.text.tracker import Tracker
+from holdfast.replicas.text.scanning import ESCAPES, NotACallError, Put, Run, Scan, json_string, json_value, space
+from holdfast.replicas.text.tracker import NO_ARGUMENTS, Tracker
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _ENVELOPE = _ARGUMENTS | {"name", "id", "type"}
@@ -69,16 +69,16 @@ def closing(tracker: Tracker, char: str, word: str) -> Scan:
 
 
 def arguments(tracker: Tracker, char: str, on_end: Callable[[], None] | None = None) -> Scan:
-    """The value of a call's arguments: an object, the text of one, or null.
+    """The value of a call's arguments: an object, the text of one, or for none null or an empty list.
 
     `on_end`: see `json_value`; the call may be closed by it.
     """
     call = tracker.call
     tracker.begin_arguments(char)
     first = char
-    char = yield from json_value(char, tracker.argument, on_end)
-    if first not in ("{", '"') and "".join(call.arguments) != "null":
-        raise NotACallError(char)  # a number or a list names no arguments
+    char = yield from json_value(char, tracker.argument, on_end, _escaping(tracker))
+    if first not in ("{", '"') and "".join("".join(call.arguments).split()) not in NO_ARGUMENTS:
+        raise NotACallError(char)  # a number or a list with something in it names no arguments
     if call is tracker.call:
         tracker.end_arguments()
     return char
@@ -126,6 +126,11 @@ def _member(tracker: Tracker, char: str, key: str) -> Scan:
     if key == "name" or key in _ARGUMENTS or char in ("{", "["):
         raise NotACallError(char)
     return (yield from json_value(char, tracker.held.append))
+
+
+def _escaping(tracker: Tracker) -> Put:
+    """Takes what stands inside the strings of arguments, for a client that reads them as JSON."""
+    return lambda text: tracker.argument(text, text.translate(ESCAPES))
 
 
 def _both(tracker: Tracker, raw: list[str]) -> Put:

@@ -5,8 +5,10 @@ Only literals count: names other than the constants, and operators, make the tex
 
 import ast
 import json
+import math
+import re
 import warnings
-from typing import Any
+from collections.abc import Mapping
 
 from holdfast.replicas.text.productions import call_array
 from holdfast.replicas.text.scanning import NotACallError, Scan
@@ -14,6 +16,7 @@ from holdfast.replicas.text.tracker import Tracker
 
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
+_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON has them
 
 
 def call_list(tracker: Tracker, char: str) -> Scan:
@@ -24,7 +27,7 @@ def call_list(tracker: Tracker, char: str) -> Scan:
 def _call(tracker: Tracker, char: str) -> Scan:
     """One call up to its closing parenthesis."""
     name: list[str] = []
-    while char == "_" or char == "." or char.isalnum():
+    while char in ("_", ".", "-") or char.isalnum():
         name.append(char)
         tracker.held.append(char)
         char = yield
@@ -32,6 +35,8 @@ def _call(tracker: Tracker, char: str) -> Scan:
         raise NotACallError(char)
     source: list[str] = []
     stack: list[str] = []
+    stand_ins: dict[str, str] = {}  # by the keyword that each stands for
+    begun = 0  # where the argument at hand begins in `source`; -1: its name is read
     while True:
         if char in _CLOSERS:
             stack.append(_CLOSERS[char])
@@ -42,12 +47,19 @@ def _call(tracker: Tracker, char: str) -> Scan:
             continue
         if not char:
             raise NotACallError(char)
+        if char == "=" and len(stack) == 1 and begun >= 0:
+            keyword = "".join(source[begun:]).strip()
+            if keyword.isidentifier():  # Python refuses some names, and changes others
+                source[begun:] = [stand_ins.setdefault(keyword, f"_{len(stand_ins)}")]
+            begun = -1
         source.append(char)
         tracker.held.append(char)
         if not stack:
             break
+        if len(stack) == 1 and char in ("(", ","):
+            begun = len(source)
         char = yield
-    arguments = arguments_of("f" + "".join(source))
+    arguments = arguments_of("f" + "".join(source), {stand_in: word for word, stand_in in stand_ins.items()})
     if arguments is None:
         raise NotACallError((yield))
     tracker.whole_call("".join(name), arguments)
@@ -75,36 +87,54 @@ def _quoted(tracker: Tracker, char: str, source: list[str]) -> Scan:
     return (yield)
 
 
-def arguments_of(source: str) -> str | None:
-    """The keyword arguments of the call `source` as a JSON object; None when they are not literals."""
+def arguments_of(source: str, names: Mapping[str, str]) -> str | None:
+    """The keyword arguments of the call `source` as a JSON object; None when they are not literals.
+
+    `names` are those of the keywords that stand in `source` under another one.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
             call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             return None
-        values = {str(k.arg): _literal(k.value) for k in call.keywords}
-        text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+        text = _object({names.get(str(k.arg), str(k.arg)): _literal(k.value, source) for k in call.keywords})
         text.encode()  # a lone surrogate cannot be sent
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return text
 
 
-def _literal(node: ast.expr) -> Any:
-    """The value of a literal; ValueError for anything else."""
+def _literal(node: ast.expr, source: str) -> str:
+    """A literal as JSON; ValueError for anything else."""
     match node:
-        case ast.Constant():
-            return node.value
+        case ast.Constant(value=float() as number) if number == math.inf:
+            return _as_written(ast.get_source_segment(source, node) or "")
+        case ast.Constant(value=str() | int() | float() | None as value):  # bool is an int
+            return json.dumps(value, ensure_ascii=False)
         case ast.Name() if node.id in _CONSTANTS:
-            return _CONSTANTS[node.id]
+            return json.dumps(_CONSTANTS[node.id])
         case ast.List() | ast.Tuple():
-            return [_literal(element) for element in node.elts]
+            return f"[{', '.join(_literal(element, source) for element in node.elts)}]"
         case ast.Dict():
-            return {_key(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True)}
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+            members = zip(node.keys, node.values, strict=True)
+            return _object({_key(key): _literal(value, source) for key, value in members})
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number) as operand):
+            return json.dumps(-number) if number != math.inf else "-" + _literal(operand, source)
         case _:
             raise ValueError(f"not a literal: {type(node).__name__}")
+
+
+def _object(members: Mapping[str, str]) -> str:
+    """A JSON object of values that are JSON already."""
+    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _as_written(number: str) -> str:
+    """A number that Python's cannot hold, for a client whose numbers may."""
+    if not _NUMBER.fullmatch(number):
+        raise ValueError(f"not a number of JSON: {number}")
+    return number
 
 
 def _key(node: ast.expr | None) -> str:

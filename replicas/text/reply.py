@@ -1,34 +1,42 @@
 """One reply on its way from token ids to the pieces a client sees.
 
-tokens -> characters -> before the stop string -> text and tool calls. What any of these holds back, and the log
-probabilities of its tokens, come out with a later piece or at the end.
+tokens -> characters -> after the thinking -> before the stop string -> text and tool calls. What any of these holds
+back, and the log probabilities of its tokens, come out with a later piece or at the end.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.events import FinishReason, TokenIds, TokenLogprobs
-from holdfast.replicas.requests import LogprobText, ReplyReason, TextDelta
+from holdfast.replicas.requests import ReasoningDelta, ReplyReason, TextDelta
 from holdfast.replicas.text.detokenize import StreamDecoder
+from holdfast.replicas.text.logprobs import WaitingLogprobs
 from holdfast.replicas.text.pieces import Pieces
 from holdfast.replicas.text.stops import StopMatcher
+from holdfast.replicas.text.thinking import ThinkingReader
 from holdfast.replicas.text.tool_calls import ToolCallParser, merged
 from holdfast.replicas.text.tracker import Delta
+
+ReplyDelta: TypeAlias = Delta | ReasoningDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a reply goes through. `hidden` tokens leave no text and no log probability."""
+    """What a reply goes through. `hidden` tokens leave no text and no log probability. `thinking`: None where the
+    reply is all content.
+    """
 
     decoder: StreamDecoder
     stops: StopMatcher
     calls: ToolCallParser
     pieces: Pieces
     hidden: frozenset[int]
+    thinking: ThinkingReader | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +78,11 @@ class Reply:
         self._call_reason = call_reason
         self._runs_on = runs_on
         self._tokens: list[int] = []
-        self._logprobs: list[LogprobText] = []
+        self._read = 0  # characters of all tokens
+        self._skipped = 0  # of these, before the content
+        self._reasoning: list[str] = []
+        self._waiting = WaitingLogprobs(stages.pieces)
+        self.reasoning_tokens = 0  # those up to and with the end of the thinking
         self._drawn = _Drawn()
         self.rewrite: Rewrite | None = None
         if declared is not None:
@@ -91,41 +103,45 @@ class Reply:
         """Tokens up to and with the one that ended the text; later ones are not counted."""
         return len(self._tokens)
 
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[Delta]:
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
         """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""
         deltas: list[Delta] = []
+        thinking = self._stages.thinking
         for index, token in enumerate(tokens):
             if self.done:
                 break
             self._tokens.append(token)
             if index < len(logprobs) and token not in self._stages.hidden:
-                self._logprobs.append(self._logprob_text(logprobs[index]))
+                self._waiting.add(self._read, logprobs[index])
             text = self._stages.decoder.feed((token,))
+            self._read += len(text)
             if self._declared is not None:
-                before = self._drawn.ends[-1] if self._drawn.ends else 0
-                self._drawn.ends.append(before + len(text))
+                self._drawn.ends.append(self._read)
                 self._drawn.logprobs += logprobs[index : index + 1]
+            thinks = thinking is not None and not thinking.over
             if text:
                 deltas += self._with_logprobs(self._through(text))
-        return merged(deltas)
+            if thinks and thinking is not None and thinking.begun:
+                self.reasoning_tokens = len(self._tokens)
+        return self._taken(merged(deltas))
 
-    def finish(self, reason: FinishReason) -> tuple[list[Delta], ReplyReason]:
+    def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
         """What was held back, and why the reply ended: `reason` is the engine's. Call once.
 
         Log probabilities of tool call tokens that no text followed come with an empty text.
         """
+        stages = self._stages
         deltas: list[Delta] = []
         if not self.done:
-            deltas += self._through(self._stages.decoder.flush())
-        deltas += self._stages.calls.feed(self._stages.stops.flush())
+            deltas += self._through(stages.decoder.flush(), last=True)
+        deltas += stages.calls.feed(stages.stops.flush())
         done = self.done
-        deltas += self._stages.calls.finish()
+        deltas += stages.calls.finish()
         deltas = self._with_logprobs(deltas)
-        if self._logprobs:
-            deltas.append(TextDelta("", tuple(self._logprobs)))
-            self._logprobs.clear()
+        if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
+            deltas.append(TextDelta("", rest))
         ended = "stop" if done else reason
-        return merged(deltas), self._call_reason if ended == "stop" and self._stages.calls.announced else ended
+        return self._taken(merged(deltas)), self._call_reason if ended == "stop" and self.calls else ended
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -133,13 +149,18 @@ class Reply:
         return tuple(call.name for call in self._stages.calls.calls)
 
     @property
-    def text(self) -> str:
-        """All that was generated, calls and markup included."""
-        return self._stages.pieces.text(self._tokens)
+    def unfinished(self) -> bool:
+        """A call was sent that has not closed."""
+        return self._stages.calls.announced > len(self._stages.calls.calls)
+
+    @property
+    def content(self) -> str:
+        """What was generated after the thinking, calls and markup included."""
+        return self._stages.pieces.text(self._tokens[self.reasoning_tokens :])
 
     def remember(self) -> None:
         """Keep the finished turn, so that the next one continues the ids as they were generated."""
-        self._remember_turn(np.array(self._tokens, np.int32), self.text)
+        self._remember_turn(np.array(self._tokens, np.int32), self._stages.pieces.text(self._tokens))
 
     def _ask_again(self, opened: int, begun: int) -> bool:
         """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
@@ -148,6 +169,7 @@ class Reply:
         drawn again as they are. They must hold what was sent, all before character `begun`.
         """
         assert self._declared is not None
+        opened, begun = opened + self._skipped, begun + self._skipped
         ends = self._drawn.ends
         first = bisect_right(ends, opened)
         matcher = self._declared.copy()
@@ -160,26 +182,38 @@ class Reply:
         self.rewrite = Rewrite(tuple(self._tokens[:kept]), tuple(self._drawn.logprobs[:kept]), matcher)
         return True
 
-    def _through(self, text: str) -> list[Delta]:
-        """Text through the stop strings and the tool call parser."""
+    @property
+    def _passed(self) -> int:
+        """Characters up to where no stop string can begin any more; after one, up to its beginning."""
+        return self._skipped + self._stages.stops.passed
+
+    def _through(self, text: str, last: bool = False) -> list[Delta]:
+        """Text through the thinking, the stop strings and the tool call parser."""
+        thinking = self._stages.thinking
+        if thinking is not None:
+            reasoning, text = thinking.feed(text)
+            if last:
+                held, rest = thinking.flush()
+                reasoning, text = reasoning + held, text + rest
+            if reasoning:
+                self._reasoning.append(reasoning)
+            self._skipped = thinking.skipped
+            if thinking.begun:  # its tokens have no log probabilities
+                self._waiting.take(self._skipped if thinking.over else None)
         safe, _ = self._stages.stops.feed(text)
         return self._stages.calls.feed(safe)
 
     def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
-        """`deltas` with all that waits put on the first text among them."""
-        if not self._logprobs:
+        """`deltas` with what waits, as far as stop strings let its tokens out, put on the first text among them."""
+        if not self._waiting:
             return deltas
         for index, delta in enumerate(deltas):
             if isinstance(delta, TextDelta):
-                deltas[index] = replace(delta, logprobs=tuple(self._logprobs))
-                self._logprobs.clear()
+                deltas[index] = replace(delta, logprobs=self._waiting.take(self._passed))
                 break
         return deltas
 
-    def _logprob_text(self, entry: TokenLogprobs) -> LogprobText:
-        top = tuple(self._one(token, logprob) for token, logprob in entry.top)
-        return replace(self._one(entry.token, entry.logprob), top=top)
-
-    def _one(self, token: int, logprob: float) -> LogprobText:
-        content = self._stages.pieces.of(token)
-        return LogprobText(content.decode("utf-8", "replace"), content, logprob)
+    def _taken(self, deltas: list[Delta]) -> list[ReplyDelta]:
+        """`deltas` with what was thought before them."""
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        return [ReasoningDelta(reasoning), *deltas] if reasoning else [*deltas]

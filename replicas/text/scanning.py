@@ -8,6 +8,7 @@ many characters alike it yields a `Run`, and whoever drives it may hand those ov
 Not here: what a call is (`tracker`), and where one begins (`grammars`).
 """
 
+import json
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ SPACE = frozenset(" \t\r\n")
 # Lenient: whatever looks like a number or a word passes, since the client parses the arguments anyway.
 SCALAR = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-._")
 
+# For control characters, which a JSON string may not hold as they are.
+ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
+
 _INSIDE_STRING = re.compile(r'[^"\\]+')
 
 
@@ -49,29 +53,34 @@ def space(char: str, put: Put) -> Scan:
     return char
 
 
-def json_string(char: str, put: Put) -> Scan:
-    """A JSON string with its quotes. Line ends inside are let through: small models write them."""
+def json_string(char: str, put: Put, quoted: Put | None = None) -> Scan:
+    """A JSON string with its quotes; `quoted` gets what stands between them, where it is given.
+
+    Control characters inside are let through: small models write line ends.
+    """
     if char != '"':
         raise NotACallError(char)
-    run = Run(_INSIDE_STRING, put)
+    quoted = quoted or put
+    run = Run(_INSIDE_STRING, quoted)
     put(char)
     char = yield run
     while char != '"':
         if char == "\\":
-            put(char)
+            quoted(char)
             char = yield
         if not char:
             raise NotACallError(char)
-        put(char)
+        quoted(char)
         char = yield run
     put(char)
     return (yield)
 
 
-def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) -> Scan:
+def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None, quoted: Put | None = None) -> Scan:
     """One JSON value: brackets match, strings and escapes are known, commas and colons are where they belong.
 
-    `on_end` is called with the last bracket of an object or a list, before another character is asked for.
+    `on_end` is called with the last bracket of an object or a list, before another character is asked for; `quoted`
+    gets what stands inside of strings, where it is given.
     A comma before a closing bracket passes.
     """
     stack: list[str] = []
@@ -88,7 +97,7 @@ def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) ->
             char = yield
             want = "next"
         elif want == "key":
-            char = yield from json_string(char, put)
+            char = yield from json_string(char, put, quoted)
             want = "colon"
         elif want in ("value", "element"):
             if char == "{" or char == "[":
@@ -97,7 +106,7 @@ def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) ->
                 char = yield
                 want = "key" if stack[-1] == "}" else "element"
             else:
-                char = yield from _leaf(char, put)
+                char = yield from _leaf(char, put, quoted)
                 want = "next"
         elif char == (":" if want == "colon" else ","):
             put(char)
@@ -109,10 +118,10 @@ def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) ->
             return char
 
 
-def _leaf(char: str, put: Put) -> Scan:
+def _leaf(char: str, put: Put, quoted: Put | None) -> Scan:
     """A string, a number or a word."""
     if char == '"':
-        return (yield from json_string(char, put))
+        return (yield from json_string(char, put, quoted))
     if char not in SCALAR:
         raise NotACallError(char)
     while char in SCALAR:

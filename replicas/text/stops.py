@@ -10,6 +10,7 @@ class StopMatcher:
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self.passed = 0  # characters let out: where there was a stop string, its beginning
         self.stopped = False
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -17,19 +18,23 @@ class StopMatcher:
         if self.stopped:
             return "", True
         if not self._stops:
+            self.passed += len(text)
             return text, False
         text = self._held + text
         cut = self._first(text)
         if cut is not None:
             self.stopped, self._held = True, ""
+            self.passed += cut
             return text[:cut], True
         safe = len(text) - self._suffix(text)
         self._held = text[safe:]
+        self.passed += safe
         return text[:safe], False
 
     def flush(self) -> str:
         """The text is over: what was held back."""
         held, self._held = self._held, ""
+        self.passed += len(held)
         return held
 
     def _first(self, text: str) -> int | None:

@@ -5,13 +5,20 @@ This is the state and what may happen to it. Which text begins a call is for the
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
+from holdfast.replicas.text.scanning import ESCAPES
 
 Delta: TypeAlias = TextDelta | ToolCallDelta
+
+NO_ARGUMENTS = ("null", "[]")
+"""What models write, beside an empty object, for a call without arguments."""
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class Tracker:
     of it belongs to the call's markup (templates write it), and between calls all of it.
 
     `on_undeclared` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
-    it and of its first character that is held. True ends the reading there, False makes the call text.
+    it and of its first character that is held. True ends the reading there, False makes the call text. An object that
+    no marker stands before may be an answer in JSON: it is asked about once its arguments begin.
     """
 
     def __init__(self, rules: CallRules, call_id: Callable[[int], str]) -> None:
@@ -102,9 +110,8 @@ class Tracker:
         call = self.call
         call.name = name
         if name not in self._rules.declared:
-            if not self.stopped:
-                begun = self.position - sum(map(len, self.held))
-                self.stopped = self.on_undeclared(self.opened, begun)
+            if self.opener or call.arguments:
+                self._undeclared()
             return
         before = self._gap.removesuffix("\n") if self._said else ""
         if before:
@@ -121,13 +128,17 @@ class Tracker:
         self.call.streaming = char == "{"
         if self.call.announced:
             self.held.clear()
+        elif self.call.name is not None and not self.opener:
+            self._undeclared()
 
-    def argument(self, char: str) -> None:
-        self.call.arguments.append(char)
+    def argument(self, written: str, sent: str | None = None) -> None:
+        """A piece of the arguments as the model wrote it, and as it is sent where that differs."""
+        sent = written if sent is None else sent
+        self.call.arguments.append(sent)
         if self.call.announced and self.call.streaming:
-            self._send(char)
+            self._send(sent)
         else:
-            self.held.append(char)
+            self.held.append(written)
 
     def end_arguments(self) -> None:
         call = self.call
@@ -178,6 +189,11 @@ class Tracker:
         else:
             self.let_go()
 
+    def _undeclared(self) -> None:
+        if not self.stopped:
+            begun = self.position - sum(map(len, self.held))
+            self.stopped = self.on_undeclared(self.opened, begun)
+
     def _send(self, arguments: str) -> None:
         self.deltas.append(ToolCallDelta(self.announced - 1, arguments=arguments))
 
@@ -187,14 +203,14 @@ def _keep_as_text(opened: int, begun: int) -> bool:
 
 
 def _as_object(arguments: str) -> str:
-    """Arguments that are not an object as written: null means none, a string may hold the object's JSON."""
-    if arguments == "null":
+    """Arguments that are not an object as written: some mean none, a string may hold the object's JSON."""
+    if "".join(arguments.split()) in NO_ARGUMENTS:
         return "{}"
     try:
         inner = json.loads(arguments, strict=False)
         if isinstance(inner, str) and isinstance(json.loads(inner, strict=False), dict):
             inner.encode()  # a lone surrogate cannot be sent
-            return inner
+            return _STRING.sub(lambda found: found[0].translate(ESCAPES), inner)
     except (ValueError, RecursionError):
         pass
     return arguments

@@ -36,14 +36,15 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         raise InvalidRequestError("'top_logprobs' is only allowed with 'logprobs': true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_tools(body.tools)
-    choice, forced = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
+    choice = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
     prompt = ChatPrompt(
         messages=plain_messages(body.messages),
         tools=tuple(body.tools),
-        tool_choice=choice,
+        tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
         template_kwargs=body.chat_template_kwargs,
-        forced_tool=forced,
+        forced_tool=choice.forced,
+        allowed_tools=choice.allowed,
         output=json_output(body.response_format),
     )
     return build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
@@ -52,6 +53,8 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
 def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:
     """The `chat.completion` object in JSON. `created` is in seconds since the epoch."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

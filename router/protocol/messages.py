@@ -124,6 +124,16 @@ def check_tools(tools: Sequence[Tool]) -> None:
         if parameters.get("type", "object") != "object":
             field = f"{where}.parameters"
             raise InvalidRequestError(f"'{field}' must be a JSON schema of type 'object'", field)
+        _check_parameters(parameters, f"{where}.parameters")
+
+
+def _check_parameters(parameters: Mapping[str, Any], where: str) -> None:
+    """The two keywords that every reader of tools goes through. Deeper faults matter where a reply follows them."""
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise InvalidRequestError(f"'{where}.properties' must be an object of JSON schemas", f"{where}.properties")
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequestError(f"'{where}.required' must be a list of names", f"{where}.required")
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

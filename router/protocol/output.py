@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from pydantic import Field, with_config
@@ -14,6 +15,16 @@ from holdfast.router.protocol.messages import CLOSED, TOOL_NAME
 ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
+_MODES: Mapping[str, ToolChoice] = {"auto": "auto", "required": "required"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How tools may be called: in which `mode`, the one that must be, and those that may be, where not all."""
+
+    mode: ToolChoice
+    forced: str = ""
+    allowed: tuple[str, ...] = ()
 
 
 @with_config(CLOSED)
@@ -55,8 +66,8 @@ def json_output(given: ResponseFormat) -> JsonOutput | None:
     return JsonOutput(body.get("schema") or {"type": "object"}, bool(body.get("strict")))
 
 
-def tool_choice(given: str | Mapping[str, Any], declared: Sequence[str]) -> tuple[ToolChoice, str]:
-    """How the tools named `declared` may be called, and the one that must be, or "".
+def tool_choice(given: str | Mapping[str, Any], declared: Sequence[str]) -> Choice:
+    """How the tools named `declared` may be called.
 
     Raises InvalidRequestError for a choice that is unknown, and for one that the tools do not offer.
     """
@@ -67,20 +78,34 @@ def tool_choice(given: str | Mapping[str, Any], declared: Sequence[str]) -> tupl
             raise InvalidRequestError(message, "tool_choice")
         if choice == "required" and not declared:
             raise InvalidRequestError("'tool_choice': 'required' is only allowed with 'tools'", "tool_choice")
-        return choice, ""
-    name = _function_name(given)
-    if name not in declared:
-        field = "tool_choice.function.name"
-        raise InvalidRequestError(f"'{field}': no tool is named {name!r}", field)
-    return "required", name
+        return Choice(choice)
+    if given.get("type") == "allowed_tools":
+        return _allowed(given.get("allowed_tools"), declared)
+    return Choice("required", forced=_function_name(given, declared, "tool_choice"))
 
 
-def _function_name(given: Mapping[str, Any]) -> str:
-    kind, function = given.get("type"), given.get("function")
-    if kind != "function":
-        raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not 'function'", "tool_choice.type")
+def _allowed(given: object, declared: Sequence[str]) -> Choice:
+    where = "tool_choice.allowed_tools"
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"Missing required parameter: '{where}'", where)
+    mode, tools = given.get("mode"), given.get("tools")
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise InvalidRequestError(f"'{where}.mode': {mode!r} is not 'auto' or 'required'", f"{where}.mode")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequestError(f"'{where}.tools' must be a list of functions", f"{where}.tools")
+    names = [_function_name(tool, declared, f"{where}.tools.{index}") for index, tool in enumerate(tools)]
+    return Choice(_MODES[mode], allowed=tuple(dict.fromkeys(names)))
+
+
+def _function_name(given: object, declared: Sequence[str], where: str) -> str:
+    """The name in `{"type": "function", "function": {"name": ...}}`, the value of field `where`."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind != "function" or not isinstance(given, Mapping):
+        raise InvalidRequestError(f"'{where}.type': {kind!r} is not 'function'", f"{where}.type")
+    field, function = f"{where}.function.name", given.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        field = "tool_choice.function.name"
         raise InvalidRequestError(f"Missing required parameter: '{field}'", field)
     name: str = function["name"]
+    if name not in declared:
+        raise InvalidRequestError(f"'{field}': no tool is named {name!r}", field)
     return name

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -129,7 +130,10 @@ def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed
         for way, settings in WAYS.items():
             async with serving(**settings) as service:
                 assert said(await answers(service)) == said(expected), way
-                preempted += service.engine.stats.preemptions
+                stats = service.engine.stats
+                preempted += stats.preemptions
+                if "forced_drafts" in settings and not settings["forced_drafts"]:  # then every draft is the drafter's
+                    assert sum(stats.drafts.drafted.values()) == stats.drafted
         assert preempted > 0
 
     asyncio.run(main())
@@ -218,6 +222,105 @@ def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: Cha
             assert isinstance(reply, Errored)
             assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
             assert service.n_live == 0
+
+    asyncio.run(main())
+
+
+class Held:
+    """Grammars that `service` compiles from here on, each held until all are released."""
+
+    def __init__(self, service: Service) -> None:
+        self._begun: asyncio.Queue[None] = asyncio.Queue()
+        self._release = threading.Event()
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._service = service
+        self.compiler = service._text._compiler
+        loop, compile = asyncio.get_running_loop(), self.compiler._compile
+
+        def held(rule: Any) -> Any:
+            loop.call_soon_threadsafe(self._begun.put_nowait, None)
+            self._release.wait()
+            return compile(rule)
+
+        self.compiler._compile = held
+
+    def ask(self, name: str) -> asyncio.Task[Any]:
+        """A reply whose grammar nobody has asked for."""
+        schema = tool(name, **{name: {"type": "boolean"}})["function"]["parameters"]
+        prompt = ChatPrompt(USER, output=JsonOutput(schema, strict=True))
+        return asyncio.create_task(self._service.generate(request(name, prompt)))
+
+    async def fill(self) -> list[asyncio.Task[Any]]:
+        """As many as are compiled at the same time."""
+        asked = [self.ask(name) for name in ("one", "two")]
+        for _ in asked:
+            await self._begun.get()
+        return asked
+
+    def release(self) -> None:
+        self._release.set()
+
+
+def test_a_grammar_in_the_making_holds_up_nobody_else() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            await service.generate(request("a", ANSWER))
+            held = Held(service)
+            try:
+                waiting = [*await held.fill(), held.ask("three")]
+                replies = await asyncio.gather(
+                    service.generate(request("b", ANSWER)),
+                    service.generate(request("c", replace(AUTO, tools=[FLIGHTS]))),
+                    service.generate(request("d", ChatPrompt(USER))),
+                )
+                assert all(isinstance(reply, Answer) for reply in replies)
+                assert not any(task.done() for task in waiting)
+            finally:
+                held.release()
+            for name, reply in zip(("one", "two", "three"), await asyncio.gather(*waiting), strict=True):
+                assert list(json.loads(reply.text)) == [name]
+
+    asyncio.run(main())
+
+
+def test_who_leaves_is_not_compiled_for_any_more() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            held = Held(service)
+            try:
+                waiting = await held.fill()
+                gone = held.ask("gone")
+                await asyncio.sleep(0)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+                waiting.append(held.ask("three"))
+                waiting[0].cancel()  # its grammar is in the making: whoever asks next has it
+            finally:
+                held.release()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert isinstance(await held.ask("one"), Answer)
+            assert held.compiler.compiled == 3
+            assert service.n_live == 0
+
+    asyncio.run(main())
+
+
+def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
+    async def main() -> None:
+        async with serving() as service:
+            held = Held(service)
+            try:
+                waiting = [*await held.fill(), held.ask("three")]
+                await asyncio.sleep(0)
+                closing = asyncio.create_task(service.close())
+                await asyncio.sleep(0)
+            finally:
+                held.release()
+            await closing
+            for reply in [*await asyncio.gather(*waiting), await held.ask("four")]:
+                assert isinstance(reply, Errored)
+                assert reply.error.kind is ErrorKind.UNAVAILABLE
+            assert held.compiler.compiled == 2
 
     asyncio.run(main())
 

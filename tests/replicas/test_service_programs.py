@@ -60,6 +60,17 @@ def test_a_turn_that_calls_a_tool_is_kept_until_its_program_ends():
     asyncio.run(main())
 
 
+def test_a_call_that_did_not_close_is_neither_a_call_nor_a_last_turn():
+    async def main() -> None:
+        async with serving() as service:
+            prompt = ChatPrompt(ASKS, (TOOL,), "required")
+            answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ('{"city',), program_id="p"))
+            assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
+            assert answer.called == Called()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("forced", "ends"), [(False, False), (True, True)])
 def test_a_last_turn_is_not_kept(forced, ends):
     async def main() -> None:

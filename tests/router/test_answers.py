@@ -38,8 +38,9 @@ def answers(draw):
         tool_calls=calls,
         logprobs=draw(st.lists(TOKENS, max_size=3).map(tuple)),
         reason=draw(st.sampled_from(["stop", "length", "tool_calls"])),
-        usage=draw(st.builds(Usage, st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))),
+        usage=draw(st.builds(Usage, *[st.integers(0, 99)] * 4)),
         timing=TIMING,
+        reasoning=draw(WORDS),
     )
 
 

@@ -3,11 +3,15 @@ import math
 import orjson
 import pytest
 from fake_backend import CALL, DONE, HELLO, USAGE
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.requests import Errored, LogprobText, TextDelta
+from holdfast.replicas.events import Usage
+from holdfast.replicas.fold import Fold
+from holdfast.replicas.requests import Answer, Completed, Errored, LogprobText, ReasoningDelta, TextDelta
+from holdfast.router.protocol.chat import chat_reply
+from holdfast.router.protocol.usage import completion_logprobs
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder
 
 ODD = 'quote " newline \n line separator \u2028 é 🐎 </script>'
@@ -79,6 +83,27 @@ def test_no_event_for_no_text():
     assert chat().encode((TextDelta(""),)) == b""
 
 
+def test_reasoning_is_a_field_of_its_own_and_its_tokens_are_counted():
+    usage = Usage(10, 4, 9, reasoning=6)
+    done = Completed("stop", usage, DONE.timing)
+    pieces = ((ReasoningDelta("Hm"),), (ReasoningDelta("."), TextDelta("Hi")), (done,))
+    *chunks, last, _ = events(encode(chat(include_usage=True), *pieces))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("reasoning_content") for delta in deltas] == [None, "Hm", ".", None, None]
+    assert [delta.get("content") for delta in deltas] == ["", None, None, "Hi", None]
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+    fold = Fold()
+    for batch in pieces:
+        fold.add(batch)
+    whole = orjson.loads(chat_reply("chatcmpl-1", 7, "m", fold.answer()))
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi")
+    assert ChatCompletion.model_validate(whole).usage.completion_tokens_details.reasoning_tokens == 6
+    plain = orjson.loads(chat_reply("chatcmpl-1", 7, "m", Answer("Hi", (), (), "stop", USAGE, DONE.timing)))
+    assert "reasoning_content" not in plain["choices"][0]["message"]
+    assert CompletionEncoder("cmpl-1", 7, "m", False).encode(pieces[0]) == b""
+
+
 def test_chat_logprobs():
     chunk = events(chat().encode((TextDelta("ab", (TOKEN,)),)))[0]
     [content] = chunk["choices"][0]["logprobs"]["content"]
@@ -96,6 +121,22 @@ def test_completion_chunks_and_the_offsets_of_their_logprobs():
     assert (usage["usage"]["completion_tokens"], end) == (USAGE.completion, b"data: [DONE]")
     for chunk in chunks:
         Completion.model_validate({**chunk, "choices": [{**chunk["choices"][0], "finish_reason": "stop"}]}, strict=True)
+
+
+def test_text_offsets_count_a_split_character_once():
+    parts = [b"T", b"\xc3", b"\xbcr ", b"\xe6\x97", b"\xa5", b" ok"]
+    text = b"".join(parts).decode()
+    tokens = [LogprobText(part.decode("utf-8", "replace"), part, -1.0) for part in parts]
+    offsets = [0, 1, 1, 4, 4, 5]
+    assert text[offsets[-1] :] == " ok"
+    assert completion_logprobs(tokens)["text_offset"] == offsets
+    for at in range(len(tokens)):
+        encoder = CompletionEncoder("cmpl-1", 7, "m", False)
+        chunks = events(
+            encoder.encode((TextDelta("x", tuple(tokens[: at + 1])), TextDelta("y", tuple(tokens[at + 1 :]))))
+        )
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [o for choice in choices for o in (choice["logprobs"] or {}).get("text_offset", [])] == offsets
 
 
 def test_an_error_is_the_last_event():

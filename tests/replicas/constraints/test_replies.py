@@ -31,6 +31,9 @@ WEATHER = {
             "required": ["a"],
             "additionalProperties": False,
         },
+        "from": {"type": "number"},
+        "class": {"type": "string", "maxLength": 2},
+        "ﬁle": {"const": None},
     },
     "$defs": {"day": {"type": "integer", "minimum": -20, "maximum": 31}},
     "required": ["unit", "city"],
@@ -38,15 +41,10 @@ WEATHER = {
 }
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"get_weather": WEATHER, "get-time": NOTHING, "f": {**WEATHER, "required": ["days"]}}
-PYTHON_NAMES = {"get_weather": WEATHER, "get_time": NOTHING, "f": SCHEMAS["f"]}
 
 
-def schemas_of(format: ToolFormat) -> dict[str, Any]:
-    return PYTHON_NAMES if format is ToolFormat.PYTHONIC else SCHEMAS
-
-
-def rule(format: ToolFormat, **options: Any) -> ReplyRule:
-    tools = tuple(ToolRule(name, Schema(schema, True, name)) for name, schema in schemas_of(format).items())
+def rule(**options: Any) -> ReplyRule:
+    tools = tuple(ToolRule(name, Schema(schema, True, name)) for name, schema in SCHEMAS.items())
     return ReplyRule(tools, **options)
 
 
@@ -89,15 +87,15 @@ def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 300) -> 
 
 
 def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(format, frozenset(schemas_of(format)), True, str)
+    parser = ToolCallParser(format, frozenset(SCHEMAS), True, str)
     deltas = [*parser.feed(text), *parser.finish()]
     prose = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
     return prose, [(call.name, call.arguments) for call in parser.calls]
 
 
 @cache
-def validator(format: ToolFormat, name: str) -> Draft202012Validator:
-    return Draft202012Validator(schemas_of(format)[name])
+def validator(name: str) -> Draft202012Validator:
+    return Draft202012Validator(SCHEMAS[name])
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -109,7 +107,7 @@ def test_required_calls_are_read_back_and_follow_their_schemas(
     for tokenizer in tokenizers:
         made = compiler(tokenizer, format)
         for seed in range(12):
-            matcher = made.matcher(rule(format, calls="required", parallel=parallel))
+            matcher = made.matcher(rule(calls="required", parallel=parallel))
             text = walk(matcher, vocabulary(made).tokens, seed).decode(errors="replace")
             if vocabulary(made).eos[0] not in allowed(matcher):
                 continue  # cut off: some lists have no end
@@ -119,7 +117,7 @@ def test_required_calls_are_read_back_and_follow_their_schemas(
             assert calls, text
             assert parallel or len(calls) == 1
             for name, arguments in calls:
-                validator(format, name).validate(json.loads(arguments))
+                validator(name).validate(json.loads(arguments))
     assert finished > 20
 
 
@@ -163,7 +161,7 @@ def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[A
 
         def accepted(text: str, made: Compiler = made, encode: Any = encode, eos: int = eos) -> bool:
             """Whether the whole of `text` may be a reply."""
-            matcher = made.matcher(rule(format, calls="auto"))
+            matcher = made.matcher(rule(calls="auto"))
             for token in encode(text):
                 if token not in allowed(matcher):
                     return False
@@ -183,7 +181,7 @@ def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[A
 def test_bare_calls_are_calls(llama3_like: Any) -> None:
     made = compiler(llama3_like, ToolFormat.LLAMA3)
     encode = vocabulary(made).encode
-    matcher = made.matcher(rule(ToolFormat.LLAMA3, calls="auto"))
+    matcher = made.matcher(rule(calls="auto"))
     good = encode('{"name": "f", "parameters": {"days": [1]}}; {"name": "get-time", "parameters": {}}')
     assert matcher.accepts(good) == len(good)
     other = encode('{"answer": 1}')
@@ -192,7 +190,7 @@ def test_bare_calls_are_calls(llama3_like: Any) -> None:
 
 def test_json_or_calls_where_both_are_asked_for(qwen_like: Any) -> None:
     made = compiler(qwen_like, ToolFormat.HERMES)
-    both = rule(ToolFormat.HERMES, calls="auto", json=Schema({"type": "object"}, True, "response_format"))
+    both = rule(calls="auto", json=Schema({"type": "object"}, True, "response_format"))
     encode = vocabulary(made).encode
     for text, right in (('{"a": 1}', True), (written(ToolFormat.HERMES, {"days": []}), True), ("Hello", False)):
         ids = encode(text)

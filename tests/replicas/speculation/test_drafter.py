@@ -203,6 +203,20 @@ def test_a_sequence_that_fails_drafts_little_and_recovers() -> None:
     assert len(drafter.propose(state, 16)) == 16
 
 
+@pytest.mark.parametrize(
+    ("verified", "counted", "right"),
+    [(None, 4, 2), ([7, 8, 9, 5], 4, 2), ([7], 1, 1), ([], 0, 0), ([3, 4], 0, 0), ([7, 4], 1, 1)],
+)
+def test_only_drafts_that_were_verified_are_counted(verified: list[int] | None, counted: int, right: int) -> None:
+    """Others may have been cut off on their way into the step, or replaced."""
+    drafter = Drafter(ALL)
+    state = drafter.open("a", ids([5, 6, 7, 8, 9, 5, 6]))
+    assert drafter.propose(state, 4).tolist() == [7, 8, 9, 5]
+    drafter.learn(state, [7, 8, 1], verified)
+    assert sum(drafter.counts.drafted.values()) == counted
+    assert sum(drafter.counts.accepted.values()) == right
+
+
 def test_sources_that_the_gate_turned_off_are_still_watched() -> None:
     drafter = Drafter(ALL, VerificationCost((1, 101), (1.0, 11.0)))
     state = drafter.open("a", ids([*range(100, 180), *range(20, 99), 100]))

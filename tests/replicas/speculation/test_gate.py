@@ -141,3 +141,10 @@ def test_a_setting_that_cannot_be_is_named(field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         DraftConfig(**{field: -1})
     assert caught.value.field == field
+
+
+def test_a_step_has_room_for_a_row_and_its_draft() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig(verify_rows=1)
+    assert caught.value.field == "verify_rows"
+    assert DraftConfig(verify_rows=2).verify_rows == 2

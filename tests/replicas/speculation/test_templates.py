@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,14 @@ def test_deep_schemas_end() -> None:
     for _ in range(100):
         schema = {"type": "array", "items": schema}
     assert len(call_template("f", {"properties": {"a": schema}}).text) < 10_000
+
+
+@pytest.mark.parametrize("properties", [["a"], "x", 5, None])
+def test_malformed_properties_are_left_to_the_model(properties: Any) -> None:
+    malformed = {"type": "object", "properties": properties}
+    nested = call_template("f", {"properties": {"a": malformed}}, PLAIN)
+    assert nested.text == call_template("f", {"properties": {"a": {}}}, PLAIN).text
+    assert len(call_template("f", malformed, PLAIN).holes) == 1
 
 
 def test_what_is_no_function_is_skipped() -> None:

@@ -1,6 +1,7 @@
 """The face of the text side: from request to pieces."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -79,6 +80,66 @@ def test_a_reply_cut_by_length_says_so(side: TextSide) -> None:
     assert plain.finish("stop") == ([], "stop")
 
 
+@pytest.mark.parametrize("stop", [(), ("Paris",)])
+def test_a_call_that_does_not_close_is_no_reason_to_end(side: TextSide, stop: tuple[str, ...]) -> None:
+    ask = request(stop=stop)
+    reply = side.reply(ask, side.encode(ask.prompt))
+    deltas = reply.feed(ids_of(side, CALL.partition("}")[0] + "<|im_end|>"))
+    assert [delta.name for delta in deltas if isinstance(delta, ToolCallDelta)] == ["get_weather"]
+    assert (reply.finish("stop")[1], reply.calls, reply.unfinished) == ("stop", (), True)
+    whole = side.reply(ask, side.encode(ask.prompt))
+    whole.feed(ids_of(side, CALL.replace("Paris", "Oslo") + CALL[:50]))
+    assert (whole.finish("stop")[1], whole.calls, whole.unfinished) == ("tool_calls", ("get_weather",), True)
+
+
+def test_only_allowed_tools_are_called_and_the_prompt_shows_all(side: TextSide) -> None:
+    every = ChatPrompt([ASK], TOOLS)
+    some = replace(every, allowed_tools=("search",))
+    assert side.encode(some).tokens.tolist() == side.encode(every).tokens.tolist()
+    ask = request(prompt=some)
+    reply = side.reply(ask, side.encode(ask.prompt))
+    assert said(reply.feed(ids_of(side, CALL))) == CALL
+    calls = reply.feed(ids_of(side, CALL.replace("get_weather", "search")))
+    assert [delta.name for delta in calls if isinstance(delta, ToolCallDelta)] == ["search"]
+    matcher = side.constraints(replace(some, tool_choice="required")).matcher
+    assert matcher is not None
+    other = ids_of(side, CALL.replace("get_weather", "search").replace('"city": "Paris"', ""))
+    assert matcher.accepts(other) == len(other)
+    assert matcher.accepts(ids_of(side, CALL)) < len(ids_of(side, CALL))
+    assert len(side.skeletons(some).flat) == 1
+    strict = [
+        *TOOLS[:1],
+        {"type": "function", "function": {"name": "search", "strict": True, "parameters": {"not": {}}}},
+    ]
+    with pytest.raises(InvalidRequestError) as caught:
+        side.constraints(replace(some, tools=strict))
+    assert caught.value.field == "tools.1.function.parameters"
+
+
+def test_stop_token_ids_leave_no_text(side: TextSide) -> None:
+    ids = ids_of(side, "the weather</think>")
+    for stops, text in ((frozenset[int](), "the weather</think>"), (frozenset(ids[-1:]), "the weather")):
+        ask = GenerateRequest("r", RawPrompt("x"), Sampling(logprobs=0, stop_token_ids=stops))
+        reply = side.reply(ask, side.encode(ask.prompt))
+        deltas = [d for token in ids for d in reply.feed([token], [TokenLogprobs(token, -1.0)])]
+        tail, reason = reply.finish("stop")
+        assert (said([*deltas, *tail]), reason) == (text, "stop")
+        entries = [entry.token for delta in [*deltas, *tail] for entry in delta.logprobs]
+        assert "".join(entries) == text
+
+
+def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
+    qwen_like: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    coder = copy(qwen_like)
+    coder.chat_template = qwen_like.chat_template.replace("<tool_call></tool_call>", "<tool_call>\n<function=f>")
+    TextSide(qwen_like, EngineConfig())
+    TextSide(coder, EngineConfig(), "none")
+    assert not caplog.records
+    assert TextSide(coder, EngineConfig()).tool_format is ToolFormat.NONE
+    assert "come as text" in caplog.text
+
+
 def test_tool_choice_none_leaves_calls_as_text(side: TextSide) -> None:
     ask = request(prompt=ChatPrompt([ASK], TOOLS, tool_choice="none"))
     reply = side.reply(ask, side.encode(ask.prompt))
@@ -94,6 +155,39 @@ def test_a_single_call_ends_the_reply_where_parallel_calls_are_off(side: TextSid
     assert reply.done
     assert reply.completion_tokens < len(ids) // 2
     assert reply.finish("stop") == ([], "tool_calls")
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize(
+    "stops", [("weather",), ("n the w",), ("ather", "wea"), ("been",), ("is",), ("zz",), ("nn", "n i")]
+)
+def test_log_probabilities_are_those_of_tokens_that_begin_before_the_stop(
+    side: TextSide, stops: tuple[str, ...], size: int
+) -> None:
+    ids = ids_of(side, "ben in the weather 日本 and is")
+    ask = request(prompt=RawPrompt("the"), stop=stops)
+    reply = side.reply(ask, side.encode(ask.prompt))
+    entries = [TokenLogprobs(token, -float(number)) for number, token in enumerate(ids)]
+    deltas: list[Any] = []
+    for at in range(0, len(ids), size):
+        deltas += reply.feed(ids[at : at + size], entries[at : at + size])
+        sent = sum(len(entry.bytes) for delta in deltas for entry in delta.logprobs)
+        assert sent >= len(said(deltas).encode()), "a text comes with those of its tokens"
+    deltas += reply.finish("stop")[0]
+    text = said(deltas)
+    begins = [len(side.pieces.text(ids[:number]).rstrip("\ufffd")) for number in range(len(ids))]
+    expected = [number for number, begin in enumerate(begins) if begin < len(text)]
+    assert [-entry.logprob for delta in deltas for entry in delta.logprobs] == expected
+
+
+def test_a_token_held_for_a_stop_string_has_no_log_probability(side: TextSide) -> None:
+    """Its text may have been held when an earlier token's came out."""
+    ask = request(prompt=RawPrompt("the"), stop=("no",))
+    letters = [side.tokenizer.convert_tokens_to_ids(char) for char in "nno"]
+    reply = side.reply(ask, side.encode(ask.prompt))
+    deltas = [d for token in letters for d in reply.feed([token], [TokenLogprobs(token, -1.0)])]
+    deltas += reply.finish("stop")[0]
+    assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("n", 1)]
 
 
 def test_a_stop_string_cuts_text_tokens_and_log_probabilities(side: TextSide) -> None:
@@ -130,9 +224,9 @@ def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObj
         logprobs = [-entry.logprob for delta in deltas if isinstance(delta, TextDelta) for entry in delta.logprobs]
         calls = "".join(f"{d.name or ''}{d.arguments}" for d in deltas if isinstance(d, ToolCallDelta))
         results.append((said(deltas), calls, reason, logprobs, reply.completion_tokens))
-        assert logprobs == [
-            token for token in ids[: reply.completion_tokens] if token not in side.cache.added.special_ids
-        ]
+        shown = [token for token in ids[: reply.completion_tokens] if token not in side.cache.added.special_ids]
+        stopped = "STOP" in side.pieces.text(shown)
+        assert logprobs == (shown[: len(logprobs)] if stopped else shown)
     assert results[0] == results[1]
 
 

@@ -181,10 +181,32 @@ def test_a_member_that_calls_do_not_have_is_not_passed_over(member: str) -> None
 
 
 @pytest.mark.parametrize("arguments", ["1", "[1]", "none"])
-def test_arguments_are_an_object_the_text_of_one_or_null(arguments: str) -> None:
+def test_arguments_are_an_object_the_text_of_one_or_none(arguments: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     assert read(ToolFormat.HERMES, text)[1] == [["f", ""]]
-    assert read(ToolFormat.HERMES, text.replace(arguments, "null"))[1] == [["f", "{}"]]
+    for none in ("null", "[]", "[ ]"):
+        assert read(ToolFormat.HERMES, text.replace(arguments, none)) == ("", [["f", "{}"]])
+
+
+CONTROL = [
+    '"arguments": {"a": "x\ny\tz\x01\\\n"}',
+    '"arguments": {\n\t"a\n": ["\r\n"]}',
+    '"arguments": "{\\"a\\": \\"x\ny\\", \n\\"b\\": 1}"',
+]
+
+
+@pytest.mark.parametrize("member", CONTROL)
+def test_control_characters_in_strings_of_arguments_are_escaped(member: str) -> None:
+    written = json.loads(f"{{{member}}}".replace("\\\n", "\\\\n"), strict=False)["arguments"]
+    expected = json.loads(written, strict=False) if isinstance(written, str) else written
+    for text in (f'{{"name": "f", {member}}}', f'{{{member}, "name": "f"}}'):
+        for size in (1, 1000):
+            chunks = [f"<tool_call>{text}</tool_call>"[at : at + size] for at in range(0, len(text) + 23, size)]
+            ((_, arguments),) = folded(chunks, reader := parser(ToolFormat.HERMES))[1]
+            assert json.loads(arguments) == expected
+            assert reader.calls[0].arguments == arguments
+    undeclared = f'<tool_call>{{"name": "rm", {member}}}</tool_call>'
+    assert read(ToolFormat.HERMES, undeclared) == (undeclared, [])
 
 
 def test_an_undeclared_call_may_be_asked_for_again() -> None:
@@ -202,7 +224,15 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
         assert "".join(delta.text for delta in sent if isinstance(delta, TextDelta)) == "I look."
         assert reader.should_stop
     assert set(asked) == {(8, 8)}
+    for answer in ('{"name": "Bob", "age": 3}', '{"name": "Bob"}', '{"type": "x", "name": "Bob", "id": 1}'):
+        reader = parser(ToolFormat.LLAMA3)
+        reader.on_undeclared(ask)
+        assert folded([answer], reader) == (answer, []), "without arguments it may be an answer in JSON"
+    assert set(asked) == {(8, 8)}
     for format, text, at in [
+        (ToolFormat.LLAMA3, '{"name": "rm", "parameters": {}}', (0, 0)),
+        (ToolFormat.LLAMA3, '{"parameters": {}, "name": "rm"}', (0, 0)),
+        (ToolFormat.LLAMA3, '<|python_tag|>{"name": "rm"}', (0, 0)),
         (ToolFormat.MISTRAL, '[TOOL_CALLS][{"name": "f"}, {"name": "rm"}]', (0, 26)),
         (ToolFormat.PYTHONIC, "[f(a=1), rm(b=2)]", (0, 7)),
         (ToolFormat.LLAMA3, 'x <function=rm>{"a": 1}</function>', (2, 2)),
@@ -274,6 +304,11 @@ def mutated(text: str, data: st.DataObject) -> str:
     return text
 
 
+def escaped(text: str) -> str:
+    """`text` with every line end as arguments have it inside of strings."""
+    return text.replace("\n", "\\n")
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
 def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
@@ -306,6 +341,8 @@ def test_nothing_is_lost_and_no_two_calls_are_one(
     raw = mutated(written(format, calls), data) + " " + " ".join([*words, "zq"])
     reader = parser(format, early_stop=False)
     text, found = folded([raw], reader)
+    bare = escaped(raw)
+    found = [[name, escaped(arguments)] for name, arguments in found]
     if not found:
         assert text == raw
         return
@@ -317,10 +354,10 @@ def test_nothing_is_lost_and_no_two_calls_are_one(
         for name, arguments in found:
             assert name in raw
             if arguments not in ("{}", ""):
-                sent = arguments if arguments in raw else json.dumps(arguments)
-                at = raw.index(sent, at) + len(sent)
+                sent = arguments if arguments in bare else json.dumps(arguments)
+                at = bare.index(sent, at) + len(sent)
     for call in reader.calls:
-        assert '"name": "' not in call.arguments or call.arguments in raw
+        assert '"name": "' not in call.arguments or escaped(call.arguments) in bare
 
 
 TEMPLATES = [

@@ -57,6 +57,13 @@ def test_messages_must_fit_together(messages, field):
         ([tool("f\n")], "tools.0.function.name"),
         ([tool("f"), tool("f")], "tools.1.function.name"),
         ([tool("f", parameters={"type": "array"})], "tools.0.function.parameters"),
+        ([tool("f", parameters={"properties": ["a"]})], "tools.0.function.parameters.properties"),
+        ([tool("f", parameters={"properties": "x"})], "tools.0.function.parameters.properties"),
+        ([tool("f", parameters={"properties": None})], "tools.0.function.parameters.properties"),
+        ([tool("f"), tool("g", parameters={"required": 5})], "tools.1.function.parameters.required"),
+        ([tool("f", parameters={"required": None})], "tools.0.function.parameters.required"),
+        ([tool("f", parameters={"required": "a"})], "tools.0.function.parameters.required"),
+        ([tool("f", parameters={"required": [["a"]]})], "tools.0.function.parameters.required"),
     ],
 )
 def test_tools_that_cannot_be_called(tools, field):
@@ -69,3 +76,4 @@ def test_well_formed_tools():
     check_tools(
         [tool("f"), tool("get-it_2", description=None, parameters={}), tool("h", parameters={"type": "object"})]
     )
+    check_tools([tool("f", parameters={"properties": {"a": {}, "b": True}, "required": ["a"]})])

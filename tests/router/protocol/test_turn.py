@@ -18,6 +18,11 @@ def chat(**fields):
     return chat_turn(validate(ChatBody, {"model": "m", "messages": MESSAGES, **fields}), MODEL)
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def completion(**fields):
     return completion_turn(validate(CompletionBody, {"model": "m", "prompt": "hi", **fields}), MODEL)
 
@@ -72,6 +77,11 @@ def test_a_choice_of_tools_becomes_what_the_reply_must_be():
     assert (required.tool_choice, required.forced_tool) == ("required", "")
     named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}).prompt
     assert (named.tool_choice, named.forced_tool) == ("required", "g")
+    for mode in ("auto", "required"):
+        some = chat(tools=tools, tool_choice=allowed(mode, "g", "g")).prompt
+        assert (some.tool_choice, some.forced_tool, some.allowed_tools) == (mode, "", ("g",))
+        assert [tool["function"]["name"] for tool in some.tools] == ["f", "g"]
+    assert required.allowed_tools == named.allowed_tools == ()
 
 
 def test_a_response_format_becomes_the_schema_of_the_reply():
@@ -96,7 +106,15 @@ def test_a_response_format_becomes_the_schema_of_the_reply():
             "tool_choice.function.name",
         ),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function.name"),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice.type"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed("none", "f"), "tools": [TOOL]}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed([], "f"), "tools": [TOOL]}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tool_choice": allowed("auto", "f", "g"), "tools": [TOOL]},
+            "tool_choice.allowed_tools.tools.1.function.name",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -1,0 +1,250 @@
+"""What a model thinks before its answer: told apart from content and calls, however the reply is cut."""
+
+import json
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    GenerateRequest,
+    JsonOutput,
+    RawPrompt,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.thinking import Opening, ThinkingReader, opening
+
+STRICT = {
+    "type": "function",
+    "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}},
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+ASK = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+THOUGHT = f"Should I {CALL} STOP? No </thing>."
+
+
+def thinking(tokenizer: Any) -> Any:
+    """`tokenizer` with a template that names the end of thinking, as Qwen3's does."""
+    other = copy(tokenizer)
+    other.chat_template = tokenizer.chat_template + (
+        "{%- if add_generation_prompt and start is defined -%}{{- start -}}{%- endif -%}{#- </think> -#}"
+    )
+    return other
+
+
+@pytest.fixture
+def side(qwen_like: Any) -> TextSide:
+    return TextSide(thinking(qwen_like), EngineConfig())
+
+
+def request(start: str = "", **options: Any) -> GenerateRequest:
+    stop = options.pop("stop", ())
+    kwargs = {"start": start} if start else {}
+    prompt = options.pop("prompt", None) or ChatPrompt(ASK, TOOLS, template_kwargs=kwargs, **options)
+    return GenerateRequest("r", prompt, Sampling(), stop)
+
+
+def read(side: TextSide, ask: GenerateRequest, text: str, step: int = 1) -> tuple[str, str, list[str], str, int]:
+    """Reasoning, content, calls, why it ended, and tokens that were thinking."""
+    reply = side.reply(ask, side.encode(ask.prompt))
+    ids = side.tokenizer.encode(text, add_special_tokens=False)
+    deltas = [delta for at in range(0, len(ids), step) for delta in reply.feed(ids[at : at + step])]
+    tail, reason = reply.finish("stop")
+    reasoning, content, calls = "", "", []
+    for delta in [*deltas, *tail]:
+        if isinstance(delta, ReasoningDelta):
+            assert delta.text
+            assert not content
+            assert not calls
+            reasoning += delta.text
+        elif isinstance(delta, TextDelta):
+            content += delta.text
+        elif isinstance(delta, ToolCallDelta) and delta.name:
+            calls.append(delta.name)
+    return reasoning, content, calls, reason, reply.reasoning_tokens
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(("start", "begin"), [("", "<think>\n"), ("<think>\n", ""), ("<think>\n", "<think>")])
+def test_thinking_is_neither_content_nor_calls_nor_stopped(side: TextSide, start: str, begin: str, step: int) -> None:
+    ask = request(start, stop=("STOP",))
+    thought = f"{begin}{THOUGHT}\n</think>"
+    length = len(side.tokenizer.encode(thought, add_special_tokens=False))
+    assert read(side, ask, f"{thought}\n\nHello.<|im_end|>", step) == (THOUGHT, "Hello.", [], "stop", length)
+    assert read(side, ask, f"{thought}\n\nHello. STOP it", step) == (THOUGHT, "Hello. ", [], "stop", length)
+    assert read(side, ask, f"{thought}\n\n{CALL}<|im_end|>", step) == (THOUGHT, "", ["f"], "tool_calls", length)
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+def test_a_block_that_does_not_end_is_all_reasoning(side: TextSide, start: str) -> None:
+    text = ("" if start else "<think>") + f"\n{THOUGHT}\n </thi"
+    reasoning, content, calls, reason, length = read(side, request(start), text)
+    assert (reasoning, content, calls, reason) == (f"{THOUGHT}\n </thi", "", [], "stop")
+    assert length == len(side.tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any) -> None:
+    text = "<think>\nHm.\n</think>\n\nHello. <think>"
+    plain = ("", text, [], "stop", 0)
+    off = request("<think>\n\n</think>\n\n")
+    required = request("<think>", tool_choice="required")
+    json_reply = request("<think>", output=JsonOutput({"type": "object"}))
+    completion = request(prompt=RawPrompt("x <think>"))
+    for ask in (off, required, json_reply, completion):
+        assert read(side, ask, text) == plain
+    assert read(TextSide(qwen_like, EngineConfig()), request(), text) == plain
+    assert read(side, request(), "So <think> is\n a word") == ("", "So <think> is\n a word", [], "stop", 0)
+    assert read(side, request(), "<thi") == ("", "<thi", [], "stop", 0)
+
+
+def test_the_prompt_says_where_the_reply_begins() -> None:
+    assert opening("<|im_start|>assistant\n") is Opening.FREE
+    assert opening("<|im_start|>assistant\n<think>\n") is Opening.OPEN
+    assert opening("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Opening.CLOSED
+
+
+def test_markers_that_the_vocabulary_calls_special_are_seen(qwen_like: Any) -> None:
+    tokenizer = thinking(qwen_like)
+    tokenizer._tokenizer = type(qwen_like.backend_tokenizer).from_str(qwen_like.backend_tokenizer.to_str())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    side = TextSide(tokenizer, EngineConfig())
+    assert read(side, request(), "<think>Hm.</think>Hello.")[:2] == ("Hm.", "Hello.")
+
+
+def test_log_probabilities_are_those_of_the_content(side: TextSide) -> None:
+    ask = request()
+    thought = side.tokenizer.encode("<think>the weather in Paris</think>", add_special_tokens=False)
+    content = side.tokenizer.encode("the weather is", add_special_tokens=False)
+    for begin, expected in ((thought, content), ([], content), (thought[:-1], [])):
+        ids = [*begin, *(content if begin != thought[:-1] else [])]
+        reply = side.reply(ask, side.encode(ask.prompt))
+        deltas = [d for token in ids for d in reply.feed([token], [TokenLogprobs(token, -float(token))])]
+        tail, _ = reply.finish("stop")
+        sent = [-entry.logprob for d in [*deltas, *tail] if isinstance(d, TextDelta) for entry in d.logprobs]
+        assert sent == expected
+
+
+def test_an_undeclared_call_after_thinking_is_written_again_from_its_place(qwen_like: Any) -> None:
+    side = TextSide(thinking(qwen_like), EngineConfig(undeclared="regenerate"))
+    ask = request()
+    before = f"<think>\n{THOUGHT}</think>\n\nI look.\n"
+    text = before + CALL.replace('"f"', '"rm"')
+    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt).declared)
+    for token in side.tokenizer.encode(text, add_special_tokens=False):
+        if not reply.done:
+            reply.feed([token])
+    assert reply.rewrite is not None
+    kept = side.detokenize(reply.rewrite.tokens)
+    assert (before + '<tool_call>\n{"name": "').startswith(kept)
+    assert kept.startswith(before + "<tool_call>")
+
+
+# ---- laws ----
+
+TEXTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<thi", "</thi", "nk>", "<", " ", "\n", "so", "é日", CALL, "STOP", "\n\n"]),
+    max_size=7,
+).map("".join)
+
+
+def split(pieces: list[str], inside: bool) -> tuple[str, str, int]:
+    reader = ThinkingReader(inside)
+    read = [reader.feed(piece) for piece in pieces if piece]
+    skipped = reader.skipped
+    read.append(reader.flush())
+    reasoning, content = ("".join(parts) for parts in zip(*read, strict=True))
+    assert skipped + len(content) <= len("".join(pieces))
+    if reader.over and content:
+        assert "".join(pieces)[skipped:] == content
+    return reasoning, content, reader.skipped
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, st.booleans())
+def test_a_cut_at_any_character_gives_the_same_split(text: str, inside: bool) -> None:
+    whole = split([text], inside)
+    assert split(list(text), inside) == whole
+    for at in range(len(text) + 1):
+        assert split([text[:at], text[at:]], inside) == whole
+    reasoning, content, _ = whole
+    begun = inside or text.startswith("<think>")
+    body = text.removeprefix("<think>") if begun else ""
+    assert reasoning == body.partition("</think>")[0].strip()
+    assert content == (body.partition("</think>")[2].lstrip() if begun else text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TEXTS, st.booleans())
+def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any, text: str, inside: bool) -> None:
+    side = TextSide(thinking(qwen_like), EngineConfig())
+    ask = request("<think>" if inside else "", stop=("STOP",))
+    assert read(side, ask, text, 1) == read(side, ask, text, 3) == read(side, ask, text, 1000)
+
+
+# ---- grammars ----
+
+
+def grammar(side: TextSide, start: str) -> Any:
+    kwargs = {"start": start} if start else {}
+    ask = request(prompt=ChatPrompt(ASK, [STRICT], parallel_tool_calls=False, template_kwargs=kwargs))
+    return side.after_thinking(ask, side.encode(ask.prompt), side.constraints(ask.prompt).matcher)
+
+
+def drawn(side: TextSide, text: str) -> list[int]:
+    return list(side.tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(("start", "begin"), [("", "<think>"), ("<think>", "")])
+def test_a_grammar_says_nothing_until_the_thinking_is_over(side: TextSide, start: str, begin: str) -> None:
+    thought = drawn(side, f"{begin}Or <tool_call> it?</think>")
+    good, bad = drawn(side, CALL), drawn(side, CALL.replace('"f"', '"rm"'))
+    matcher = grammar(side, start)
+    assert matcher.accepts(thought + good) == len(thought + good)
+    assert len(thought) < matcher.accepts(thought + bad) < len(thought + bad)
+    for token in [*thought, *good]:
+        assert not matcher.finished
+        matcher.advance(token)
+    assert matcher.finished
+    assert not matcher.failed
+    off = grammar(side, "<think>\n\n</think>\n\n")
+    assert len(drawn(side, "Or <tool_call>")) <= off.accepts(drawn(side, "Or <tool_call> it?")) < len(thought)
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+@pytest.mark.parametrize(
+    "text", ["<think>Or</think>\n\n" + CALL, f"Or</think>{CALL}", f"Or {CALL}", "<think>Or so", "</think><think>"]
+)
+def test_masks_of_drafts_are_those_after_the_tokens_were_drawn(side: TextSide, start: str, text: str) -> None:
+    matcher = grammar(side, start)
+    ids = drawn(side, text)
+    fitting = ids[: matcher.accepts(ids)]
+    for begin in range(len(fitting)):
+        rows = np.zeros((len(fitting) - begin + 1, matcher.words), np.int32)
+        matcher.fill(fitting[begin:], rows)
+        ahead = matcher.copy()
+        for row, token in zip(rows, [*fitting[begin:], 0], strict=True):
+            alone = np.zeros((1, matcher.words), np.int32)
+            ahead.fill((), alone)
+            assert (row == alone[0]).all()
+            assert all(row[forced // 32] >> forced % 32 & 1 for forced in ahead.forced()[:1])
+            ahead.advance(token)
+        assert rows[0][fitting[begin] // 32] >> fitting[begin] % 32 & 1
+        matcher.advance(fitting[begin])
+
+
+def test_a_call_after_thinking_reads_as_json(side: TextSide) -> None:
+    ask = request()
+    reply = side.reply(ask, side.encode(ask.prompt))
+    text = '<think>x</think>\n<tool_call>\n{"name": "f", "arguments": {"a": "x\ny"}}\n</tool_call>'
+    deltas = reply.feed(drawn(side, text))
+    assert json.loads("".join(d.arguments for d in deltas if isinstance(d, ToolCallDelta))) == {"a": "x\ny"}

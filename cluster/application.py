@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from holdfast.cluster import checks
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
 from holdfast.cluster.engine_replica import EngineReplica
+from holdfast.cluster.tenants_file import TenantsWatch
 from holdfast.replicas import logs
 from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
@@ -30,7 +32,7 @@ from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
@@ -45,7 +47,13 @@ INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answe
 class Ingress:
     """The router in a Serve replica. Ready when an engine has answered."""
 
-    async def __init__(self, replicas: DeploymentHandle[Any], settings: Settings, redis_url: str) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self,
+        replicas: DeploymentHandle[Any],
+        settings: Settings,
+        redis: RedisAddress,
+        tenants_file: Path | None = None,
+    ) -> None:
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
@@ -58,15 +66,17 @@ class Ingress:
         context = serve.get_replica_context()
         self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
         self._routers = (context.deployment, context.app_name)
-        self._store = RedisStore(redis_url, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        self._store = RedisStore(redis, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
         watch_line(self._metrics, line_stats)
         watch_redis(self._metrics, self._store)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
+        tenants = TenantDirectory(settings.tenants, exposed)
+        self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
         self._app = create_app(
             backend,
-            TenantDirectory(settings.tenants, exposed),
+            tenants,
             self._programs,
             ResponseCache(self._store, config, model),
             self._metrics,
@@ -90,6 +100,8 @@ class Ingress:
         return await expositions(serve.get_deployment_handle(deployment, application), only)
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        if self._tenants is not None:
+            await self._tenants.close()
         await self._programs.drain()
         await self._latencies.close()
         await self._store.close()
@@ -112,8 +124,15 @@ class OneRequestId:
         await self._app(scope, receive, without_id)
 
 
-def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
-    """The application for `settings`. `gpus` is the share of GPUs each engine gets; 0 on a CPU."""
+def build(
+    settings: Settings, redis: RedisAddress, gpus: float, starts: int = 1, tenants_file: Path | None = None
+) -> serve.Application:
+    """The application for `settings`.
+
+    `gpus` is the share of GPUs each engine gets; 0 on a CPU. After so many `starts` of engines that failed Serve tries
+    no more: on one machine a model that cannot be loaded will not be on the second try. With a `tenants_file` the
+    routers go by what stands there, also after a change.
+    """
     replicas = serve.deployment(EngineReplica).options(
         name=REPLICAS,
         num_replicas=settings.replicas.count,
@@ -124,7 +143,7 @@ def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
             request_router_class="holdfast.router.affinity:AffinityRouter",
             request_router_kwargs=asdict(settings.placement),
         ),
-        max_constructor_retry_count=1,  # a model that cannot be loaded will not be on the second try
+        max_constructor_retry_count=starts,
         health_check_period_s=5.0,
         # Trap: a stream longer than this dies with its replica when that is stopped.
         graceful_shutdown_timeout_s=settings.server.drain_s,
@@ -136,5 +155,5 @@ def build(settings: Settings, redis_url: str, gpus: float) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.drain_s,
     )
-    engines = replicas.bind(settings.engine, redis_url, settings.router, settings.logging, settings.tracing)
-    return ingress.bind(engines, settings, redis_url)
+    engines = replicas.bind(settings.engine, redis, settings.router, settings.logging, settings.tracing)
+    return ingress.bind(engines, settings, redis, tenants_file)

@@ -28,6 +28,7 @@ ATTEMPTS = 3
 
 # What crosses is our own plain data; cloudpickle, Serve's default, takes several times as long for it.
 _PICKLE = {"request_serialization": "pickle", "response_serialization": "pickle"}
+RETRY_S = 0.1  # between two looks whether a first replica is there
 STATUS_S = 2.0  # a replica that takes longer is left out
 HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
 
@@ -44,7 +45,11 @@ class ServeBackend:
     async def start(self, timeout_s: float) -> None:
         """Learn what is served, from the first replica that answers; raises TimeoutError when none does."""
         async with asyncio.timeout(timeout_s):
-            self._cards = (await self._call("card"),)
+            while True:
+                with suppress(UnavailableError):  # a model may take longer to load than a request waits for a replica
+                    self._cards = (await self._call("card"),)
+                    return
+                await asyncio.sleep(RETRY_S)
 
     async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
         handle = self._generate.options(session_id=request.program_id)

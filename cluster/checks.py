@@ -1,13 +1,13 @@
 """What can be known to fail before anything is started: each check is cheap and raises ConfigError naming the field."""
 
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 
 from holdfast.cluster import ports, redis
 from holdfast.cluster.config import Settings, check_tenants
-from holdfast.replicas.config import POCKET, EngineConfig
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.model import folder as models
 
 ANSWERING = (
     "dtype",
@@ -28,29 +28,24 @@ def check(settings: Settings) -> None:
     """Everything below, the quickest first."""
     check_tenants(settings)
     model_folder(settings.engine.model)
-    ports.check(settings.server.host, settings.server.port)
-    if settings.server.ray_metrics_port:
-        ports.check("0.0.0.0", settings.server.ray_metrics_port, "server.ray_metrics_port")
+    listening(settings)
     if settings.redis.url:
         redis.ping(settings.redis.url, settings.redis.timeout_s)
 
 
+def listening(settings: Settings) -> None:
+    """Whether the ports of the configuration can be listened on."""
+    ports.check(settings.server.host, settings.server.port)
+    if settings.server.ray_metrics_port:
+        ports.check("0.0.0.0", settings.server.ray_metrics_port, "server.ray_metrics_port")
+
+
 def model_folder(model: str) -> Path:
-    """Where `model` lies: "pocket", a folder with a config.json, or a hub name that the local cache has."""
-    if model == POCKET:
-        folder = Path(str(files("holdfast.replicas.pocket"))) / "weights"
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"the weights of the pocket model are not in {folder}", "engine.model")
-        return folder
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"{folder} holds no model: there is no config.json in it", "engine.model")
-        return folder
-    cached = _in_hub_cache(model)
-    if cached is None:
-        raise ConfigError(f"no model at {model!r}: neither a folder nor in the local hub cache", "engine.model")
-    return cached
+    """Where `model` lies; see `replicas.model.folder`."""
+    try:
+        return models.model_folder(model)
+    except ConfigError as error:
+        raise ConfigError(error.message, "engine.model") from error
 
 
 def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
@@ -67,14 +62,3 @@ def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
                 file.seek(max(size - MOST_READ, 0))
                 digest.update(file.read(MOST_READ))
     return digest.hexdigest()
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(config).parent if isinstance(config, str) else None

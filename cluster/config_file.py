@@ -17,6 +17,23 @@ from pydantic import TypeAdapter, ValidationError
 from holdfast.cluster.config import Settings
 from holdfast.replicas.errors import ConfigError
 
+KEYS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML whose keys are text, each one once in its mapping: of two the first would go without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        there = set()
+        for key, _ in node.value:
+            if key.tag not in KEYS:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is not text", key.start_mark)
+            if key.value in there:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is there twice", key.start_mark)
+            there.add(key.value)
+        return node
+
 
 def read(path: Path) -> Settings:
     """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted) and the file."""
@@ -42,11 +59,16 @@ def parse(text: str) -> Settings:
     return settings_of(mapping(text))
 
 
+def load(text: str) -> Any:
+    """What a YAML text says. Raises YAMLError or ValueError."""
+    return yaml.load(text, Loader)
+
+
 def mapping(text: str) -> dict[str, Any]:
     """The sections in a YAML text, their contents as they are. Raises ConfigError."""
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        data = load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         raise ConfigError(f"not YAML: {error}", "config") from error
     if data is None:
         return {}

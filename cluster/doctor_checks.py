@@ -24,6 +24,7 @@ FILES = 4096
 DISK = 1 << 30
 PROCESSES = 1 << 30  # bytes of Ray, the router and Redis beside the engines
 EACH = 1 << 30  # bytes of an engine beside its weights and cells: torch, tokenizer, activations
+BESIDE_GPU = 4 << 30  # of host memory of an engine on a GPU, for CUDA's libraries are there, too
 INSTALL = "pip install -c constraints.txt holdfast, or `make serve` from a checkout"
 
 
@@ -104,14 +105,20 @@ def tenants(settings: Settings) -> Iterator[Finding]:
 def listening(settings: Settings) -> Iterator[Finding]:
     where = f"{settings.server.host}:{settings.server.port}"
     try:
-        ports.check(settings.server.host, settings.server.port)
+        checks.listening(settings)
         ports.internal(random.Random())
         yield ok("ports", f"{where} is free")
     except ConfigError as error:
-        mend = f"choose another one by --port, or see who has it: ss -ltnp 'sport = :{settings.server.port}'"
-        yield fail(
-            "ports", error.message, "choose an address of this machine" if error.field == "server.host" else mend
-        )
+        yield fail("ports", error.message, _mended(settings, error.field or ""))
+
+
+def _mended(settings: Settings, field: str) -> str:
+    if field == "server.host":
+        return "choose an address of this machine"
+    metrics = field == "server.ray_metrics_port"
+    port = settings.server.ray_metrics_port if metrics else settings.server.port
+    another = field if metrics else "--port"
+    return f"choose another one by {another}, or see who has it: ss -ltnp 'sport = :{port}'"
 
 
 def files(settings: Settings, facts: Facts) -> Iterator[Finding]:
@@ -203,11 +210,11 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
     engine, count = settings.engine, settings.replicas.count
     on_gpu = engine.device != "cpu" and facts.torch_gpus > 0
     number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
-    each: float = EACH + shape.weight_bytes(number)
+    each: float = (BESIDE_GPU if on_gpu else EACH) + shape.weight_bytes(number)
     if on_gpu and facts.gpus:
-        smallest = min(facts.gpus, key=lambda gpu: gpu.free)
-        yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), smallest)
-        each = EACH
+        taken = facts.gpus[:count]  # Ray gives them out in their order
+        fullest = min(taken, key=lambda gpu: gpu.free)
+        yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), fullest)
     else:
         each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
     need = count * (each + engine.host_memory * GIB) + PROCESSES + settings.redis.memory_mb * 2**20

@@ -23,6 +23,7 @@ from holdfast.replicas.status import ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
+from holdfast.router.store import RedisAddress
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self,
         config: EngineConfig,
-        redis_url: str,
+        redis: RedisAddress,
         router: RouterConfig,
         logging: LoggingConfig | None = None,
         tracing_config: TracingConfig | None = None,
@@ -46,7 +47,7 @@ class EngineReplica:
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._replica: Replica = Replica(config, self._id)
-        self._tools = ToolWatch(redis_url, router, self._replica.learn)
+        self._tools = ToolWatch(redis, router, self._replica.learn)
 
     async def generate(self, request: GenerateRequest) -> Routed:
         _serving(request)

@@ -4,6 +4,7 @@ Ray Serve takes many settings only from environment variables, read when it is f
 them. So `for_ray` is computed first, put into `os.environ`, and only then is `ray` imported.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+HARD_STOP_S = 120  # Serve's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ def machine() -> Machine:
     return Machine(len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()))
 
 
-def for_ray(ports: InternalPorts, token: str, folder: Path, metrics: bool = False) -> Mapping[str, str]:
+def for_ray(
+    ports: InternalPorts, token: str, folder: Path, metrics: bool = False, drain_s: float = 0.0
+) -> Mapping[str, str]:
     """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
 
-    `metrics`: whether Ray collects its own.
+    `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops.
     """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
@@ -57,6 +61,8 @@ def for_ray(ports: InternalPorts, token: str, folder: Path, metrics: bool = Fals
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # Trap: HAProxy is started anew when an ingress comes or goes; so long after that the old one cuts its streams.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(max(HARD_STOP_S, math.ceil(drain_s))),
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # Trap: a proxy that is not ready within 5 s, three times, is killed; on a busy machine it takes longer.

@@ -54,7 +54,7 @@ def gather(temporary: Path, cores: int) -> Facts:
     import resource
 
     cuda, seen = _torch()
-    total, free = _memory(Path("/proc/meminfo").read_text(), _limit())
+    total, free = _memory(Path("/proc/meminfo").read_text(), _container(Path("/sys/fs/cgroup")))
     shm, shm_free = _room(Path("/dev/shm"))
     return Facts(
         python=sys.version_info[:2],
@@ -103,20 +103,26 @@ def _torch() -> tuple[str, int]:
         return "", 0
 
 
-def _memory(meminfo: str, limit: int | None) -> tuple[int, int]:
-    """All memory, and what is available of it; a container's `limit` counts where it is less."""
+def _memory(meminfo: str, container: tuple[int, int] | None) -> tuple[int, int]:
+    """All memory, and what is available of it; those of a `container` count where they are less."""
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.splitlines() if line.split()[1].isdigit()}
     total, free = kilobytes["MemTotal"] << 10, kilobytes["MemAvailable"] << 10
-    return (total, free) if limit is None else (min(total, limit), min(free, limit))
+    if container is None:
+        return total, free
+    return min(total, container[0]), min(free, container[1])
 
 
-def _limit() -> int | None:
-    """The memory limit of this control group, if there is one."""
+def _container(group: Path) -> tuple[int, int] | None:
+    """The memory limit of the control group in folder `group`, and what is left of it; None where there is no limit."""
     try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
         return None
-    return int(text) if text.isdigit() else None
+    if not limit.isdigit():
+        return None
+    # Pages of files that nobody has used lately are given up when memory is asked for.
+    return int(limit), max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
 
 
 def _room(folder: Path) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
         redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
     internal = ports.internal(random.Random())
     told = bool(settings.server.ray_metrics_port)
-    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder, told))
+    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder, told, settings.server.drain_s))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")
@@ -186,10 +186,12 @@ def _deploy(settings: Settings, redis_url: str, say: Say) -> None:
     from ray import serve
 
     from holdfast.cluster import application
+    from holdfast.router.store import RedisAddress
 
     gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
     share = min(1.0, gpus / settings.replicas.count)
-    target = serve.RunTarget(application.build(settings, redis_url, share), name=application.APPLICATION)
+    built = application.build(settings, RedisAddress(redis_url), share)
+    target = serve.RunTarget(built, name=application.APPLICATION)
     serve.run_many([target], wait_for_applications_running=False)
     deadline = time.monotonic() + settings.server.ready_timeout_s
     told = 0

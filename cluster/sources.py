@@ -118,6 +118,6 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 def _value(name: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
+        return config_file.load(text) if text else ""
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{name} is not a YAML value: {text!r}", "environment") from error

@@ -1,6 +1,6 @@
 """A status as tables for a terminal: replicas with their cells, tenants, programs. Pure: status in, renderable out.
 
-Rates need two looks; a single one shows totals.
+Rates need two looks at one router; a single one shows totals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ STATES = {"running": "green", "tools": "yellow", "idle": "dim"}
 
 
 def view(status: Status, before: Status | None = None, height: int | None = None, note: str = "") -> RenderableType:
-    """The whole picture. With an earlier look `before` counters become rates; `height` bounds the lines in all."""
+    """The whole picture. With an earlier look at the same router, `before`, counters become rates; `height` bounds the
+    lines in all.
+    """
     replicas, tenants = _replicas(status, before), _tenants(status, before)
     parts: list[RenderableType] = [_head(status), "", replicas, _legend(note), "", tenants, ""]
     used = 5 + replicas.row_count + tenants.row_count + 4

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tool_latency import Reader
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ class ToolWatch:
     Create it on the event loop that it is to run on.
     """
 
-    def __init__(self, redis_url: str, config: RouterConfig, learn: Learn) -> None:
+    def __init__(self, redis: RedisAddress, config: RouterConfig, learn: Learn) -> None:
         # Nothing is kept in this store: a reader needs no memory of its own while Redis is away.
-        self._store = RedisStore(redis_url, MemoryStore(1, 1), config.store_timeout_s, config.store_retry_s)
+        self._store = RedisStore(redis, MemoryStore(1, 1), config.store_timeout_s, config.store_retry_s)
         self._interval_s = config.tool_latency_s
         self._learn = learn
         self._task = asyncio.get_running_loop().create_task(self._watch())

@@ -55,13 +55,16 @@ def looks(
 ) -> Iterator[RenderableType]:
     """A picture for each look, until a key says to leave. A look that fails leaves the last picture, with a word."""
     hint = f"every {interval_s:g} s, q leaves"
-    now, before = first, None
+    now = first
+    last: dict[str, dict[str, Any]] = {}  # by router: each counts for itself, and any of them may answer
     while True:
-        yield view(now, before, console.height, hint)
+        router = str(now.get("router", ""))
+        yield view(now, last.get(router), console.height, hint)
+        last[router] = now
         if wait(interval_s) in LEAVE:
             return
         try:
-            now, before = ask(), now
+            now = ask()
         except UnavailableError as error:
             yield Text(f"{error.message}\nasking again; q leaves", "bold red")
             if wait(interval_s) in LEAVE:

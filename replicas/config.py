@@ -14,6 +14,7 @@ Overlap: TypeAlias = Literal["auto", "on", "off"]
 OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
 
 POCKET = "pocket"  # the name of the shipped model
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class EngineConfig:
     cuda_graphs: bool = True  # decoding and verifying replay graphs on a GPU, captured at the start
 
     def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}", "device")
         for name in ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
@@ -109,6 +112,14 @@ class EngineConfig:
             raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
+        tier = self.host_tier
+        if tier and not self.prefix_cache:
+            raise ConfigError(f"{tier} is for evicted cells of the prefix cache, and prefix_cache is false", tier)
+
+    @property
+    def host_tier(self) -> str:
+        """The field that asks for a second tier in host memory; empty: none does."""
+        return "host_cells" if self.host_cells else "host_memory" if self.host_memory else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +133,12 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What `resolve` may know of the model. `cell_bytes` is one token's KV in every layer."""
+    """What `resolve` may know of the model."""
 
     context_length: int
     checkpoint_dtype: DType
-    cell_values: int  # 2 * layers * kv_heads * head_dim
+    cell_values: int  # of one token's KV in every layer: 2 * layers * kv_heads * head_dim
+    steady_context: int  # beyond it a sequence changes what the others of its step compute; at most `context_length`
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -135,7 +147,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
     """`config` with every "auto" and 0 replaced by a value. Pure.
 
-    Raises ConfigError when the KV cache could not hold one request of the whole context length.
+    Raises ConfigError, naming the field, for a context that the model has not, and for less than a page of cells.
     """
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
@@ -144,12 +156,18 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
+    if context > model.steady_context:
+        why = f"beyond {model.steady_context} tokens this model's rotary embedding depends on what else is in a step"
+        raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
     size = model.cell_values * BYTES[dtype]
     cells = config.cells or int(config.kv_memory * 2**30 / size)
     cells = cells // config.page_size * config.page_size
-    host_cells = (config.host_cells or int(config.host_memory * 2**30 / size)) if config.prefix_cache else 0
     if cells < config.page_size:
         raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
+    host_cells = config.host_cells or int(config.host_memory * 2**30 / size)
+    if config.host_tier and host_cells < config.page_size:
+        message = f"{host_cells} cells in host memory are less than one page of {config.page_size}"
+        raise ConfigError(message, config.host_tier)
     return replace(
         config,
         device=device,

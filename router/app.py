@@ -67,7 +67,7 @@ def create_app(
     turns = Turns(backend, tenants, programs, cache, metrics, config, latencies, reports)
     agents = ProgramEndpoints(backend, tenants, programs, latencies)
     small = SmallEndpoints(backend, tenants, config)
-    status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded)
+    status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
 
     async def chat(request: Request) -> Response:

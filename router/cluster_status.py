@@ -37,6 +37,7 @@ class ClusterStatus:
         programs: ProgramTable,
         reports: TurnReports,
         degraded: Callable[[], bool],
+        router: str = "router",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._backend = backend
@@ -44,6 +45,7 @@ class ClusterStatus:
         self._programs = programs
         self._reports = reports
         self._degraded = degraded
+        self._router = router
         self._clock = clock
         self._started = clock()
 
@@ -55,6 +57,7 @@ class ClusterStatus:
         live, now = self._reports.live, self._clock()
         told = {
             "version": metadata.version("holdfast"),
+            "router": self._router,
             "time": now,
             "up_s": now - self._started,
             "store": "degraded" if self._degraded() else "ok",

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.metrics.definition import Metric
 from holdfast.replicas.metrics.process_usage import process_usage
@@ -161,8 +161,9 @@ class Meter:
 
     def failed(self, error: BaseException) -> None:
         """The request ended in `error`."""
-        if not self._ended and isinstance(error, HoldfastError):
-            self._metrics.errors.labels(self._who[0], reason(error)).inc()
+        if not self._ended and isinstance(error, Exception) and not isinstance(error, ClientGoneError):
+            why = reason(error) if isinstance(error, HoldfastError) else ErrorKind.INTERNAL.value
+            self._metrics.errors.labels(self._who[0], why).inc()
         self.end(outcome_of(error))
 
     def end(self, outcome: Outcome) -> None:

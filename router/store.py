@@ -8,11 +8,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
 from holdfast.router.lru import Lru
@@ -77,6 +81,29 @@ class MemoryStore:
         return
 
 
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """Where Redis is. With a `password_file` the password is the one there, whatever `url` has."""
+
+    url: str
+    password_file: Path | None = None
+
+
+class PasswordFile(CredentialProvider):
+    """The user of `url` with the password in `path`, which is read for every connection: it may change."""
+
+    def __init__(self, url: str, path: Path) -> None:
+        self._user = unquote(urlsplit(url).username or "")
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._path.read_text().strip()
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return await asyncio.to_thread(self.get_credentials)
+
+
 class RedisStore:
     """Redis behind a circuit breaker, with `fallback` for the time it is away.
 
@@ -86,7 +113,7 @@ class RedisStore:
 
     def __init__(
         self,
-        url: str,
+        address: RedisAddress,
         fallback: Store,
         timeout_s: float = 0.05,
         retry_s: float = 1.0,
@@ -99,13 +126,18 @@ class RedisStore:
         self._probe: asyncio.Task[None] | None = None
         self._observe = observe
         pool = BlockingConnectionPool.from_url(
-            url,
+            address.url,
             max_connections=CONNECTIONS,
             timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
         )
+        if address.password_file is not None:
+            # Trap: a user or password in the URL and a provider are not taken together.
+            for name in ("username", "password"):
+                pool.connection_kwargs.pop(name, None)
+            pool.connection_kwargs["credential_provider"] = PasswordFile(address.url, address.password_file)
         self._redis: Any = Redis.from_pool(pool)  # redis-py types its commands as maybe synchronous
 
     @property

@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.replicas.errors import ConfigError
@@ -86,16 +86,29 @@ class TenantDirectory:
     """
 
     def __init__(self, tenants: Sequence[Tenant] = (), exposed: bool = False) -> None:
+        self._exposed = exposed
+        self._told: list[Callable[[Sequence[Tenant]], None]] = []
+        self.replace(tenants)
+
+    def replace(self, tenants: Sequence[Tenant]) -> None:
+        """From now on these are the tenants. Raises ConfigError for some that clash, and leaves those there are."""
         names = [tenant.name for tenant in tenants]
         if len(set(names)) < len(names):
             raise ConfigError("two tenants have the same name", "tenants")
-        self._by_key = {value: tenant for tenant in tenants for value in tenant.key_hashes}
-        if len(self._by_key) < sum(len(tenant.key_hashes) for tenant in tenants):
+        by_key = {value: tenant for tenant in tenants for value in tenant.key_hashes}
+        if len(by_key) < sum(len(tenant.key_hashes) for tenant in tenants):
             raise ConfigError("two tenants have the same API key", "tenants")
-        if tenants and not self._by_key:
+        if tenants and not by_key:
             raise ConfigError("there are tenants, but none has an API key", "tenants")
-        self._exposed = exposed
+        self._by_key = by_key
         self.tenants = tuple(tenants) or (DEFAULT_TENANT,)
+        for tell in self._told:
+            tell(self.tenants)
+
+    def watch(self, tell: Callable[[Sequence[Tenant]], None]) -> None:
+        """Tell of the tenants there are, now and whenever there are others."""
+        self._told.append(tell)
+        tell(self.tenants)
 
     @property
     def has_keys(self) -> bool:

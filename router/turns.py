@@ -115,7 +115,7 @@ class Turns:
         self._metrics = metrics
         self._config = config
         self._limiter = Limiter(config.max_in_flight)
-        watch_tenants(metrics, tenants.tenants, self._limiter, config.metrics_tenants)
+        watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
         self._latencies = latencies
         self._reports = reports or TurnReports()
         self._background = Background()

@@ -1,6 +1,6 @@
 """Metrics whose values stand elsewhere in the router, joined to where they stand. Those it counts are in `metrics`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from holdfast.router import metric_list as listed
@@ -8,30 +8,32 @@ from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.redis_info import RedisInfo
-from holdfast.router.tenants import Tenant
+from holdfast.router.tenants import TenantDirectory
 
 LIMITS = ("requests_per_minute", "max_concurrent")
 
 
-def watch_tenants(metrics: RouterMetrics, tenants: Sequence[Tenant], limiter: Limiter, most: int) -> None:
+def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: Limiter, most: int) -> None:
     """What each of the first `most` tenants may ask for, and has in flight; the others' requests are summed up."""
-    metrics.name_tenants([tenant.name for tenant in tenants], most)
+    directory.watch(lambda tenants: metrics.name_tenants([tenant.name for tenant in tenants], most))
 
     def in_flight() -> Mapping[tuple[str, ...], float]:
         found: dict[tuple[str, ...], float] = {}
-        for tenant in tenants:
+        for tenant in directory.tenants:
             label = (metrics.tenant(tenant.name),)
             found[label] = found.get(label, 0.0) + limiter.in_flight_of(tenant.name)
         return found
 
-    allowed: Mapping[tuple[str, ...], float] = {
-        (tenant.name, limit): float(value)
-        for tenant in tenants[:most]
-        for limit in LIMITS
-        if (value := getattr(tenant.limits, limit)) is not None
-    }
+    def allowed() -> Mapping[tuple[str, ...], float]:
+        return {
+            (tenant.name, limit): float(value)
+            for tenant in directory.tenants[:most]
+            for limit in LIMITS
+            if (value := getattr(tenant.limits, limit)) is not None
+        }
+
     metrics.watch(listed.TENANT_IN_FLIGHT, in_flight)
-    metrics.watch(listed.TENANT_LIMIT, lambda: allowed)
+    metrics.watch(listed.TENANT_LIMIT, allowed)
 
 
 def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:

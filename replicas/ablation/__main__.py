@@ -1,7 +1,8 @@
 """``python -m holdfast.replicas.ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]``.
 
 One service with everything on stays loaded; each variant is loaded beside it, measured turn about with it, and
-dropped, so that no more than two models are in memory. No Ray and no HTTP.
+dropped, so that no more than two models are in memory. A variant that cannot act here is named and left out. No Ray and
+no HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="so many times as many rounds (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the conversations")
     parser.add_argument("--threads", type=int, default=0, help="of torch (default: all cores)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
 
@@ -54,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure as the parsed options say."""
     config = EngineConfig(model=options.model, threads=options.threads, dtype=options.dtype, cells=CELLS)
     variants, scenarios = chosen(options.off), _scenarios(options.scenarios)
+    if options.json:
+        _check_writable(options.json)
     print(_HEAD)
     comparisons = asyncio.run(_measure(config, variants, scenarios, options.seed, options.scale))
     if options.json:
@@ -69,6 +72,9 @@ async def _measure(
     try:
         await _warm(on, seed)
         for variant in variants:
+            if why := variant.idle(on.engine.config):
+                print(f"{variant.name:<15} left out: {why}", flush=True)
+                continue
             off = Service.load(variant.of(config))
             try:
                 await _warm(off, seed)
@@ -83,6 +89,15 @@ async def _measure(
     finally:
         await on.close()
     return comparisons
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigError for a path that figures could not be written to, before they are measured."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "json") from error
 
 
 async def _warm(service: Service, seed: int) -> None:

@@ -15,18 +15,29 @@ from holdfast.replicas.retention.config import RetentionConfig
 class Variant:
     """A configuration with one mechanism off: fields of `EngineConfig`, and of its `speculation`, as they are then.
 
-    `same_output`: turning it off changes no token of any request.
+    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`: it acts on sampled turns alone, or
+    on a GPU alone.
     """
 
     name: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     speculation: Mapping[str, Any] = field(default_factory=dict)
     same_output: bool = True
+    sampled: bool = False
+    gpu: bool = False
 
     def of(self, config: EngineConfig) -> EngineConfig:
         """`config` with this mechanism off."""
         drafts = replace(config.speculation, **self.speculation) if self.speculation else config.speculation
         return replace(config, **self.engine, speculation=drafts)
+
+    def idle(self, resolved: EngineConfig) -> str:
+        """Why it cannot act on greedy turns of this engine, whose two sides would be alike; empty: it can."""
+        if self.sampled:
+            return "it acts on sampled turns, and these are greedy"
+        if self.gpu and resolved.device == "cpu":
+            return "it acts on a GPU, and this is a CPU"
+        return ""
 
 
 VARIANTS = (
@@ -40,7 +51,7 @@ VARIANTS = (
     Variant("retention", {"retention": RetentionConfig(policy="none")}),
     Variant("render_cache", {"render_cache": 0}),
     Variant("tokenize_cache", {"tokenize_cache": 0}),
-    Variant("prompt_seed", {"prompt_seed": False}, same_output=False),
+    Variant("prompt_seed", {"prompt_seed": False}, same_output=False, sampled=True),
     Variant("speculation", speculation={"enabled": False}),
     Variant("prompt_lookup", speculation={"prompt_lookup": False}),
     Variant("memory", speculation={"memory": False}),
@@ -49,9 +60,9 @@ VARIANTS = (
     Variant("shared_budget", speculation={"shared_budget": False}),
     Variant("early_stop", {"early_stop": False}, same_output=False),
     Variant("own_decoder", {"decoder": "transformers"}),
-    Variant("device_sampling", {"device_sampling": False}),
-    Variant("overlap_steps", {"overlap_steps": "off"}),
-    Variant("cuda_graphs", {"cuda_graphs": False}),
+    Variant("device_sampling", {"device_sampling": False}, gpu=True),
+    Variant("overlap_steps", {"overlap_steps": "off"}, gpu=True),
+    Variant("cuda_graphs", {"cuda_graphs": False}, gpu=True),
 )
 """Every mechanism that can be turned off; `docs/mechanisms.md` says what each is."""
 

@@ -46,15 +46,19 @@ class Scenario:
 SCENARIOS = (
     Scenario("turns6", lanes=1, turns=6, tools=5, rounds=4),
     Scenario("turns30", lanes=1, turns=30, tools=4, rounds=1),
-    Scenario("burst8", lanes=8, turns=1, tools=BURST_TOOLS, rounds=3, burst=True),
-    Scenario("agents8", lanes=8, turns=6, tools=5, rounds=1),
+    Scenario("burst8", lanes=8, turns=1, tools=BURST_TOOLS, rounds=4, burst=True),
+    Scenario("agents8", lanes=8, turns=6, tools=5, rounds=2),
 )
 
 
 def rounds(scenario: Scenario, seed: int = 0, scale: float = 1.0) -> Iterator[Round]:
-    """The scenario's repetitions, no prompt twice; `scale` times as many."""
+    """The scenario's repetitions, no prompt twice; `scale` times as many.
+
+    Where whole rounds take turns their number is even, so that each side begins as often as the other.
+    """
     rng = random.Random(f"{seed}/{scenario.name}")
-    for _ in range(max(1, round(scenario.rounds * scale))):
+    count = max(1, round(scenario.rounds * scale))
+    for _ in range(count + count % 2 if scenario.lanes > 1 else count):
         if scenario.burst:
             lanes = _burst(rng, scenario)
         else:

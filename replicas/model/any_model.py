@@ -17,16 +17,21 @@ from holdfast.replicas.model.batch import StepBatch
 from holdfast.replicas.model.face import AttentionShape
 
 ATTENTION = "holdfast"  # the name in the registry
+_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache"}  # handed over besides
 
 
 class PagedState:
-    """What the attention calls of one forward share: the store and where this forward's tokens lie in it."""
+    """What the attention calls of one forward share: the store and where this forward's tokens lie in it.
 
-    __slots__ = ("batch", "kv")
+    `windowed`: a layer has asked for a sliding window.
+    """
+
+    __slots__ = ("batch", "kv", "windowed")
 
     def __init__(self, kv: KVTensors, batch: PagedBatch) -> None:
         self.kv = kv
         self.batch = batch
+        self.windowed = False
 
 
 def paged_attention_forward(
@@ -39,14 +44,19 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     paged_state: PagedState | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
 
-    Returns [1, T, heads, head_dim]. Raises ValueError when called outside a step of ours.
+    Returns [1, T, heads, head_dim]. Raises ValueError when called outside a step of ours, and for what would change
+    the attention and is not known here.
     """
     if paged_state is None:
         raise ValueError(f"{type(module).__name__} did not pass the step's state on to its attention")
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    if unknown := asked - _WITHOUT_EFFECT:
+        raise ValueError(f"{type(module).__name__} asks for {', '.join(sorted(unknown))}, which is not known here")
+    paged_state.windowed |= bool(sliding_window)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     layer: int = module.layer_idx  # type: ignore[assignment]
     kv, batch = paged_state.kv, paged_state.batch
@@ -67,6 +77,7 @@ class AnyModel:
     def __init__(self, model: nn.Module, kv: KVTensors) -> None:
         self._model = model
         self._kv = kv
+        self.windowed = False  # whether a layer has asked for a sliding window so far
 
     @property
     def vocabulary(self) -> int:
@@ -85,5 +96,6 @@ class AnyModel:
                 logits_to_keep=batch.drawn,
                 paged_state=state,
             )
+        self.windowed |= state.windowed
         logits: Tensor = output.logits[0]
         return logits

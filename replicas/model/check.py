@@ -1,8 +1,12 @@
 """Does a loaded model compute the same over paged KV as by itself? Asked once, when it is loaded.
 
 A short prompt runs twice, once in transformers' own way and once through pages in two steps. A model that keeps state
-outside its attention, or whose attention is not the usual one, is refused here and does not answer wrongly later.
+outside its attention, or whose attention is not the usual one, is refused here and does not answer wrongly later. The
+prompt is shorter than sliding windows are: a window that the model applies in its mask alone, which paged attention
+does not see, shows in that no layer asks for it.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +25,11 @@ _PROBE = 8  # tokens of the prompt
 _LIKENESS = {"float32": 0.9999, "bfloat16": 0.98, "float16": 0.99}  # least cosine between the two ways' logits
 
 
-def check_model(loaded: LoadedModel, kv: KVTensors) -> None:
+def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None:
     """Switch the model to paged attention and compare it with what it computed before. Writes the store's first cells.
 
-    Raises ConfigError for a model that cannot be switched or computes something else then.
+    Raises ConfigError for a model that cannot be switched or computes something else then, in contexts of up to
+    `context_length` tokens.
     """
     module, name = loaded.module, loaded.info.path
     tokens = np.arange(1, 1 + min(_PROBE, kv.cells), dtype=np.int32) % loaded.info.vocabulary
@@ -34,13 +39,27 @@ def check_model(loaded: LoadedModel, kv: KVTensors) -> None:
     module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     if module.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
         raise ConfigError(f"cannot serve model {name!r}: its attention cannot be replaced", "model")
+    model = AnyModel(module, kv)
     try:
-        paged = _paged_logits(AnyModel(module, kv), kv, tokens)
+        paged = _paged_logits(model, kv, tokens)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(f"cannot serve model {name!r}: it does not run on paged KV ({error})", "model") from error
     likeness = torch.cosine_similarity(plain.double(), paged.double(), dim=0).item()
     if not likeness >= _LIKENESS[str(kv.data.dtype).removeprefix("torch.")]:
         raise ConfigError(f"cannot serve model {name!r}: on paged KV it computes something else", "model")
+    window = _window(loaded.info.config)
+    if window and window < context_length and not model.windowed:
+        why = f"its sliding window of {window} does not reach its attention"
+        raise ConfigError(f"{why}: set context_length to {window} or less", "context_length")
+
+
+def _window(config: Any) -> int:
+    """Tokens of the sliding window that a transformers configuration asks for; 0: none."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    if not getattr(text, "use_sliding_window", True) or (kinds and "sliding_attention" not in kinds):
+        return 0
+    return getattr(text, "sliding_window", None) or 0
 
 
 def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:

@@ -38,12 +38,6 @@ def decoder_shape(config: Any) -> DecoderShape | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope_type(config) not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         return None
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if kinds is None:
-        windows = (window,) * config.num_hidden_layers
-    else:
-        windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return DecoderShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -56,8 +50,19 @@ def decoder_shape(config: Any) -> DecoderShape | None:
         tied=bool(config.tie_word_embeddings),
         qkv_bias=config.model_type == "qwen2",
         qk_norm=config.model_type == "qwen3",
-        window=windows,
+        window=_windows(config),
     )
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """Each layer's sliding window, as transformers' model of the family takes it from the configuration."""
+    layers: int = config.num_hidden_layers
+    if config.model_type == "llama":  # whatever stands there
+        return (None,) * layers
+    window: int | None = config.sliding_window
+    if config.model_type == "mistral":
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def rope_type(config: Any) -> str:

@@ -17,6 +17,7 @@ from holdfast.replicas.errors import ConfigError
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,11 @@ class DecoderWeights:
 
 
 def read_weights(path: str, shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
-    """Read a checkpoint folder. Raises ConfigError for a tensor that is missing, unknown or of another size."""
+    """Read a checkpoint folder.
+
+    Raises ConfigError for a tensor that is missing, unknown or of another size, and for a head that differs from the
+    embedding where the two are tied: transformers would take both.
+    """
     weights = allocate(shape, dtype, device)
     try:
         _fill(weights, path, shape)
@@ -90,18 +95,21 @@ def _fill(weights: DecoderWeights, path: str, shape: DecoderShape) -> None:
     missing = set(slots)
     with torch.no_grad():
         for name, tensor in _tensors(Path(path)):
-            if name == "lm_head.weight" and shape.tied:
-                continue
             if name.endswith("rotary_emb.inv_freq"):
                 continue
-            target = slots.get(name)
+            slot = _EMBEDDING if name == _HEAD and shape.tied else name  # of tied ones a file has either, or both
+            target = slots.get(slot)
             if target is None:
                 raise ConfigError(f"cannot serve model {path!r}: unknown weight {name}", "model")
             if target.shape != tensor.shape:
                 sizes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
                 raise ConfigError(f"cannot serve model {path!r}: weight {name} is {sizes}", "model")
-            target.copy_(tensor)
-            missing.discard(name)
+            if slot in missing:
+                target.copy_(tensor)
+                missing.discard(slot)
+            elif not torch.equal(target, tensor.to(target)):
+                why = f"two different weights for {slot} (tie_word_embeddings is {str(shape.tied).lower()})"
+                raise ConfigError(f"cannot serve model {path!r}: its files have {why}", "model")
     if missing:
         raise ConfigError(
             f"cannot serve model {path!r}: its files lack {len(missing)} weights, {min(missing)} among them", "model"
@@ -109,15 +117,21 @@ def _fill(weights: DecoderWeights, path: str, shape: DecoderShape) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    index = folder / _INDEX
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = [_ONE_FILE]
-    for file in files:
+    for file in _files(folder):
         with safe_open(folder / file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  # a shard is no mapping
                 yield name, shard.get_tensor(name)
+
+
+def _files(folder: Path) -> list[str]:
+    """The files of a checkpoint: where one file and an index are both there, the one file, as with transformers."""
+    if (folder / _ONE_FILE).is_file():
+        return [_ONE_FILE]
+    index = json.loads((folder / _INDEX).read_text())
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict):
+        raise ValueError(f"{_INDEX} has no weight_map")
+    return sorted({str(file) for file in places.values()})
 
 
 def allocate(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
@@ -146,9 +160,9 @@ def allocate(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWei
 
 def _slots(weights: DecoderWeights, shape: DecoderShape) -> dict[str, Tensor]:
     """Where each tensor of the checkpoint goes: views into the fused matrices, by the checkpoint's names."""
-    slots = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    slots = {_EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
     if not shape.tied:
-        slots["lm_head.weight"] = weights.head
+        slots[_HEAD] = weights.head
     for i, layer in enumerate(weights.layers):
         at = f"model.layers.{i}."
         slots[at + "input_layernorm.weight"] = layer.input_norm

@@ -184,7 +184,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
         machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
     resolved = resolve(config, machine, info.shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
-    if resolved.device.startswith("cuda") and not torch.cuda.is_available():
+    if resolved.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
     tokenizer = load_tokenizer(info)
     dtype = getattr(torch, resolved.dtype)
@@ -220,7 +220,7 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
         if config.decoder == "own":
             raise ConfigError(f"our decoder does not know {info.config.model_type} with these options", "decoder")
     loaded = load_model(info, config.dtype, config.device)
-    check_model(loaded, kv)
+    check_model(loaded, kv, config.context_length)
     return AnyModel(loaded.module, kv)
 
 

@@ -1,30 +1,38 @@
-"""Finding, checking and loading a checkpoint, offline: a folder as transformers saves it, a cached hub name, "pocket".
-
-Nothing is downloaded. What a model computes with is `any_model`'s matter.
-"""
+"""Checking and loading a checkpoint, offline. Where one lies is said by `folder`, what it computes by `any_model`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from holdfast.replicas.config import BYTES, POCKET, DType, ModelShape
+from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import CellShape
+from holdfast.replicas.model.folder import model_folder
 
-_POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError, SafetensorError)
+_LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    AttributeError,
+    TypeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a checkpoint's configuration says. `path` is what transformers' loaders take, the tokenizer's too."""
+    """What a checkpoint's configuration says. `path` is its folder, the tokenizer's too."""
 
     path: str
     config: Any
@@ -42,29 +50,16 @@ class LoadedModel:
     eos: frozenset[int]
 
 
-def model_path(name: str) -> str:
-    """The folder or hub name behind a configured model name. Raises ConfigError for a folder that is not there."""
-    path = str(_POCKET_FOLDER) if name == POCKET else name
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise _error(name, "the folder has no config.json")
-        return str(folder)
-    if name == POCKET or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise _error(name, f"there is no folder {folder}")
-    return name
-
-
 def inspect_model(name: str) -> ModelInfo:
     """Read a checkpoint's configuration.
 
     Raises ConfigError when it is missing, unreadable or not of a causal LM that can be served.
     """
-    path = model_path(name)
+    path = str(model_folder(name))
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise _error(name, _first_line(error)) from error
+        raise _error(name, _said(error)) from error
     if getattr(config, "is_encoder_decoder", False):
         raise _error(name, "it is an encoder-decoder, and only causal language models are served")
     text = config.get_text_config(decoder=True)
@@ -78,10 +73,11 @@ def inspect_model(name: str) -> ModelInfo:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         )
-        context, vocabulary = int(text.max_position_embeddings), int(text.vocab_size)
-    except (AttributeError, TypeError) as error:
+        context, vocabulary = _context(text), int(text.vocab_size)
+    except (AttributeError, TypeError, ValueError) as error:
         raise _error(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
-    return ModelInfo(path, config, cell, ModelShape(context, _dtype_name(config), cell.values), vocabulary)
+    shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context))
+    return ModelInfo(path, config, cell, shape, vocabulary)
 
 
 def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
@@ -100,7 +96,7 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
             output_loading_info=True,
         )
     except _LOADING_ERRORS as error:
-        raise _error(info.path, _first_line(error)) from error
+        raise _error(info.path, _said(error)) from error
     if missing := sorted(report["missing_keys"]):
         raise _error(info.path, f"its files lack {len(missing)} weights, {missing[0]} among them")
     module.eval().requires_grad_(False).to(device)
@@ -112,20 +108,27 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(info.path, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise _error(info.path, f"its tokenizer does not load ({_first_line(error)})") from error
+        raise _error(info.path, f"its tokenizer does not load ({_said(error)})") from error
 
 
 def eos_ids(info: ModelInfo) -> frozenset[int]:
-    """End-of-sequence ids of the generation settings and of the configuration, each a number, a list or nothing."""
-    try:
-        settings = GenerationConfig.from_pretrained(info.path, local_files_only=True)
-    except OSError:  # a checkpoint need not have any
-        settings = None
+    """End-of-sequence ids of the generation settings and of the configuration, each a number, a list or nothing.
+
+    Raises ConfigError for settings that cannot be read, because a model that is not stopped goes on for ever.
+    """
+    settings = None
+    if (Path(info.path) / "generation_config.json").is_file():  # a checkpoint need not have any
+        try:
+            settings = GenerationConfig.from_pretrained(info.path, local_files_only=True)
+        except _LOADING_ERRORS as error:
+            raise _error(info.path, f"its generation_config.json does not load ({_said(error)})") from error
     found: set[int] = set()
     for source in (settings, info.config):
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(type(each) is int for each in listed):
+            raise _error(info.path, f"its eos_token_id is {ids!r}, not a number or a list of numbers")
+        found.update(listed)
     return frozenset(found)
 
 
@@ -143,8 +146,37 @@ def _dtype_name(config: Any) -> DType:
     return "bfloat16"
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+def _context(text: Any) -> int:
+    """The longest context: what YaRN stretches the original one to, where max_position_embeddings still has that."""
+    stretched = (
+        int((rope.get("factor") or 1) * rope["original_max_position_embeddings"])
+        for rope in _rotaries(text)
+        if rope.get("rope_type") == "yarn"
+    )
+    return max((int(text.max_position_embeddings), *stretched))
+
+
+def _steady_context(text: Any, context: int) -> int:
+    """The longest context in which no sequence of a step changes how the others' positions are turned.
+
+    With longrope the longest sequence decides for all of them: one beyond the original context has long factors.
+    (`dynamic` does so beyond max_position_embeddings, which no sequence gets to.)
+    """
+    original = (
+        int(rope["original_max_position_embeddings"]) for rope in _rotaries(text) if rope.get("rope_type") == "longrope"
+    )
+    return min((context, *original))
+
+
+def _rotaries(text: Any) -> list[dict[str, Any]]:
+    """Parameters of rotary embeddings, one for all layers or one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+
+
+def _said(error: BaseException) -> str:
+    """The first two lines of an error, in one: the second often says what is wrong with what the first names."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2]) or type(error).__name__
 
 
 def _error(name: str, why: str) -> ConfigError:

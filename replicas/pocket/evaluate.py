@@ -173,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the scores to this file")
     parser.add_argument("--show", type=int, default=0, help="print this many wrong turns of each suite")
     options = parser.parse_args(argv)
+    if options.count < 1:
+        parser.error(f"--count must be at least 1, not {options.count}")
     scores = evaluate(options.model, options.count, options.seed, options.device, options.show)
     print(table(scores))
     if options.json:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,15 @@ from holdfast.replicas.pocket.tokenizer import SPECIAL, load, packaged
 
 WEIGHTS = Path(__file__).with_name("weights")
 """The shipped model."""
+_WRITTEN = {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+}
+_BESIDE = {"README.md", "scores.json"}  # a model card, and what `evaluate` found of the weights that go
 
 
 def export(
@@ -27,8 +37,10 @@ def export(
 ) -> None:
     """Write config, weights, tokenizer and chat template; ``out`` appears whole or not at all.
 
-    A model card that stands in ``out`` is kept.
+    A model card that stands in ``out`` is kept, an older export goes. Raises FileExistsError for an ``out`` with
+    anything else in it.
     """
+    check_free(out)
     tokenizer = packaged(load(tokenizer_folder))
     end, pad = (tokenizer.convert_tokens_to_ids(token) for token in (END, SPECIAL[0]))
     config = LlamaConfig(
@@ -51,6 +63,15 @@ def export(
         replace_folder(temporary, out)
 
 
+def check_free(out: Path) -> None:
+    """Raise FileExistsError unless ``out`` is missing, empty, or an older export."""
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} exists and is not a folder")
+    others = sorted({file.name for file in out.iterdir()} - _WRITTEN - _BESIDE) if out.exists() else []
+    if others:
+        raise FileExistsError(f"{out} holds {others[0]}, which no export writes: give a new or empty folder")
+
+
 def replace_folder(new: Path, out: Path) -> None:
     """Put ``new`` where ``out`` is."""
     if out.exists():
@@ -66,7 +87,7 @@ def _add_old_names(path: Path, shape: PocketShape) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Command line; a refusal is one line on stderr and exit status 2."""
     parser = argparse.ArgumentParser(prog="pocket export", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="training folder")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
@@ -74,13 +95,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--last", action="store_true", help="the last weights in place of their average")
     options = parser.parse_args(argv)
     state = torch.load(options.checkpoint / "checkpoint.pt", map_location="cpu", weights_only=True)
-    export(
-        state["model" if options.last else "average"],
-        PocketShape(**state["shape"]),
-        options.checkpoint,
-        options.out,
-        getattr(torch, options.dtype),
-    )
+    try:
+        export(
+            state["model" if options.last else "average"],
+            PocketShape(**state["shape"]),
+            options.checkpoint,
+            options.out,
+            getattr(torch, options.dtype),
+        )
+    except FileExistsError as error:
+        print(f"export: {error}", file=sys.stderr)
+        return 2
     print(f"step {state['step']}, {state['tokens']} tokens -> {options.out}")
     return 0
 

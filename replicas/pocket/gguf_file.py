@@ -21,15 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor
 
 from holdfast.replicas.pocket.export import WEIGHTS
-from holdfast.replicas.pocket.shapes import Family, InflateError, NoRoomError, Shape, shape_of
+from holdfast.replicas.pocket.shapes import Family, InflateError, NoRoomError, Shape, full_config, shape_of
 from holdfast.replicas.pocket.tokenizer import CUT
 
 CUT_AT_DIGITS = "superbpe"
+_DTYPES = ("F32", "F16", "BF16")
 _SPARE_BYTES = 16 << 20
 
 
@@ -47,9 +48,10 @@ def write_gguf(folder: Path, out: Path) -> Path:
         import gguf
     except ImportError as error:
         raise GgufError("the package gguf is missing: .venv/bin/pip install -e '.[gguf]' -c constraints.txt") from error
-    config = _read(folder / "config.json")
+    written = _read(folder / "config.json")
     tokenizer = _read(folder / "tokenizer.json")
-    shape = shape_of(config, context=0)
+    shape = shape_of(written, context=0)
+    config = full_config(written)
     check_merges(tokenizer)
     if out.exists():
         raise NoRoomError(f"{out} exists")
@@ -66,6 +68,8 @@ def write_gguf(folder: Path, out: Path) -> Path:
         _write_tensors(writer, folder, shape, family, gguf)
         writer.close()
         os.replace(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise GgufError(f"{folder} cannot be written to {out}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return out
@@ -73,7 +77,7 @@ def write_gguf(folder: Path, out: Path) -> Path:
 
 def check_merges(tokenizer: dict[str, Any]) -> None:
     """Raise GgufError unless the tokenizer has Pocket's cut and that may be left out: no merge joins two words."""
-    cuts = [part.get("pattern") for part in (tokenizer["pre_tokenizer"] or {}).get("pretokenizers", ())]
+    cuts = [part.get("pattern") for part in (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers", ())]
     if {"Regex": CUT} not in cuts or tokenizer["model"]["type"] != "BPE":
         raise GgufError("only Pocket's tokenizer, or one trained in its way, can be written")
     cut, bytes_of = pre_tokenizers.Split(Regex(CUT), "isolated"), decoders.ByteLevel()
@@ -88,7 +92,9 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise GgufError(f"{path} cannot be read: {error}") from error
-    return dict(found)
+    if not isinstance(found, dict):
+        raise GgufError(f"{path} does not hold a JSON object")
+    return found
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -98,8 +104,8 @@ def _shards(folder: Path) -> list[Path]:
     return found
 
 
-def _add_sizes(writer: Any, shape: Shape, config: dict[str, Any]) -> None:
-    writer.add_context_length(config["max_position_embeddings"])
+def _add_sizes(writer: Any, shape: Shape, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
     writer.add_vocab_size(shape.vocabulary)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
@@ -109,14 +115,17 @@ def _add_sizes(writer: Any, shape: Shape, config: dict[str, Any]) -> None:
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(float((config.get("rope_parameters") or config)["rope_theta"]))
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any], tokenizer: dict[str, Any], types: Any) -> None:
+def _add_tokenizer(writer: Any, folder: Path, config: Any, tokenizer: dict[str, Any], types: Any) -> None:
     """Tokens with their types, merges, control ids and the chat template; rows without a token are marked unused."""
-    texts = [f"[unused {index}]" for index in range(config["vocab_size"])]
+    texts = [f"[unused {index}]" for index in range(config.vocab_size)]
     kinds = [types.UNUSED] * len(texts)
+    most = max([*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    if most >= len(texts):
+        raise GgufError(f"the tokenizer has a token {most}, the model {len(texts)} of them")
     for text, index in tokenizer["model"]["vocab"].items():
         texts[index], kinds[index] = text, types.NORMAL
     for token in tokenizer["added_tokens"]:
@@ -127,11 +136,18 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any], tokenizer:
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_pad_token_id(config["pad_token_id"])
-    writer.add_bos_token_id(config["pad_token_id"])  # never added, but llama.cpp wants to know one
+    writer.add_eos_token_id(_token_id(config, "eos_token_id"))
+    writer.add_pad_token_id(_token_id(config, "pad_token_id"))
+    writer.add_bos_token_id(_token_id(config, "pad_token_id"))  # never added, but llama.cpp wants to know one
     writer.add_add_bos_token(False)
     writer.add_chat_template((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+
+
+def _token_id(config: Any, name: str) -> int:
+    found = getattr(config, name)
+    if not isinstance(found, int):
+        raise GgufError(f"{name} of config.json is {found!r}, not one number")
+    return found
 
 
 def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: Any) -> None:
@@ -144,10 +160,12 @@ def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: A
         for file, name in slots:
             part = file.get_slice(name)
             sizes = part.get_shape()
+            placed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if placed is None or part.get_dtype() not in _DTYPES:
+                raise GgufError(f"{name} in {part.get_dtype()} cannot be written")
             kind = gguf.GGMLQuantizationType["F32" if len(sizes) == 1 else part.get_dtype()]
             length = 4 if kind == gguf.GGMLQuantizationType.F32 else 2
             sizes = [*sizes[:-1], sizes[-1] * length]
-            placed = names.get_name(name, try_suffixes=(".weight", ".bias"))
             writer.add_tensor_info(placed, sizes, np.dtype(np.uint8), math.prod(sizes), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

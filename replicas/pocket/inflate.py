@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from holdfast.replicas.pocket.export import WEIGHTS
-from holdfast.replicas.pocket.padding import Inflation, Scales
+from holdfast.replicas.pocket.padding import Inflation, Scales, slots_of
 from holdfast.replicas.pocket.shapes import (
     SHAPES,
     Family,
@@ -33,6 +34,8 @@ from holdfast.replicas.pocket.shapes import (
     Shape,
     UnknownShapeError,
     check_embeds,
+    full_config,
+    read_config,
     resolve_shape,
     shape_of,
 )
@@ -44,32 +47,38 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to inflate: its folder, config, shape and float32 weights."""
+    """A checkpoint to inflate: its folder, transformers configuration, shape and float32 weights."""
 
     folder: Path
-    config: dict[str, Any]
+    config: LlamaConfig
     shape: Shape
     weights: dict[str, Tensor]
 
     @property
     def theta(self) -> float:
         """Rotary base."""
-        return float((self.config.get("rope_parameters") or self.config)["rope_theta"])
+        return float(self.config.rope_parameters["rope_theta"])
 
 
 def read_source(name: str) -> Source:
-    """``pocket``, or the folder of another Llama without biases and rotary scaling."""
+    """``pocket``, or the folder of another Llama without biases and rotary scaling. Raises an InflateError."""
     folder = WEIGHTS if name == "pocket" else Path(name)
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise UnknownShapeError(f"{folder} holds no config.json with a model.safetensors")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder / "config.json")
     shape = shape_of(config, context=0)
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = rotary.get("rope_type", rotary.get("type", "default")) == "default"
     if shape.family is not Family.LLAMA or shape.qkv_bias or shape.mlp_bias or not plain:
         raise IncompatibleShapeError("only a Llama without biases and rotary scaling can be inflated")
-    weights = {key: value.float() for key, value in load_file(folder / "model.safetensors").items()}
-    return Source(folder, config, shape, weights)
+    try:
+        weights = {key: value.float() for key, value in load_file(folder / "model.safetensors").items()}
+    except (OSError, SafetensorError) as error:
+        raise InflateError(f"{folder / 'model.safetensors'} cannot be read: {error}") from error
+    for slot in slots_of(shape):
+        if slot.name not in weights or weights[slot.name].shape != slot.shape:
+            raise InflateError(f"{folder} holds no {slot.name} of {' x '.join(str(size) for size in slot.shape)}")
+    return Source(folder, full_config(config), shape, weights)
 
 
 def inflate(
@@ -91,13 +100,13 @@ def inflate(
             f"{dtype} is not supported: the scaled residual needs the range of bfloat16 or float32"
         )
     small = read_source(source)
-    target = resolve_shape(shape, context=small.config["max_position_embeddings"])
+    target = resolve_shape(shape, context=small.config.max_position_embeddings)
     if not pad_vocabulary or target.vocabulary < small.shape.vocabulary:
         target = replace(target, vocabulary=small.shape.vocabulary)
     check_embeds(small.shape, target)
-    scales = Scales.of(small.shape, target, small.config["rms_norm_eps"], small.theta)
+    scales = Scales.of(small.shape, target, small.config.rms_norm_eps, small.theta)
     inflation = Inflation(small.shape, target, scales, small.weights, dtype, seed)
-    slots = inflation.slots()
+    slots = slots_of(target)
     config = target_config(small, target, scales, dtype)
     check_room(out, total_bytes(slots, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +139,7 @@ def check_room(out: Path, size: int) -> None:
 def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dtype) -> dict[str, Any]:
     """The target's sizes with the source's context, rotary base and token ids."""
     options: dict[str, Any] = {
-        key: source.config.get(key)
+        key: getattr(source.config, key)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     }
     if target.family is Family.MISTRAL:

@@ -72,6 +72,34 @@ class Scales:
         )
 
 
+def slots_of(t: Shape) -> list[Slot]:
+    """Every tensor of a checkpoint of this shape, in the order of the layers."""
+    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
+    slots = [Slot("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
+    for layer in range(t.layers):
+        at = f"model.layers.{layer}."
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        slots += [Slot(f"{at}self_attn.{name}.weight", (count, t.hidden)) for name, count in rows.items()]
+        slots.append(Slot(f"{at}self_attn.o_proj.weight", (t.hidden, queries)))
+        if t.qkv_bias:
+            slots += [Slot(f"{at}self_attn.{name}.bias", (count,)) for name, count in rows.items()]
+        if t.output_bias:
+            slots.append(Slot(f"{at}self_attn.o_proj.bias", (t.hidden,)))
+        if t.head_norms:
+            slots += [Slot(f"{at}self_attn.{name}.weight", (t.head_dim,)) for name in ("q_norm", "k_norm")]
+        sizes = {
+            "gate_proj": (t.intermediate, t.hidden),
+            "up_proj": (t.intermediate, t.hidden),
+            "down_proj": (t.hidden, t.intermediate),
+        }
+        slots += [Slot(f"{at}mlp.{name}.weight", size) for name, size in sizes.items()]
+        if t.mlp_bias:
+            slots += [Slot(f"{at}mlp.{name}.bias", size[:1]) for name, size in sizes.items()]
+        slots += [Slot(f"{at}{name}.weight", (t.hidden,)) for name in ("input_layernorm", "post_attention_layernorm")]
+    slots.append(Slot("model.norm.weight", (t.hidden,)))
+    return slots if t.tied else [*slots, Slot("lm_head.weight", (t.vocabulary, t.hidden))]
+
+
 @dataclass(frozen=True, slots=True)
 class Inflation:
     """The target's tensors as a function of the source's; nothing is held but the source."""
@@ -82,36 +110,6 @@ class Inflation:
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     seed: int
-
-    def slots(self) -> list[Slot]:
-        """Every tensor of the target with its shape, in the order of the layers."""
-        t = self.target
-        queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
-        slots = [Slot("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
-        for layer in range(t.layers):
-            at = f"model.layers.{layer}."
-            rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-            slots += [Slot(f"{at}self_attn.{name}.weight", (count, t.hidden)) for name, count in rows.items()]
-            slots.append(Slot(f"{at}self_attn.o_proj.weight", (t.hidden, queries)))
-            if t.qkv_bias:
-                slots += [Slot(f"{at}self_attn.{name}.bias", (count,)) for name, count in rows.items()]
-            if t.output_bias:
-                slots.append(Slot(f"{at}self_attn.o_proj.bias", (t.hidden,)))
-            if t.head_norms:
-                slots += [Slot(f"{at}self_attn.{name}.weight", (t.head_dim,)) for name in ("q_norm", "k_norm")]
-            sizes = {
-                "gate_proj": (t.intermediate, t.hidden),
-                "up_proj": (t.intermediate, t.hidden),
-                "down_proj": (t.hidden, t.intermediate),
-            }
-            slots += [Slot(f"{at}mlp.{name}.weight", size) for name, size in sizes.items()]
-            if t.mlp_bias:
-                slots += [Slot(f"{at}mlp.{name}.bias", size[:1]) for name, size in sizes.items()]
-            slots += [
-                Slot(f"{at}{name}.weight", (t.hidden,)) for name in ("input_layernorm", "post_attention_layernorm")
-            ]
-        slots.append(Slot("model.norm.weight", (t.hidden,)))
-        return slots if t.tied else [*slots, Slot("lm_head.weight", (t.vocabulary, t.hidden))]
 
     def tensor(self, slot: Slot) -> Tensor:
         """One tensor of the target."""

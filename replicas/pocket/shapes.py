@@ -8,6 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
 
 class InflateError(ValueError):
     """Inflation was refused; nothing has been written."""
@@ -97,13 +100,18 @@ def resolve_shape(name: str, *, context: int) -> Shape:
         raise UnknownShapeError(
             f"unknown shape {name!r}: give one of {', '.join(SHAPES)}, or the path of a config.json"
         )
+    return shape_of(read_config(path), context=context)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a config.json says. Raises UnknownShapeError."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UnknownShapeError(f"{path} is not a readable config.json: {error}") from error
     if not isinstance(config, dict):
         raise UnknownShapeError(f"{path} does not hold a JSON object")
-    return shape_of(config, context=context)
+    return config
 
 
 def shape_of(config: dict[str, Any], *, context: int) -> Shape:
@@ -137,6 +145,18 @@ def shape_of(config: dict[str, Any], *, context: int) -> Shape:
     return shape
 
 
+def full_config(config: dict[str, Any]) -> Any:
+    """The transformers configuration that a config.json of a known family stands for, its family's defaults included.
+
+    Raises IncompatibleShapeError for values that transformers does not take.
+    """
+    try:
+        return AutoConfig.for_model(**config)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise IncompatibleShapeError(f"not a configuration of {config['model_type']!r}: {why}") from error
+
+
 def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
@@ -167,6 +187,8 @@ def _check_options(config: dict[str, Any], family: Family, context: int) -> None
 
 def check_embeds(source: Shape, target: Shape) -> None:
     """Raise IncompatibleShapeError unless every part of ``source`` has room in ``target``."""
+    if target.tied and not source.tied:
+        raise IncompatibleShapeError("the source has a head of its own, and the shape ties its head to the embedding")
     for name in ("hidden", "intermediate", "layers", "heads", "head_dim"):
         mine, theirs = getattr(source, name), getattr(target, name)
         if theirs < mine:

@@ -25,7 +25,7 @@ class RetentionConfig:
     fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
 
     # bernstein (Continuum's first version; the paper leaves the values open)
-    delta: float = 0.05  # bernstein: a tool takes longer than its bound with this probability at most
+    delta: float = 0.05  # bernstein: the mean of a tool's times is above its bound with this probability at most
     tool_samples: int = 10  # bernstein: from so many calls on a tool's own bound counts
     overall_samples: int = 10  # bernstein: from so many calls on that of all tools counts
     unknown_s: float = 2.0  # bernstein: the bound until then

@@ -174,6 +174,21 @@ def test_the_card_is_learnt_once() -> None:
     run(work)
 
 
+def test_a_model_may_take_longer_to_load_than_a_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "RETRY_S", 0.0)
+    card = ModelCard("m", 100, 10)
+    nobody = UnavailableError("no replica came up within 60 s")
+    backend = ServeBackend(Handle([nobody], [nobody], [card]))  # type: ignore[arg-type]
+    run(lambda: backend.start(5.0))
+    assert list(run(backend.models)) == [card]
+
+
+def test_a_start_without_any_replica_ends_in_time() -> None:
+    backend = ServeBackend(Handle([...]))  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        run(lambda: backend.start(0.01))
+
+
 @pytest.mark.parametrize("silent", [DIED, ...])
 def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "HEALTHY_S", 0.01)

@@ -29,6 +29,17 @@ def test_a_folder_with_a_model_is_found(model: Path) -> None:
     assert checks.model_folder(str(model)) == model
 
 
+def test_a_cached_hub_name_is_found_in_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "models--no--such"
+    snapshot = cached / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert checks.model_folder("no/such") == snapshot
+
+
 @pytest.mark.parametrize("name", ["/nowhere", "no/such-model", "no such model", "a/b/c"])
 def test_a_missing_model_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -48,7 +48,11 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
         ("server: {prot: 1}", "server.prot", "'port'"),
         ("engine: {page_sise: 1}", "engine.page_sise", "'page_size'"),
         ("tenants: [{name: a, limits: {max_conccurrent: 1}}]", "tenants.0.limits.max_conccurrent", "'max_concurrent'"),
-        ("1: {}", "1", "unknown key"),
+        ("a: 1\n1: {}", "config", "line 2"),
+        ("server:\n  port: 1\n  port: 2", "config", "line 3"),
+        ("server: {}\nengine: {}\nserver: {}", "config", "'server' is there twice"),
+        ("tenants: [{name: a, name: b}]", "config", "'name'"),
+        ("tenants: [{name: 2024-13-45}]", "config", "YAML"),
         ("server: {port: x}", "server.port", "'x'"),
         ("server: {port: '80'}", "server.port", "'80'"),
         ("server: {port: 1.5}", "server.port", "1.5"),
@@ -116,3 +120,8 @@ def test_a_server_open_to_others_needs_keys() -> None:
     tenant = Tenant("a", (hash_key("k"),))
     config.check_tenants(Settings(server=ServerConfig(host="0.0.0.0"), tenants=(tenant,)))
     config.check_tenants(Settings())
+
+
+def test_a_key_may_stand_above_one_that_is_merged() -> None:
+    text = "tenants:\n  - &a {name: a, weight: 2}\n  - {<<: *a, name: b}\n"
+    assert [(each.name, each.weight) for each in config_file.parse(text).tenants] == [("a", 2.0), ("b", 2.0)]

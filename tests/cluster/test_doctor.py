@@ -117,6 +117,8 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours() -> None:
         port = taken.getsockname()[1]
         found = doctor_checks.listening(settings(server=ServerConfig(port=port)))
         one(found, State.FAIL, str(port), "--port")
+        found = doctor_checks.listening(settings(server=ServerConfig(port=_free_port(), ray_metrics_port=port)))
+        one(found, State.FAIL, str(port), "server.ray_metrics_port")
     one(doctor_checks.listening(settings(server=ServerConfig("192.0.2.1"))), State.FAIL, "address of this machine")
 
 
@@ -193,10 +195,34 @@ def test_memory_of_a_gpu(engine: EngineConfig, gpu: Gpu, state: State, word: str
     assert of_the_host.state is State.OK
 
 
+@pytest.mark.parametrize(("count", "state"), [(1, State.OK), (2, State.FAIL)])
+def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) -> None:
+    facts = replace(WITH_GPU, gpus=(H100, replace(H100, free=2 * GIB)), torch_gpus=2)
+    of_the_gpu, _ = doctor_checks.memory(settings(replicas=ReplicasConfig(count)), facts)
+    one([of_the_gpu], state)
+
+
+@pytest.mark.parametrize(("free", "state"), [(6 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
+def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) -> None:
+    """Four GiB, the weights while they are loaded, and one for what is beside the engines."""
+    _, of_the_host = doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free))
+    one([of_the_host], state)
+
+
 def test_memory_of_a_machine_and_of_a_container() -> None:
     meminfo = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 500 kB\nHugePages_Total: 0\n"
     assert machine_facts._memory(meminfo, None) == (1000 << 10, 500 << 10)
-    assert machine_facts._memory(meminfo, 100) == (100, 100)
+    assert machine_facts._memory(meminfo, (100, 40)) == (100, 40)
+    assert machine_facts._memory(meminfo, (1 << 40, 1 << 39)) == (1000 << 10, 500 << 10)
+
+
+def test_what_is_left_of_a_container(tmp_path: Path) -> None:
+    assert machine_facts._container(tmp_path) is None
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 500\ninactive_file 150\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert machine_facts._container(tmp_path) == (1000, 450)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine_facts._container(tmp_path) is None
 
 
 @pytest.fixture

@@ -1,19 +1,19 @@
 """The configuration of an application in a Serve config file."""
 
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
-import redis
 import yaml
 from doc_commands import blocks
 from pydantic import ValidationError
+from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from holdfast.cluster import serve_config
+from holdfast.cluster import application, serve_config
 from holdfast.cluster.application import REPLICAS, ROUTER
-from holdfast.cluster.serve_config import MOUNT_S, Arguments, await_digest, settings, with_password
+from holdfast.cluster.serve_config import STARTS, Arguments, settings
 from holdfast.replicas.errors import ConfigError
+from holdfast.router.store import RedisAddress
 from holdfast.router.tenants import hash_key
 
 REDIS = {"url": "redis://store:6379/1"}
@@ -33,19 +33,7 @@ def test_secrets_come_from_files(tmp_path: Path, tenants_file: Path) -> None:
     found = settings(Arguments(config=config, tenants_file=tenants_file, redis_password_file=password))
     assert [tenant.name for tenant in found.tenants] == ["a"]
     assert found.replicas.count == 3
-    assert redis.Redis.from_url(found.redis.url).connection_pool.connection_kwargs["password"] == "p:a/s@s"
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("redis://h:1/0", "redis://:pw@h:1/0"),
-        ("rediss://u@h:1/0", "rediss://u:pw@h:1/0"),
-        ("redis://u:old@h", "redis://u:pw@h"),
-    ],
-)
-def test_a_password_goes_into_the_url(url: str, expected: str) -> None:
-    assert with_password(url, "pw") == expected
+    assert found.redis.url == REDIS["url"]
 
 
 @pytest.mark.parametrize(
@@ -69,21 +57,9 @@ def test_a_file_of_tenants_holds_nothing_else(tenants_file: Path) -> None:
         settings(Arguments(config={"redis": REDIS}, tenants_file=tenants_file))
 
 
-def test_an_older_file_of_tenants_is_waited_for(tenants_file: Path) -> None:
-    new = "tenants: []"
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        if now[0] == 3.0:
-            tenants_file.write_text(new + "\n")
-
-    await_digest(tenants_file, sha256(new.encode()).hexdigest(), lambda: now[0], sleep)
-    assert now[0] == 3.0
-    with pytest.raises(ConfigError, match="not the file"):
-        await_digest(tenants_file, "0" * 64, lambda: now[0], sleep)
-    assert now[0] == 3.0 + MOUNT_S
-    await_digest(tenants_file, "", lambda: now[0], sleep)
+def test_tenants_stand_in_one_place(tenants_file: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere else"):
+        settings(Arguments(config={"redis": REDIS, "tenants": [{"name": "b"}]}, tenants_file=tenants_file))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -100,6 +76,16 @@ def test_unknown_arguments_are_refused() -> None:
 def test_the_application_is_named_by_its_import_path() -> None:
     built = serve_config.application(Arguments(config={"redis": REDIS}))
     assert type(built).__name__ == "Application"
+
+
+@pytest.mark.parametrize("starts", [1, STARTS])
+def test_on_a_cluster_one_engine_that_does_not_start_is_not_the_end(starts: int) -> None:
+    arguments = Arguments(config={"redis": REDIS})
+    found = settings(arguments)
+    alone = application.build(found, RedisAddress(found.redis.url), gpus=0)
+    built = build_app(alone if starts == 1 else serve_config.application(arguments), name="a")
+    (engines,) = [each for each in built.deployments if each.name == REPLICAS]
+    assert engines._deployment_config.max_constructor_retry_count == starts
 
 
 def test_the_file_of_the_operating_page_is_one_that_serve_takes(tmp_path: Path, tenants_file: Path) -> None:

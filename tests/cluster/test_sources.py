@@ -124,6 +124,8 @@ def check(tmp_path: Path, text: str) -> list[tuple[int, str]]:
         ("tenants:\n- name: a\n- name: b\n  wieght: 2\n", [(4, "tenants.1.wieght")]),
         ("server:\n  host: 0.0.0.0\n", [(2, "server.host")]),
         ("server: [1, 2\n", [(2, "")]),
+        ("engine:\n  threads: 4\n  threads: 8\n", [(3, "")]),
+        ("server:\n  port: 1\n7: {}\n", [(3, "")]),
         ("- 1\n", [(1, "")]),
     ],
 )

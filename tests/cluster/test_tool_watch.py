@@ -7,7 +7,7 @@ from redis_server import RedisServer
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tool_latency import ToolLatencies
 
 PATIENT = 5.0
@@ -20,9 +20,9 @@ def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_pa
 
     async def scenario():
         learned: asyncio.Queue[LatencySnapshot] = asyncio.Queue()
-        store = RedisStore(server.url, MemoryStore(1, 1), PATIENT, 0.01)
+        store = RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, 0.01)
         latencies = ToolLatencies(store, 0.01)
-        watches = [ToolWatch(server.url, CONFIG, learned.put) for _ in range(2)]
+        watches = [ToolWatch(RedisAddress(server.url), CONFIG, learned.put) for _ in range(2)]
 
         async def seen_by_both(tool: str) -> LatencySnapshot:
             async with asyncio.timeout(PATIENT):
@@ -55,7 +55,7 @@ def test_a_watch_that_never_finds_redis_disturbs_nobody(tmp_path):
         async def learn(snapshot: LatencySnapshot) -> None:
             learned.append(snapshot)
 
-        watch = ToolWatch(RedisServer(tmp_path).url, CONFIG, learn)
+        watch = ToolWatch(RedisAddress(RedisServer(tmp_path).url), CONFIG, learn)
         async with asyncio.timeout(PATIENT):
             while not watch._store.degraded:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -1,10 +1,12 @@
 """`holdfast status` and `holdfast top`: on a terminal of our own, against a router with a replica that only says so."""
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -161,6 +163,23 @@ def test_a_look_that_fails_is_told_and_the_next_one_counts(url: str) -> None:
     shown = list(top.looks(ask, told, 1.0, Console(width=COLUMNS, height=ROWS), lambda seconds: next(keys)))
     assert len(shown) == 4
     assert "gone" in str(shown[1])
+
+
+def test_rates_are_between_looks_at_one_router(url: str) -> None:
+    """Each counts for itself, and a proxy asks now the one, now the other."""
+    told = httpx.get(f"{url}/v1/cluster/status", trust_env=False).json()
+
+    def look(router: str, time: float, tokens: int) -> dict[str, Any]:
+        tenants = [{**told["tenants"][0], "prompt_tokens": tokens}]
+        return {**told, "router": router, "time": time, "replicas": [], "programs": [], "tenants": tenants}
+
+    coming = [look("b", 11.0, 5_800_000), look("a", 12.0, 140), look("b", 13.0, 5_800_500)]
+    console = Console(width=COLUMNS, height=ROWS, record=True, file=io.StringIO())
+    keys = iter(["", "", "", "q"])
+    for shown in top.looks(lambda: coming.pop(0), look("a", 10.0, 100), 1.0, console, lambda seconds: next(keys)):
+        console.print(shown)
+    rows = [line.split() for line in console.export_text().splitlines() if line.startswith("default")]
+    assert [row[5:7] for row in rows] == [["100", "tok"], ["5.8M", "tok"], ["20", "tok/s"], ["250", "tok/s"]]
 
 
 def test_numbers_are_short() -> None:

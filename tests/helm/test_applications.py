@@ -1,15 +1,16 @@
 """serveConfigV2: what Ray reads is what was meant, and the configuration in it is the one of `holdfast serve`."""
 
 import base64
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from helm_chart import VALUES, Object, containers, find, pod_templates, render, serve_config
+from ray.autoscaler._private.kuberay.autoscaling_config import _get_ray_resources_from_group_spec
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
+from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
 
 from holdfast.cluster import config_file, environment
@@ -24,7 +25,8 @@ TWO = (
     "config.engine.max_sequences=32",
     "config.router.max_body_bytes=33554432",
 )
-CASES = [("", ()), *((values, ()) for values in VALUES), ("", TWO)]
+PART = ("modelDefaults.gpuResource=nvidia.com/mig-3g\\.40gb", "modelDefaults.autoscaling.enabled=true")
+CASES = [("", ()), ("", PART), *((values, ()) for values in VALUES), ("", TWO)]
 
 
 def unknown(given: Any, read: Any, path: str = "") -> list[str]:
@@ -84,18 +86,31 @@ def test_the_application_is_built_by_its_import_path(values: str, settings: tupl
     for each in serve_config(render(values, settings))["applications"]:
         module, _, name = each["import_path"].partition(":")
         assert (module, name) == (builder.__name__, "application")
-        args = each["args"] | {"tenants_file": str(tmp_path / "tenants.yaml"), "tenants_digest": ""}
+        args = each["args"] | {"tenants_file": str(tmp_path / "tenants.yaml")}
         args["redis_password_file"] = str(tmp_path / "password")
         built = build_app(call_user_app_builder_with_args_if_necessary(builder.application, args), name=each["name"])
         assert {deployment.name for deployment in built.deployments} == {d["name"] for d in each["deployments"]}
 
 
-def test_the_tenants_that_the_chart_makes_are_the_ones_that_are_waited_for() -> None:
-    objects = render()
-    text = find(objects, "Secret", "-tenants")["stringData"]["tenants.yaml"]
-    assert application(objects)["args"]["tenants_digest"] == sha256(text.strip().encode()).hexdigest()
+def test_the_tenants_that_the_chart_makes_are_those_of_its_secret() -> None:
+    text = find(render(), "Secret", "-tenants")["stringData"]["tenants.yaml"]
     tenant = config_file.parse(text).tenants[0]
     assert tenant.key_hashes == (hash_key("hf-example"),)
+
+
+def test_neither_a_tenant_nor_a_password_more_replaces_what_runs() -> None:
+    """Serve replaces all replicas of an application whose version is another."""
+    more = f"tenants: {{list: [{{name: b, key_hashes: ['{hash_key('x')}']}}]}}"
+    renders = [render(), render("", ("redis.auth.password=other",), more)]
+    secrets = [find(objects, "Secret", "-tenants") for objects in renders]
+    assert secrets[0] != secrets[1]
+    first, second = (find(objects, "RayService") for objects in renders)
+    assert first == second
+    versions = [
+        get_app_code_version(ServeDeploySchema(**serve_config(objects)).applications[0])
+        for objects in (*renders, render("", ("config.engine.page_size=8",)))
+    ]
+    assert versions[0] == versions[1] != versions[2]
 
 
 def test_a_list_of_tenants_is_kept_as_it_was_given() -> None:
@@ -109,12 +124,14 @@ def test_a_list_of_tenants_is_kept_as_it_was_given() -> None:
     ]
 
 
-def test_prometheus_has_the_key_of_a_tenant_who_may_read_metrics_and_little_else() -> None:
-    objects = render("", ("monitoring.podMonitor.enabled=true",))
+@pytest.mark.parametrize("key", ["api-key", "other"])
+def test_prometheus_has_the_key_of_a_tenant_who_may_read_metrics_and_little_else(key: str) -> None:
+    objects = render("", ("monitoring.podMonitor.enabled=true", f"monitoring.podMonitor.apiKey.secretKey={key}"))
     tenants = config_file.parse(find(objects, "Secret", "-tenants")["stringData"]["tenants.yaml"]).tenants
     metrics = next(each for each in tenants if each.operator)
     assert metrics.limits.requests_per_minute == 1
     (endpoint,) = find(objects, "PodMonitor", "-routers")["spec"]["podMetricsEndpoints"]
+    assert endpoint["relabelings"] == [{"targetLabel": "application", "replacement": "main"}]
     named = endpoint["authorization"]["credentials"]
     secret = next(each for each in objects if each["metadata"]["name"] == named["name"])
     assert metrics.key_hashes == (hash_key(base64.b64decode(secret["data"][named["key"]]).decode()),)
@@ -135,15 +152,18 @@ def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ..
         assert (group["minReplicas"], group["maxReplicas"]) == (least, most)
         limits = group["template"]["spec"]["containers"][0]["resources"].get("limits", {})
         asked = engines["ray_actor_options"]
-        assert float(asked.get("num_gpus", 0)) == float(limits.get("nvidia.com/gpu", 0))
+        assert float(asked.get("num_gpus", 0)) == sum(n for name, n in limits.items() if name.startswith("nvidia.com/"))
         assert float(asked["num_cpus"]) == float(group["resources"].get("CPU", 0))
+        found = _get_ray_resources_from_group_spec(group, False)  # what the autoscaler expects of a new worker
+        assert float(asked.get("num_gpus", 0)) == found.get("GPU", 0)
         for options in (asked, routers["ray_actor_options"]):
             assert set(options["resources"]) == {f"model_{group['groupName']}"} <= set(group["resources"])
 
 
 def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
     """But for what concerns ports and folders that are shared, and Ray's token, which the operator makes."""
-    local = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path)
+    local = dict(environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path, drain_s=599.5))
+    assert local.pop("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") == "600"
     for where, pod in pod_templates(render()):
         if where in ("redis", "test"):
             continue
@@ -158,3 +178,34 @@ def test_pods_have_the_time_that_requests_are_given() -> None:
     pod = dict(pod_templates(objects))["worker main"]
     assert containers(pod)[-1]["lifecycle"]["preStop"]["exec"]["command"][-1] == str(drain)
     assert pod["spec"]["terminationGracePeriodSeconds"] > drain
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ((), 3600),
+        (("httpRoute.timeout=1h30m",), 5400),
+        (("httpRoute.timeout=20s", "drainSeconds=600"), 600),
+        (("httpRoute.timeout=20s", "drainSeconds=600", "models.other.config.server.drain_s=700"), 700),
+        (("httpRoute.timeout=0s",), 86400),  # which says that there is no limit
+    ],
+)
+def test_no_stream_is_cut_before_its_time_when_a_router_comes_or_goes(settings: tuple[str, ...], seconds: int) -> None:
+    for where, pod in pod_templates(render("", settings)):
+        if where not in ("redis", "test"):
+            own = {each["name"]: each.get("value") for each in containers(pod)[-1]["env"]}
+            assert own["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == str(seconds), where
+
+
+def test_an_engine_on_the_cpu_keeps_to_its_cpus() -> None:
+    """Torch sees the machine's cores and not the container's limit."""
+    settings = ("modelDefaults.gpus=0", "modelDefaults.cpus=3", "models.own.config.engine.threads=2")
+    objects = render("", (*settings, "models.gpu.gpus=1"))
+    found = {each["name"]: each["args"]["config"].get("engine", {}) for each in serve_config(objects)["applications"]}
+    assert {name: engine.get("threads") for name, engine in found.items()} == {"main": 3, "own": 2, "gpu": None}
+
+
+def test_a_pod_may_be_given_no_time() -> None:
+    objects = render("", ("config.server.drain_s=0",))
+    assert application(objects)["args"]["config"]["server"]["drain_s"] == 0
+    assert dict(pod_templates(objects))["worker main"]["spec"]["terminationGracePeriodSeconds"] == 30

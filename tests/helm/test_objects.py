@@ -56,7 +56,6 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "gcsFaultTolerance=false",
         "tenants.firstKey.enabled=false",
         "tenants.existingSecret=tenants",
-        "tenants.generation=2",
         "redis.auth.password=",
     ),
     "two models": (

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from helm_chart import CHART, ROOT, containers, find, pod_templates, render
 
 from holdfast.cluster import environment, ports
+from holdfast.router.tenants import hash_key
 
 # A Redis that is not there: serving goes on without it.
 SETTINGS = (
@@ -33,10 +35,11 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Cluster:
-    """Base URLs of the API and of what HAProxy says of itself."""
+    """Base URLs of the API and of what HAProxy says of itself; the file of tenants."""
 
     api: str
     proxy: str
+    tenants: Path
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,8 @@ def serve(folder: Path) -> Iterator[Cluster]:
             if line == "serving\n":
                 break
         assert [line.split()[1] for line in said[:-1]] == ["RUNNING", "RUNNING"], said
-        yield Cluster(f"http://127.0.0.1:{free.replica_last}", f"http://127.0.0.1:{free.metrics}")
+        tenants = folder / "tenants" / "tenants.yaml"
+        yield Cluster(f"http://127.0.0.1:{free.replica_last}", f"http://127.0.0.1:{free.metrics}", tenants)
     finally:
         process.stdin.close()  # which ends it
         assert process.wait(60) == 0
@@ -153,3 +157,28 @@ def test_models_have_the_names_of_their_configuration(served: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     found = httpx.get(f"{served}/other/v1/models", headers=headers, trust_env=False).json()
     assert [each["id"] for each in found["data"]] == ["pocket"]
+
+
+def test_a_new_key_is_let_in_and_nothing_is_replaced(cluster: Cluster) -> None:
+    headers = {"Authorization": "Bearer hf-metrics"}
+    with httpx.Client(base_url=cluster.api, timeout=30.0, trust_env=False) as http:
+
+        def statuses(key: str) -> set[int]:
+            """Of both models, several times, for one has two routers."""
+            asked = {"Authorization": f"Bearer {key}"}
+            return {http.get(f"/{name}/v1/models", headers=asked).status_code for name in ("main", "other") * 4}
+
+        def processes() -> list[str]:
+            told = (http.get(f"/{name}/metrics/targets", headers=headers).json() for name in ("main", "other"))
+            return sorted(each["labels"]["instance"] for targets in told for each in targets)
+
+        before = processes()
+        assert statuses("hf-new") == {401}
+        text = cluster.tenants.read_text()
+        cluster.tenants.write_text(f"{text}\n  - {{name: new, key_hashes: ['{hash_key('hf-new')}']}}\n")
+        deadline = time.monotonic() + 60.0
+        while statuses("hf-new") != {200}:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert statuses(KEY) == {200}
+        assert processes() == before

@@ -25,6 +25,7 @@ def chart() -> dict[str, object]:
         "modelDefaults: {source: {type: s3}}",
         "redis: {external: {address: 'redis://user:password@host:6379'}}",
         "monitoring: {podMonitor: {enable: true}}",
+        "httpRoute: {timeout: 1 hour}",
     ],
 )
 def test_a_typing_error_is_found(more: str) -> None:
@@ -52,6 +53,12 @@ def test_a_typing_error_is_found(more: str) -> None:
         ("modelDefaults: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas"),
         ("config: {tenants: [{name: a}]}", "config"),
         ("config: {redis: {url: redis://x}}", "redis.url"),
+        ("modelDefaults: {config: {server: {port: 1}}}", "modelDefaults.config"),
+        ("models: {main: {config: {redis: {url: redis://x}}}}", "models.main.config"),
+        ("models: {main: {config: {server: {host: h}}}}", "models.main.config"),
+        ("models: {main: {config: {tenants: [{name: a}]}}}", "models.main.config"),
+        ("tenants: {list: [{name: first}]}", '"first"'),
+        ("tenants: {list: [{name: metrics}]}\nmonitoring: {podMonitor: {enabled: true}}", '"metrics"'),
     ],
 )
 def test_what_cannot_work_says_what_to_do(more: str, said: str) -> None:

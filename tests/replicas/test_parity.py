@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
+from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import model_path
 from holdfast.replicas.speculation.config import DraftConfig
 
 NEW = 20
@@ -22,7 +22,7 @@ def reference() -> list[tuple[list[int], list[int]]]:
     """32 prompts of 1 to 700 tokens, and what transformers makes of them. Half are real text, half random ids."""
     torch.set_num_threads(1)
     loaded = load_runner(EngineConfig(cells=4096, threads=1))
-    model = AutoModelForCausalLM.from_pretrained(model_path("pocket"), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder("pocket"), dtype=torch.float32).eval()
     rng = np.random.default_rng(0)
     pairs = []
     for i in range(32):

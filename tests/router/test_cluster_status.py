@@ -28,7 +28,7 @@ def test_replicas_tenants_and_programs() -> None:
     told = world.calls([("POST", CHAT, turn), ("POST", CHAT, {"json": {}}), ("GET", PATH, {})])[-1].json()
     assert [each["replica_id"] for each in told["replicas"]] == ["r1", "r2"]
     assert told["replicas"][0].items() >= {"steps": 7, "completion": 9, "cells_total": 100, "pins": 1}.items()
-    assert told["store"] == "ok"
+    assert (told["router"], told["store"]) == ("router", "ok")
     (tenant,) = told["tenants"]
     assert tenant == {
         "name": "default",

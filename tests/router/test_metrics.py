@@ -130,6 +130,7 @@ def test_a_program_that_has_its_answer():
         (OverloadedError("full"), "overloaded"),
         (RefusedError(Refusal.RATE_LIMITED, "slow"), "rate_limit_exceeded"),
         (ReplyError(ErrorInfo(ErrorKind.INTERNAL, "bug")), "internal_error"),
+        (KeyError("bug"), "internal_error"),
     ],
 )
 def test_why_a_request_was_not_served(error, reason):
@@ -139,9 +140,10 @@ def test_why_a_request_was_not_served(error, reason):
     assert timed.value("request_errors_total", tenant="acme", reason=reason) == 1
 
 
-def test_a_client_that_went_away_is_no_error():
+@pytest.mark.parametrize("error", [ClientGoneError(), asyncio.CancelledError()])
+def test_a_client_that_went_away_is_no_error(error):
     timed = Timed()
-    timed.meter.failed(ClientGoneError())
+    timed.meter.failed(error)
     assert "request_errors_total{" not in asyncio.run(timed.metrics.exposition())
 
 

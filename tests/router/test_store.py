@@ -5,7 +5,7 @@ import signal
 import pytest
 from redis_server import RedisServer
 
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.store import MemoryStore, PasswordFile, RedisAddress, RedisStore
 
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 
@@ -24,7 +24,7 @@ def memory():
 
 @contextlib.asynccontextmanager
 async def redis_store(server, **settings):
-    store = RedisStore(server.url, memory(), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
+    store = RedisStore(RedisAddress(server.url), memory(), **{"timeout_s": PATIENT, "retry_s": 0.01, **settings})
     try:
         yield store
     finally:
@@ -147,3 +147,41 @@ def test_many_at_once_share_the_connections(server):
             assert not store.degraded
 
     asyncio.run(scenario())
+
+
+def test_a_password_that_changes_is_read_again(server, tmp_path):
+    file = tmp_path / "password"
+    file.write_text("p:a/s@s\n")
+
+    async def scenario():
+        async with redis_store(server) as open_to_all:
+            await open_to_all._redis.config_set("requirepass", "p:a/s@s")
+            address = RedisAddress(server.url, file)
+            store = RedisStore(address, memory(), PATIENT, 0.01)
+            await same_behaviour(store)
+            await open_to_all._redis.config_set("requirepass", "new")
+            await store._redis.connection_pool.disconnect()  # as by a server that was started anew
+            assert await store.get("a") is None
+            assert store.degraded
+            file.write_text("new")
+            await recovered(store)
+            assert await store.get("b") == b"first"
+            await store.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("url", "credentials"),
+    [
+        ("redis://h:1/0", ("pw",)),
+        ("rediss://a%40b@h:1/0", ("a@b", "pw")),
+        ("unix:///s?db=1", ("pw",)),
+        ("redis://u:old@h", ("u", "pw")),
+    ],
+)
+def test_the_user_of_an_address_keeps_a_password_in_a_file(tmp_path, url, credentials):
+    (tmp_path / "password").write_text("pw\n")
+    assert PasswordFile(url, tmp_path / "password").get_credentials() == credentials
+    store = RedisStore(RedisAddress(url, tmp_path / "password"), memory())
+    store._redis.connection_pool.make_connection()  # raises where the user is named twice

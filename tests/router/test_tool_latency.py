@@ -8,7 +8,7 @@ from redis_server import RedisServer
 
 from holdfast.replicas.retention.latency import RECENT, LatencyBook, ToolLatency
 from holdfast.router import tool_latency
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tool_latency import TTL_S, Reader, ToolLatencies
 
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
@@ -24,7 +24,7 @@ def server(tmp_path):
 
 
 def store_at(server: RedisServer) -> RedisStore:
-    return RedisStore(server.url, MemoryStore(10, 1000), PATIENT, RETRY)
+    return RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), PATIENT, RETRY)
 
 
 def close_to(found: ToolLatency, expected: ToolLatency) -> bool:

@@ -31,7 +31,7 @@ def main(file: str, resources: str) -> None:
         _temp_dir=str(Path(file).parent / "ray"),
     )
     client = serve_start(http_options=schema.http_options.model_dump(), global_logging_config=schema.logging_config)
-    client.deploy_apps(schema, _blocking=True)
+    client.deploy_apps(schema, _blocking=False)
     while any(app.status.value not in ("RUNNING", "DEPLOY_FAILED") for app in serve.status().applications.values()):
         time.sleep(0.1)
     for name, app in serve.status().applications.items():

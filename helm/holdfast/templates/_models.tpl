@@ -47,7 +47,13 @@
 {{- $engine = merge (dict "model" .) $engine (dict "served_name" (default $name $model.source.hub.repository)) -}}
 {{- $_ := set $config "engine" $engine -}}
 {{- end -}}
-{{- $server := merge (dict "host" "0.0.0.0" "port" 8000) ($config.server | default dict) (dict "drain_s" $root.Values.drainSeconds) -}}
+{{- if and (eq (int $model.gpus) 0) (not (hasKey $engine "threads")) -}}
+{{- $_ := set $config "engine" (merge (dict "threads" (int $model.cpus)) $engine) -}}
+{{- end -}}
+{{- $server := merge (dict "host" "0.0.0.0" "port" 8000) ($config.server | default dict) -}}
+{{- if not (hasKey $server "drain_s") -}}
+{{- $_ := set $server "drain_s" $root.Values.drainSeconds -}}
+{{- end -}}
 {{- $_ := set $config "server" $server -}}
 {{- $redis := merge (dict "url" (include "holdfast.redisUrl" $root)) ($config.redis | default dict) -}}
 {{- $_ := set $config "redis" $redis -}}

@@ -8,6 +8,7 @@ Trap: HAProxy and the token of KubeRay are settings of the process, so head and 
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "holdfast.longestRequest" . | quote }}}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}
@@ -16,6 +17,19 @@ Trap: HAProxy and the token of KubeRay are settings of the process, so head and 
 - {name: HOME, value: /home/holdfast}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end -}}
+
+{{/*
+Seconds after which a request may be cut that HAProxy had in hand when it was started anew, as it is whenever a router
+comes or goes anywhere: the longest that any may take.
+*/}}
+{{- define "holdfast.longestRequest" -}}
+{{- $epoch := toDate "2006-01-02T15:04:05Z07:00" "1970-01-01T00:00:00Z" -}}
+{{- $longest := mustDateModify .Values.httpRoute.timeout $epoch | unixEpoch | int | default 86400 -}} {{- /* 0s: no limit */ -}}
+{{- range include "holdfast.models" . | fromYaml -}}
+{{- $longest = max $longest (include "holdfast.drainSeconds" (list $ .)) -}}
+{{- end -}}
+{{- $longest -}}
 {{- end -}}
 
 {{/* Volumes. The root is read-only: Ray and HAProxy write below /tmp, compilers below the home folder. */}}

@@ -15,25 +15,26 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The key of a tenant that the chart makes, in a Secret of that name: (list $ secret given). Several templates need the
-     same one, so it is made once in a rendering. */}}
+{{/* The key of a tenant that the chart makes, in a Secret of that name: (list $ secret key given). Several templates
+     need the same one, so it is made once in a rendering. */}}
 {{- define "holdfast.madeKey" -}}
 {{- $root := index . 0 -}}
 {{- $secret := index . 1 -}}
 {{- $made := $root.Values.tenants.made | default dict -}}
 {{- if not (hasKey $made $secret) -}}
-{{- $_ := set $made $secret (include "holdfast.kept" (list $root $secret "api-key" (index . 2))) -}}
+{{- $_ := set $made $secret (include "holdfast.kept" (list $root $secret (index . 2) (index . 3))) -}}
 {{- $_ := set $root.Values.tenants "made" $made -}}
 {{- end -}}
 {{- get $made $secret -}}
 {{- end -}}
 
 {{- define "holdfast.firstKey" -}}
-{{- include "holdfast.madeKey" (list . (include "holdfast.apiKeySecret" .) .Values.tenants.firstKey.key) -}}
+{{- include "holdfast.madeKey" (list . (include "holdfast.apiKeySecret" .) "api-key" .Values.tenants.firstKey.key) -}}
 {{- end -}}
 
 {{- define "holdfast.metricsKey" -}}
-{{- include "holdfast.madeKey" (list . (include "holdfast.metricsKeySecret" .) .Values.monitoring.podMonitor.apiKey.key) -}}
+{{- $apiKey := .Values.monitoring.podMonitor.apiKey -}}
+{{- include "holdfast.madeKey" (list . (include "holdfast.metricsKeySecret" .) $apiKey.secretKey $apiKey.key) -}}
 {{- end -}}
 
 {{/* "true" where the chart makes a tenant that reads the metrics. */}}
@@ -61,11 +62,4 @@
 {{- end -}}
 tenants:
   {{- toYaml $tenants | nindent 2 }}
-{{- end -}}
-
-{{/* Empty where the tenants are not ours to know. */}}
-{{- define "holdfast.tenantsDigest" -}}
-{{- if not .Values.tenants.existingSecret -}}
-{{- include "holdfast.tenants" . | sha256sum -}}
-{{- end -}}
 {{- end -}}

@@ -14,19 +14,13 @@ applications:
   - name: {{ $name }}
     route_prefix: {{ $model.routePrefix }}
     import_path: holdfast.cluster.serve_config:application
+    # Trap: Serve replaces every replica when anything in here changes.
     args:
       config:
         {{- toYaml $model.config | nindent 8 }}
       tenants_file: /etc/holdfast/tenants/tenants.yaml
       {{- with include "holdfast.redisSecret" $root }}
       redis_password_file: /etc/holdfast/redis/password
-      {{- end }}
-      {{- with include "holdfast.tenantsDigest" $root }}
-      # A change makes Serve build the application again, and this says which file it must find then.
-      tenants_digest: {{ . }}
-      {{- end }}
-      {{- with $root.Values.tenants.generation }}
-      generation: {{ . | quote }}
       {{- end }}
     deployments:
       - name: replicas

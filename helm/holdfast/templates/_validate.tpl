@@ -22,9 +22,12 @@
 {{- if eq $values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- include "holdfast.validateIncremental" . -}}
 {{- end -}}
-{{- if or .Values.config.tenants (dig "redis" "url" "" .Values.config) (dig "server" "host" "" .Values.config) (dig "server" "port" "" .Values.config) -}}
-{{- fail "config: tenants, redis.url, server.host and server.port are the chart's; see the values tenants, redis and service" -}}
+{{- include "holdfast.validateConfig" (list "config" .Values.config) -}}
+{{- include "holdfast.validateConfig" (list "modelDefaults.config" .Values.modelDefaults.config) -}}
+{{- range $name, $model := .Values.models -}}
+{{- include "holdfast.validateConfig" (list (printf "models.%s.config" $name) (dig "config" dict ($model | default dict))) -}}
 {{- end -}}
+{{- include "holdfast.validateTenants" . -}}
 {{- $prefixes := dict -}}
 {{- range $name, $model := include "holdfast.models" . | fromYaml -}}
 {{- include "holdfast.validateModel" (list $name $model) -}}
@@ -32,6 +35,35 @@
 {{- fail (printf "models: %s and %s have the same routePrefix %s" (get $prefixes $model.routePrefix) $name $model.routePrefix) -}}
 {{- end -}}
 {{- $_ := set $prefixes $model.routePrefix $name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (list path config) */}}
+{{- define "holdfast.validateConfig" -}}
+{{- $config := last . -}}
+{{- if or (hasKey $config "tenants") (hasKey ($config.redis | default dict) "url") (hasKey ($config.server | default dict) "host") (hasKey ($config.server | default dict) "port") -}}
+{{- fail (printf "%s: tenants, redis.url, server.host and server.port are the chart's; see the values tenants, redis and service" (first .)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A name twice would be found only when the application starts. */}}
+{{- define "holdfast.validateTenants" -}}
+{{- $names := list -}}
+{{- range .Values.tenants.list -}}
+{{- $names = append $names (.name | default "") -}}
+{{- end -}}
+{{- if .Values.tenants.firstKey.enabled -}}
+{{- $names = append $names .Values.tenants.firstKey.tenant -}}
+{{- end -}}
+{{- if eq (include "holdfast.makesMetricsKey" .) "true" -}}
+{{- $names = append $names "metrics" -}}
+{{- end -}}
+{{- $there := dict -}}
+{{- range $names -}}
+{{- if hasKey $there . -}}
+{{- fail (printf "tenants: two are named %q; the chart itself makes tenants.firstKey.tenant, and `metrics` for its PodMonitor" .) -}}
+{{- end -}}
+{{- $_ := set $there . true -}}
 {{- end -}}
 {{- end -}}
 

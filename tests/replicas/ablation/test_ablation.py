@@ -31,6 +31,14 @@ def test_each_prompt_goes_on_from_the_one_before_and_rounds_repeat_nothing() -> 
     assert [list(lane[-1].messages) for lane in again] == [list(lane[-1].messages) for lane in lanes]
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 1.5])
+def test_lanes_have_an_even_number_of_rounds_so_that_each_side_begins_as_often(scale: float) -> None:
+    for scenario in (*SCENARIOS, Scenario("s", lanes=2, turns=1, tools=1, rounds=1)):
+        found = len(list(rounds(scenario, scale=scale)))
+        assert found % 2 == 0 or scenario.lanes == 1
+        assert found >= scenario.rounds * scale - 0.5
+
+
 def test_a_burst_shares_its_preamble_and_asks_for_different_things() -> None:
     burst = next(scenario for scenario in SCENARIOS if scenario.burst)
     prompts = [prompt for (prompt,) in next(iter(rounds(burst))).lanes]
@@ -71,3 +79,20 @@ def test_turns_of_one_lane_alternate_and_both_services_see_the_same() -> None:
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--scenarios", "magic", "--json", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.startswith("ablation: magic is no scenario")
+
+
+def test_figures_that_could_not_be_written_are_not_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Service, "load", lambda config: pytest.fail("it measures"))
+    assert main(["--json", str(tmp_path / "none" / "x")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_variant_that_cannot_act_is_named_and_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    assert main(["--off", "prompt_seed,cuda_graphs", "--threads", "1", "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "prompt_seed     left out: it acts on sampled turns" in said
+    assert "cuda_graphs     left out: it acts on a GPU" in said
+    assert json.loads(out.read_text()) == []

@@ -131,6 +131,15 @@ def test_a_switch_touches_only_its_own_fields(variant: Variant) -> None:
     assert untouched(variant, EngineConfig(), changed)
 
 
+def test_what_changes_nothing_on_this_device_is_idle_there() -> None:
+    resolved = replace(loaded("auto", True).config, speculation=DraftConfig())
+    alike = {variant.name for variant in VARIANTS if variant.of(resolved) == resolved}
+    idle = {variant.name for variant in VARIANTS if variant.idle(resolved)}
+    assert alike <= idle
+    assert "prompt_seed" in idle
+    assert {variant.name for variant in VARIANTS if variant.idle(replace(resolved, device="cuda"))} == {"prompt_seed"}
+
+
 def test_every_switch_there_is_belongs_to_a_mechanism() -> None:
     named = {name for variant in VARIANTS for name in fields_of(variant)}
     switches = {f.name for f in fields(EngineConfig) if f.type in (bool, "bool")}

@@ -1,9 +1,12 @@
 """Our decoder computes what transformers computes, for every family and option it accepts, and declines the others."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling
@@ -138,6 +141,69 @@ def test_sixteen_bits_stay_close(kind, dtype, tmp_path):
 @pytest.mark.parametrize("name", DECLINED)
 def test_what_it_cannot_compute_is_declined(name, tmp_path):
     assert Decoder.load(str(tmp_path), DECLINED[name], None, 64) is None
+
+
+def loaded_logits(folder, config):
+    """What our decoder and transformers make of a folder, on one prompt."""
+    kv = kv_of(config)
+    tokens = np.random.default_rng(1).integers(0, 97, 60).astype(np.int32)
+    plain = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = plain(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
+    return paged_logits(Decoder.load(str(folder), config, kv, 160), kv, tokens, [40, 41]), expected
+
+
+@pytest.mark.parametrize("stray", [{}, {"layer_types": ["sliding_attention", "full_attention"]}], ids=str)
+def test_a_window_that_the_family_ignores_is_ignored(stray, tmp_path):
+    save(CONFIGS["llama"], tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 24} | stray))
+    config = tf.AutoConfig.from_pretrained(tmp_path)
+    assert config.sliding_window == 24
+    ours, plain = loaded_logits(tmp_path, config)
+    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("names", [["lm_head.weight"], ["lm_head.weight", "model.embed_tokens.weight"]], ids=str)
+def test_a_tied_embedding_may_be_there_as_a_head(names, tmp_path):
+    config = CONFIGS["llama tied"]
+    state = save(config, tmp_path).state_dict()
+    embedding = state.pop("model.embed_tokens.weight")
+    state.pop("lm_head.weight", None)
+    save_file(state | {name: embedding.clone() for name in names}, tmp_path / "model.safetensors", {"format": "pt"})
+    ours, plain = loaded_logits(tmp_path, config)
+    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_an_error(tmp_path):
+    config = CONFIGS["llama tied"]
+    state = save(config, tmp_path).state_dict()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] * 2
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="tie_word_embeddings") as raised:
+        Decoder.load(str(tmp_path), config, kv_of(config), 64)
+    assert raised.value.field == "model"
+
+
+def test_one_file_goes_before_an_index_as_with_transformers(tmp_path):
+    config = CONFIGS["llama"]
+    state = save(config, tmp_path).state_dict()
+    save_file({name: tensor * 2 for name, tensor in state.items()}, tmp_path / "old.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(state, "old.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ours, plain = loaded_logits(tmp_path, config)
+    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": 3}', "{"])
+def test_an_index_without_files_is_an_error(text, tmp_path):
+    config = CONFIGS["llama"]
+    save(config, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        Decoder.load(str(tmp_path), config, kv_of(config), 64)
+    assert raised.value.field == "model"
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "size"])

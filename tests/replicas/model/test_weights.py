@@ -1,6 +1,7 @@
 """Loading checkpoints from folders: what is read, and each way it can fail, as an error that names the field."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,14 +12,42 @@ import transformers as tf
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import inspect_model, load_model, model_path
+from holdfast.replicas.model.weights import inspect_model, load_model
 from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite, StepPlan
 
 
 def add_tokenizer(folder, size):
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
     tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def save(config, folder, sinks=2.0):
+    """A random model of this configuration, with a tokenizer."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        weight.data.normal_(std=0.3)
+        if "sinks" in name:
+            weight.data.mul_(sinks / 0.3)
+    model.save_pretrained(folder)
+    add_tokenizer(folder, 97)
 
 
 @pytest.fixture
@@ -83,7 +112,7 @@ def test_one_end_id_of_the_configuration_is_read_too(folder):
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "nowhere"])
 def test_a_missing_folder_is_named(name):
     with pytest.raises(ConfigError, match="there is no folder") as caught:
-        model_path(name)
+        model_folder(name)
     assert caught.value.field == "model"
 
 
@@ -91,6 +120,19 @@ def test_a_hub_name_that_is_not_cached_is_refused_offline():
     error = refusal("holdfast-tests/never-published")
     assert error.field == "model"
     assert "holdfast-tests/never-published" in error.message
+
+
+def test_a_cached_hub_name_is_its_snapshot_and_runs_on_our_decoder(folder, tmp_path, monkeypatch):
+    commit = "a" * 40
+    cached = tmp_path / "hub" / "models--holdfast-tests--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, cached / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert model_folder("holdfast-tests/tiny") == cached / "snapshots" / commit
+    loaded = load_runner(EngineConfig(model="holdfast-tests/tiny", threads=1, cells=512))
+    assert isinstance(loaded.runner._model, Decoder)
+    assert loaded.config.served_name == "holdfast-tests/tiny"
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
@@ -106,6 +148,28 @@ def test_damaged_or_missing_files_are_refused(folder):
         assert refusal(folder).field == "model"
     (folder / "config.json").write_text("{")
     assert refusal(folder).field == "model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"rms_norm_eps": "1e-5"}, "expected float"),
+        ({"max_position_embeddings": 512.0}, "expected int"),
+        ({"layer_types": 5}, "not iterable"),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_wrong_types_is_refused(folder, changes, word):
+    edit_config(folder, **changes)
+    error = refusal(folder)
+    assert (error.field, word in error.message) == ("model", True)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [2.5]}'])
+def test_generation_settings_that_say_nothing_of_the_end_are_refused(folder, text):
+    (folder / "generation_config.json").write_text(text)
+    error = refusal(folder)
+    assert (error.field, "generation_config" in error.message or "eos_token_id" in error.message) == ("model", True)
 
 
 def test_weights_that_are_not_all_there_are_refused(folder):
@@ -130,28 +194,67 @@ def test_an_encoder_decoder_is_refused(tmp_path):
         tf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1),
         tf.Qwen3NextConfig(num_hidden_layers=4),
         tf.CodeGenConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64),
-        tf.GptOssConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1, pad_token_id=None,
-            bos_token_id=None, eos_token_id=None,
-        ),
+        tf.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
     ],
     ids=["no attention", "linear attention", "own attention", "attention with sinks"],
-)  # fmt: skip
+)
 def test_a_model_that_would_answer_wrongly_is_refused(config, tmp_path):
     if config.model_type == "qwen3_next":
         config.save_pretrained(tmp_path)
     else:
-        torch.manual_seed(0)
-        model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, weight in model.named_parameters():
-            weight.data.normal_(std=2.0 if "sinks" in name else 0.3)
-        model.save_pretrained(tmp_path)
-        add_tokenizer(tmp_path, 97)
+        save(config, tmp_path)
     error = refusal(tmp_path)
     assert error.field == "model"
     assert "its files lack" not in error.message
 
 
+def test_a_model_whose_window_does_not_reach_its_attention_serves_contexts_within_it(tmp_path):
+    save(tf.PhimoeConfig(**SMALL, sliding_window=20, num_local_experts=2, num_experts_per_tok=1), tmp_path)
+    error = refusal(tmp_path)
+    assert (error.field, "20 or less" in error.message) == ("context_length", True)
+    assert load_runner(config_of(tmp_path, context_length=20)).config.context_length == 20
+
+
+def test_sinks_without_weight_are_refused_as_well(tmp_path):
+    config = tf.GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    save(config, tmp_path, sinks=0.0)
+    assert "s_aux" in refusal(tmp_path).message
+
+
 def test_a_context_beyond_the_models_is_refused(folder):
     assert refusal(folder, context_length=1000).field == "context_length"
+
+
+def test_longrope_is_served_up_to_the_original_context(tmp_path):
+    # Beyond it a long sequence in a step would change how the positions of the others are turned.
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    save(tf.Phi3Config(**SMALL, original_max_position_embeddings=64, rope_parameters=rope), tmp_path)
+    for context in (0, 65):
+        error = refusal(tmp_path, context_length=context)
+        assert (error.field, "64 or less" in error.message) == ("context_length", True)
+    assert load_runner(config_of(tmp_path, context_length=64)).config.context_length == 64
+
+
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_yarn_stretches_the_context(folder, kind):
+    scaling = {kind: "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit_config(folder, rope_scaling=scaling, rope_parameters=None, rope_theta=1e4)
+    assert inspect_model(str(folder)).shape.context_length == 2048
+    assert load_runner(config_of(folder, context_length=2000, admission_ceiling=1.0)).config.context_length == 2000
+    edit_config(folder, max_position_embeddings=4096)
+    assert inspect_model(str(folder)).shape.context_length == 4096
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "CPU", "cpu:0", "cuda:1", ""])
+def test_an_unknown_device_is_refused(device):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(device=device)
+    assert caught.value.field == "device"
+
+
+@pytest.mark.parametrize(("name", "value"), [("host_cells", 15), ("host_memory", 1e-7)])
+def test_a_second_tier_that_cannot_be_is_refused(folder, name, value):
+    assert refusal(folder, **{name: value}).field == name
+    with pytest.raises(ConfigError, match="prefix_cache") as caught:
+        config_of(folder, prefix_cache=False, **{name: value})
+    assert caught.value.field == name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.replicas.pocket.evaluate import Outcome, judge, parse_calls, scores_of, table
+from holdfast.replicas.pocket.evaluate import Outcome, judge, main, parse_calls, scores_of, table
 from holdfast.replicas.pocket.suites import Task
 
 
@@ -74,3 +74,9 @@ def test_table_says_which_bars_are_met() -> None:
     assert "| parallel | all calls complete and right | 50.0% | 92% missed | 2 |" in table(
         scores_of("parallel", [right, wrong])
     )
+
+
+def test_no_tasks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--count", "0"])
+    assert "--count must be at least 1" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The GGUF file holds the folder's tensors and a tokenizer that llama.cpp cuts otherwise to the same tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,31 @@ def test_refusals_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([str(tmp_path), "--out", str(tmp_path / "x.gguf")]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["truncated", "no template", "no pad", "few tokens", "list"])
+def test_a_damaged_folder_is_refused_in_one_line(
+    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(WEIGHTS, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    changes = {"no pad": {"pad_token_id": None}, "few tokens": {"vocab_size": 100}}.get(change, {})
+    (folder / "config.json").write_text(json.dumps(config | changes if change != "list" else [config]))
+    if change == "truncated":
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    elif change == "no template":
+        (folder / "chat_template.jinja").unlink()
+    assert main([str(folder), "--out", str(tmp_path / "x.gguf")]) == 2
+    assert capsys.readouterr().err.startswith("gguf: ")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_a_folder_does_not_say_is_its_familys_default(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(WEIGHTS, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    missing = ("rms_norm_eps", "rope_theta", "rope_parameters")
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
+    out = write_gguf(folder, tmp_path / "x.gguf")
+    assert field(out, "llama.rope.freq_base") == 10_000.0
+    assert field(out, "llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)

@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast.replicas.pocket import inflate as inflating
 from holdfast.replicas.pocket.inflate import inflate, main
-from holdfast.replicas.pocket.padding import Inflation, Scales
+from holdfast.replicas.pocket.padding import slots_of
 from holdfast.replicas.pocket.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError
 from holdfast.replicas.pocket.shards import total_bytes
 
@@ -39,11 +41,14 @@ TARGET = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rope = {"rope_type": "default", "rope_theta": 5e3}
+    return save(tmp_path_factory.mktemp("source"), tie_word_embeddings=True, rope_parameters=rope)
+
+
+def save(folder: Path, **options: Any) -> Path:
+    """A random Llama."""
     torch.manual_seed(3)
-    folder = tmp_path_factory.mktemp("source")
-    config = LlamaConfig(
-        **SOURCE, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5e3}
-    )
+    config = LlamaConfig(**SOURCE, **options)
     model = LlamaForCausalLM(config)
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
@@ -140,6 +145,47 @@ def test_incompatible_shapes_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_of_its_own_is_not_tied_away(tmp_path: Path) -> None:
+    save(tmp_path / "source", tie_word_embeddings=False)
+    with pytest.raises(IncompatibleShapeError, match="head of its own"):
+        inflate(str(tmp_path / "source"), target(tmp_path, tie_word_embeddings=True), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = inflate(str(tmp_path / "source"), target(tmp_path), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(tmp_path / "source"), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("missing", [["rope_parameters"], ["rms_norm_eps"], ["bos_token_id", "eos_token_id"]], ids=str)
+def test_what_a_source_does_not_say_is_llamas_default(tmp_path: Path, missing: list[str]) -> None:
+    folder = save(tmp_path / "source", tie_word_embeddings=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
+    out = inflate(str(folder), target(tmp_path), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(folder), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", ["truncated", "missing", "size", "config", "type"])
+def test_a_damaged_source_is_refused_in_one_line(
+    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path / "source", tie_word_embeddings=True)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights = load_file(file)
+    if change == "truncated":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif change == "config":
+        config.write_text("{")
+    elif change == "type":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": "small"}))
+    else:
+        up = weights.pop("model.layers.1.mlp.up_proj.weight")
+        save_file(weights | ({"model.layers.1.mlp.up_proj.weight": up[:-1]} if change == "size" else {}), file)
+    capsys.readouterr()
+    assert main([str(folder), "--shape", target(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("inflate: ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_shape_names_the_known_ones(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnknownShapeError, match=r"llama-3\.1-8b"):
         inflate(str(source), "llama-9", tmp_path / "out")
@@ -173,5 +219,4 @@ def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatc
 )
 def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     shape = SHAPES[name]
-    inflation = Inflation(shape, shape, Scales.of(shape, shape, 1e-6, 1e4), {}, torch.bfloat16, 0)
-    assert total_bytes(inflation.slots(), torch.bfloat16) == 2 * parameters
+    assert total_bytes(slots_of(shape), torch.bfloat16) == 2 * parameters

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.replicas.pocket.export import export
+from holdfast.replicas.pocket.export import export, main
 from holdfast.replicas.pocket.model import PocketShape
 from holdfast.replicas.pocket.tokenizer import load
 from holdfast.replicas.pocket.train import Run, TrainConfig, new_run, open_run, rate_at, train
@@ -100,3 +100,22 @@ def test_export_is_the_trained_model(trained: tuple[Path, Run], tmp_path: Path) 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert model.generation_config.eos_token_id[0] == tokenizer.eos_token_id
     assert model.config.max_position_embeddings >= 8192
+
+
+def test_export_replaces_exports_and_nothing_else(
+    trained: tuple[Path, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    given = ["--checkpoint", str(trained[0]), "--out", str(out)]
+    assert main(given) == 0
+    (out / "README.md").write_text("card")
+    assert main(given) == 0
+    assert {"README.md", "config.json"} < {file.name for file in out.iterdir()}
+    (out / "notes").write_text("mine")
+    assert main(given) == 2
+    assert "notes" in capsys.readouterr().err
+    assert (out / "notes").read_text() == "mine"
+    file = tmp_path / "file"
+    file.touch()
+    assert main([*given[:3], str(file)]) == 2

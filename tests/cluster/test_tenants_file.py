@@ -1,0 +1,70 @@
+"""Tenants in a file: a change of it comes into force, a fault in it does not."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.protocol.errors import RefusedError
+from holdfast.router.tenants import Caller, TenantDirectory, hash_key
+
+PATIENT = 5.0
+
+
+def text(*names: str) -> str:
+    return "tenants:\n" + "".join(f"  - {{name: {name}, key_hashes: ['{hash_key(name)}']}}\n" for name in names)
+
+
+def called(directory: TenantDirectory, key: str) -> str:
+    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).name
+
+
+def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(text("a"))
+    directory = TenantDirectory(tenants_in(path), exposed=True)
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENT):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    def faults() -> int:
+        return sum(record.levelno == logging.ERROR for record in caplog.records)
+
+    async def scenario() -> None:
+        watch = TenantsWatch(path, directory, 0.001)
+        try:
+            path.write_text(text("a", "b"))
+            await until(lambda: len(directory.tenants) == 2)
+            for number, wrong in enumerate(("tenants: [", "tenants: []", text("c", "c"), "server: {}"), 1):
+                path.write_text(wrong)
+                await until(lambda n=number: faults() == n)  # type: ignore[misc]
+                assert called(directory, "b") == "b"
+            path.unlink()
+            await until(lambda: faults() == 5)
+            path.write_text(text("c"))
+            await until(lambda: directory.tenants[0].name == "c")
+            assert faults() == 5, "each is told once"
+        finally:
+            await watch.close()
+
+    asyncio.run(scenario())
+    assert called(directory, "c") == "c"
+    with pytest.raises(RefusedError, match="Incorrect API key"):
+        called(directory, "a")
+
+
+@pytest.mark.parametrize("wrong", ["", "tenants: []", "engine: {}", text("a") + "engine: {page_size: 8}"])
+def test_a_file_of_tenants_holds_some_and_nothing_else(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(wrong)
+    with pytest.raises(ConfigError, match="nothing else") as caught:
+        tenants_in(path)
+    assert caught.value.field == "tenants"

@@ -7,7 +7,7 @@ Imported after the environment is set (`environment.for_ray`), because it import
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from holdfast.cluster import checks
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.cluster.tenants_file import TenantsWatch
+from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
 from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
@@ -41,11 +41,16 @@ from holdfast.router.watching import watch_line, watch_redis
 APPLICATION = "holdfast"
 REPLICAS = "replicas"
 ROUTER = "router"
+CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
+DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
 INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
 
 
 class Ingress:
-    """The router in a Serve replica. Ready when an engine has answered."""
+    """The router in a Serve replica. Ready when an engine has answered.
+
+    With a `tenants_file` its start raises ConfigError for a fault in it; `settings` has no tenants then.
+    """
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -71,7 +76,9 @@ class Ingress:
         watch_redis(self._metrics, self._store)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
-        tenants = TenantDirectory(settings.tenants, exposed)
+        # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
+        found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
+        tenants = TenantDirectory(found, exposed)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
         self._app = create_app(
@@ -131,22 +138,25 @@ def build(
 
     `gpus` is the share of GPUs each engine gets; 0 on a CPU. After so many `starts` of engines that failed Serve tries
     no more: on one machine a model that cannot be loaded will not be on the second try. With a `tenants_file` the
-    routers go by what stands there, also after a change.
+    routers go by what stands there, at their start and after a change, and not by the tenants in `settings`.
     """
+    if tenants_file is not None:  # Serve keeps what is bound for routers to come, with keys revoked meanwhile
+        settings = replace(settings, tenants=())
     replicas = serve.deployment(EngineReplica).options(
         name=REPLICAS,
         num_replicas=settings.replicas.count,
-        max_ongoing_requests=settings.replicas.max_ongoing_requests,
+        max_ongoing_requests=settings.replicas.max_ongoing_requests + CONTROL_CALLS,
         # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",
-            request_router_kwargs=asdict(settings.placement),
+            request_router_kwargs={**asdict(settings.placement), "control_calls": CONTROL_CALLS},
         ),
         max_constructor_retry_count=starts,
         health_check_period_s=5.0,
         # Trap: a stream longer than this dies with its replica when that is stopped.
         graceful_shutdown_timeout_s=settings.server.drain_s,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=ROUTER,
@@ -154,6 +164,7 @@ def build(
         max_ongoing_requests=INGRESS_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.drain_s,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
     engines = replicas.bind(settings.engine, redis, settings.router, settings.logging, settings.tracing)
     return ingress.bind(engines, settings, redis, tenants_file)

@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError, RequestCancelledError
+from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.status import ReplicaStatus
-from holdfast.router.affinity import HINT, own_request
+from holdfast.router.affinity import HINT, from_each, own_request
 from holdfast.router.backend import Batch, Routed
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ ATTEMPTS = 3
 _PICKLE = {"request_serialization": "pickle", "response_serialization": "pickle"}
 RETRY_S = 0.1  # between two looks whether a first replica is there
 STATUS_S = 2.0  # a replica that takes longer is left out
+CONTROL_S = 5.0  # as long has a replica for its metrics, and to end a program
 HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
 
 
@@ -89,9 +90,10 @@ class ServeBackend:
 
     async def end_program(self, scope: str, program_id: str) -> None:
         # To all: whichever had it last may not be the one that the program table names.
-        with own_request(), suppress(DeploymentUnavailableError):
-            call = self._handle.broadcast("end_program", scope, program_id)
-            await call.results_async(timeout_s=5.0, return_exceptions=True)
+        with own_request():
+            ended = await from_each(self._handle.broadcast("end_program", scope, program_id), CONTROL_S)
+        if any(isinstance(each, TimeoutError) for each in ended):  # one that has died keeps nothing
+            raise UnavailableError("a replica did not answer; the program may not have ended there")
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self._call("tokenize", prompt)  # type: ignore[no-any-return]
@@ -106,10 +108,9 @@ class ServeBackend:
         return await expositions(self._handle, only)
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        with own_request(), suppress(DeploymentUnavailableError):
-            answers = await self._handle.broadcast("status").results_async(timeout_s=STATUS_S, return_exceptions=True)
-            return [answer for answer in answers if isinstance(answer, ReplicaStatus)]
-        return ()
+        with own_request():
+            told = await from_each(self._handle.broadcast("status"), STATUS_S)
+        return [each for each in told if isinstance(each, ReplicaStatus)]
 
     async def healthy(self) -> bool:
         # Asked for real: what the handle knows of its replicas may be from before they died.
@@ -130,10 +131,9 @@ class ServeBackend:
 
 async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mapping[str, str]:
     """What `metrics` of each replica of a deployment says, by its id; those that do not answer are left out."""
-    with own_request(), suppress(DeploymentUnavailableError):
-        answers = await handle.broadcast("metrics", only).results_async(timeout_s=5.0, return_exceptions=True)
-        return dict(answer for answer in answers if isinstance(answer, tuple))
-    return {}
+    with own_request():
+        told = await from_each(handle.broadcast("metrics", only), CONTROL_S)
+    return dict(each for each in told if isinstance(each, tuple))
 
 
 def lost() -> Errored:

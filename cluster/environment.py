@@ -13,6 +13,7 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 HARD_STOP_S = 120  # Serve's own
+LONGEST_STOP_S = 2147483  # HAProxy refuses times of more than 2^31 - 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,17 @@ def machine() -> Machine:
 
 
 def for_ray(
-    ports: InternalPorts, token: str, folder: Path, metrics: bool = False, drain_s: float = 0.0
+    ports: InternalPorts,
+    token: str,
+    folder: Path,
+    metrics: bool = False,
+    drain_s: float = 0.0,
+    proxy: Path | None = None,
 ) -> Mapping[str, str]:
     """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
 
-    `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops.
+    `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops. `proxy`:
+    what to start as HAProxy; None: what comes with Ray.
     """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
@@ -61,8 +68,9 @@ def for_ray(
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        **({"RAY_SERVE_HAPROXY_BINARY_PATH": str(proxy)} if proxy else {}),
         # Trap: HAProxy is started anew when an ingress comes or goes; so long after that the old one cuts its streams.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(max(HARD_STOP_S, math.ceil(drain_s))),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(min(LONGEST_STOP_S, max(HARD_STOP_S, math.ceil(drain_s)))),
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # Trap: a proxy that is not ready within 5 s, three times, is killed; on a busy machine it takes longer.
@@ -70,6 +78,11 @@ def for_ray(
         # Trap: Ray's and Serve's own ports run pickled code for anyone who can connect; with a token, only for us.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
+        # Trap: gRPC refuses messages of more than 4 MiB. Requests may have `router.max_body_bytes`, 32 MiB by default;
+        # an answer of some thousand tokens with 20 logprobs each is as long.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),
+        # Trap: Serve keeps back a thousand log lines before it writes them. At WARNING there are few.
+        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         # Trap: workers run at niceness 15, the proxy with them, so that anything else on the machine goes first.
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",

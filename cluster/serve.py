@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from holdfast.cluster import checks, environment, ports, processes, warmup
+from holdfast.cluster import checks, environment, haproxy, ports, processes, warmup
 from holdfast.cluster.config import Settings, share_threads
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.replicas.errors import UnavailableError
@@ -48,6 +48,7 @@ def run(settings: Settings, say: Say) -> None:
     processes.adopt_orphans()
     started = time.monotonic()
     signals = Signals()
+    running = None
     with signals, ExitStack() as around, ExitStack() as stack:
         around.enter_context(_leave_nothing(say))
         try:
@@ -56,8 +57,11 @@ def run(settings: Settings, say: Say) -> None:
             _wait(running, say)
         except KeyboardInterrupt:
             signals.stopping = True
-            say("stopping; once more to stop at once")
+            drain_s = settings.server.drain_s if running else 0.0
+            say(f"stopping{f': what runs has {drain_s:g} s to end' if drain_s else ''}; once more to stop at once")
             around.enter_context(_unheard())
+            if drain_s:
+                _drain(drain_s)
         except BaseException:
             around.enter_context(_unheard())
             raise
@@ -102,7 +106,8 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
         redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
     internal = ports.internal(random.Random())
     told = bool(settings.server.ray_metrics_port)
-    environment.apply(environment.for_ray(internal, secrets.token_hex(32), folder, told, settings.server.drain_s))
+    proxy, token = haproxy.unspliced(folder / "haproxy"), secrets.token_hex(32)
+    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")
@@ -156,14 +161,11 @@ def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
 def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
     from ray import serve
     from ray.serve.config import HTTPOptions
-    from ray.serve.schema import LoggingConfig
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    encoding = "JSON" if settings.logging.format == "json" else "TEXT"
-    quiet = LoggingConfig(encoding=encoding, log_level="WARNING", enable_access_log=False)
     serve.start(
         http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
-        logging_config=quiet,
+        logging_config=_quiet(settings),
     )
     signals.install()
     try:
@@ -171,6 +173,12 @@ def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
     finally:
         with suppress(Exception):  # a supervisor's: `_leave_nothing` ends what is left
             serve.shutdown()
+
+
+def _quiet(settings: Settings) -> dict[str, Any]:
+    """What Serve writes about itself: nothing for each request."""
+    encoding = "JSON" if settings.logging.format == "json" else "TEXT"
+    return {"encoding": encoding, "log_level": "WARNING", "enable_access_log": False}
 
 
 @contextmanager
@@ -191,7 +199,8 @@ def _deploy(settings: Settings, redis_url: str, say: Say) -> None:
     gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
     share = min(1.0, gpus / settings.replicas.count)
     built = application.build(settings, RedisAddress(redis_url), share)
-    target = serve.RunTarget(built, name=application.APPLICATION)
+    # Trap: what Serve is started with holds for its controller and proxies, not for replicas.
+    target = serve.RunTarget(built, name=application.APPLICATION, logging_config=_quiet(settings))
     serve.run_many([target], wait_for_applications_running=False)
     deadline = time.monotonic() + settings.server.ready_timeout_s
     told = 0
@@ -232,6 +241,19 @@ def _wait(running: Running, say: Say) -> NoReturn:
         if running.redis is not None and not running.redis.alive and not told:
             told = True
             say("the embedded Redis has ended; serving goes on from memory")
+
+
+def _drain(drain_s: float) -> None:
+    """Take nothing new and wait until what runs has ended, for `drain_s` at most. Serve's own shutdown cuts it off."""
+    from ray import serve
+
+    from holdfast.cluster.application import APPLICATION
+
+    deadline = time.monotonic() + drain_s
+    with suppress(Exception):  # a supervisor's, as for what follows
+        serve.delete(APPLICATION, _blocking=False)  # Trap: otherwise it raises TimeoutError after a minute
+        while time.monotonic() < deadline and APPLICATION in serve.status().applications:
+            time.sleep(0.1)
 
 
 @contextmanager

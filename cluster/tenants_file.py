@@ -27,8 +27,8 @@ def tenants_in(path: Path) -> tuple[Tenant, ...]:
 
 
 class TenantsWatch:
-    """Puts the tenants of a file into a directory, now and after each change. While there is a fault in the file the
-    tenants stay who they were.
+    """Puts the tenants of a file into a directory, now and after each change. While there is a fault in the file, of
+    whatever kind, the tenants stay who they were.
 
     Create it on the event loop that it is to run on.
     """
@@ -50,10 +50,11 @@ class TenantsWatch:
             try:
                 await self._look()
                 self._fault = ""
-            except ConfigError as error:
-                if error.message != self._fault:
-                    log.error("the tenants stay as they were: %s", error.message)
-                self._fault = error.message
+            except Exception as error:  # the supervisor of the watch: the file was written by others
+                fault = error.message if isinstance(error, ConfigError) else f"cannot read {self._path}: {error!r}"
+                if fault != self._fault:
+                    log.error("the tenants stay as they were: %s", fault)
+                self._fault = fault
             await asyncio.sleep(self._interval_s)
 
     async def _look(self) -> None:

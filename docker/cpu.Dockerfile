@@ -19,6 +19,8 @@ COPY router router
 COPY cluster cluster
 COPY loadgen loadgen
 RUN pip install "setuptools>=80" && pip install --no-deps --no-build-isolation . && pip uninstall --yes pip
+# What Ray is to start as HAProxy, so that it sees clients go.
+RUN python -m holdfast.cluster.haproxy /opt/holdfast/bin/haproxy-unspliced
 
 FROM python:${PYTHON}
 RUN useradd --uid 10001 --user-group --create-home --home-dir /home/holdfast holdfast
@@ -26,6 +28,7 @@ COPY --from=build /opt/holdfast /opt/holdfast
 # The operator starts containers through a login shell, which forgets PATH.
 COPY docker/profile.sh /etc/profile.d/holdfast.sh
 ENV PATH=/opt/holdfast/bin:$PATH \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/opt/holdfast/bin/haproxy-unspliced \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001

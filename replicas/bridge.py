@@ -117,6 +117,7 @@ class Bridge:
         self._loop = asyncio.get_running_loop()
         self._interval = engine.config.stream_interval_s
         self._mailboxes: dict[str, Mailbox] = {}
+        self._unended: set[str] = set()  # ids whose terminal event is on its way, also where its reader has left
         self._closed = False
         self._thread = EngineThread(engine, self._deliver, lambda: self._on_loop(self._fail_the_rest))
         self._thread.start()
@@ -133,16 +134,18 @@ class Bridge:
     async def run(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
 
-        A caller that leaves early, by closing the generator or being cancelled, aborts the request.
+        A caller that leaves early, by closing the generator or being cancelled, aborts the request. Its id stays in
+        use until the engine has ended it.
         Raises InvalidRequestError for an id in use and UnavailableError once closed.
         """
         request_id = request.request_id
         if self._closed:
             raise UnavailableError("the engine is not running")
-        if request_id in self._mailboxes:
+        if request_id in self._mailboxes or request_id in self._unended:
             raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
         mailbox = Mailbox(self._loop, self._interval)
         self._mailboxes[request_id] = mailbox
+        self._unended.add(request_id)
         ended = False
         try:
             self._thread.send(request)
@@ -184,6 +187,8 @@ class Bridge:
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, batch in by_request.items():
+            if isinstance(batch[-1], Terminal):
+                self._unended.discard(request_id)
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(batch)
@@ -192,5 +197,6 @@ class Bridge:
         """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
         self._closed = True
         info = UnavailableError("the engine has stopped").info
+        self._unended.clear()
         for request_id, mailbox in self._mailboxes.items():
             mailbox.put([Failed(request_id, info)])

@@ -1,7 +1,8 @@
 """Settings of one replica's engine. Frozen: what depends on hardware is filled in by `resolve`, into a new object."""
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.retention.config import RetentionConfig
@@ -15,6 +16,34 @@ OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
+
+_CHOICES = {
+    "device": DEVICES,
+    "dtype": get_args(DType),
+    "decoder": get_args(Decoder),
+    "undeclared": get_args(Undeclared),
+    "overlap_steps": get_args(Overlap),
+    "order": get_args(OrderName),
+}
+_AT_LEAST_ONE = ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk")
+_POSITIVE = ("session_idle_s", "queue_timeout_s", "kv_memory")
+_SHARES = ("admission_ceiling", "high_water", "gpu_memory")
+_MEMORY = ("kv_memory", "host_memory")
+_NOT_NEGATIVE = (
+    "threads",
+    "context_length",
+    "cells",
+    "session_rows",
+    "stream_interval_s",
+    "latency_max_tokens",
+    "call_grace",
+    "grammar_cache",
+    "forced_drafts",
+    "render_cache",
+    "tokenize_cache",
+    "host_cells",
+    "host_memory",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +71,7 @@ class EngineConfig:
     stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
 
     # Stateful inference, section 3.2.
-    admission_ceiling: float = 0.5  # share of all cells that admitted requests may come to need
+    admission_ceiling: float = 0.75  # share of all cells that admitted requests may have at their ends
     high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
@@ -83,30 +112,10 @@ class EngineConfig:
     cuda_graphs: bool = True  # decoding and verifying replay graphs on a GPU, captured at the start
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {self.device!r}", "device")
-        for name in ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in ("admission_ceiling", "high_water", "gpu_memory"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
-        for name in (
-            "threads",
-            "context_length",
-            "cells",
-            "session_rows",
-            "call_grace",
-            "forced_drafts",
-            "host_cells",
-            "host_memory",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
-        if self.session_idle_s <= 0:
-            raise ConfigError(f"session_idle_s must be positive, not {self.session_idle_s}", "session_idle_s")
-        if self.kv_memory <= 0:
-            raise ConfigError(f"kv_memory must be positive, not {self.kv_memory}", "kv_memory")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}", name)
+        self._check_numbers()
         if self.order == "infercept" and self.retention.policy != "infercept":
             told = f"order infercept goes with InferCept's own rule, not with {self.retention.policy!r}"
             raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
@@ -115,6 +124,24 @@ class EngineConfig:
         tier = self.host_tier
         if tier and not self.prefix_cache:
             raise ConfigError(f"{tier} is for evicted cells of the prefix cache, and prefix_cache is false", tier)
+
+    def _check_numbers(self) -> None:
+        # Written as what has to hold: no comparison with NaN does, so NaN fails.
+        for name in _AT_LEAST_ONE:
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        for name in _SHARES:
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
+        for name in _NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
+        for name in _MEMORY:  # a number of cells is made of it
+            if not getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be finite, not {getattr(self, name)}", name)
 
     @property
     def host_tier(self) -> str:

@@ -11,6 +11,7 @@ from itertools import count
 
 import numpy as np
 
+from holdfast.replicas.arrivals import Arrivals
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, OverloadedError
 from holdfast.replicas.events import (
@@ -74,6 +75,7 @@ class Engine:
         self._steps = Steps(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
         self._live: dict[str, Sequence] = {}
+        self._arrivals = Arrivals()
         self._events: list[Event] = []
         self._sessions = Sessions(self, self._events, config.session_rows, config.session_idle_s)
         self._open_books()
@@ -142,26 +144,33 @@ class Engine:
     def places(self) -> Places:
         return self._scheduler.places
 
-    def begin(self, submit: Submit, history: TokenIds, arrived: float, now: float) -> bool:
-        """Take a request in; False when it ended at once. Whatever goes wrong here is its own fault, or its end."""
+    def begin(
+        self, submit: Submit, history: TokenIds, arrived: float, began: float, promised: int = 0
+    ) -> Sequence | None:
+        """Take a request in; None when it ended at once. Whatever goes wrong here is its own fault, or its end.
+
+        `began` is when its program did, by the engine's clock, where the request does not say it. `promised` cells of
+        the room that sessions have are others' to come.
+        """
         request_id = submit.request_id
         try:
-            if len(history):
-                submit = replace(submit, tokens=np.concatenate((history, submit.tokens)))
+            tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
+            submit = replace(submit, tokens=tokens, program_arrival=self._arrivals.of(submit, arrived, began))
             check_submit(submit, self.config, self._vocabulary)
-            check_room(submit, len(history), self._scheduler.admission.room_for_sessions)
+            if submit.session_id:
+                check_room(submit, len(history), self._scheduler.admission.room_for_sessions - promised)
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
             sequence.n_history = len(history)
             self._scheduler.add(sequence)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
-            return False
+            return None
         except Exception as failure:
             log.exception("a request could not be taken in")
             self._events.append(Failed(request_id, EngineError(f"the engine failed: {failure}").info))
-            return False
+            return None
         self._live[request_id] = sequence
-        return True
+        return sequence
 
     def end(self, command: Stop | Abort, now: float) -> None:
         """End a request, if there still is one of that id."""
@@ -212,7 +221,7 @@ class Engine:
             if not isinstance(command, Submit) or command.session_id:
                 self._sessions.command(command, now, arrived)
             else:
-                self.begin(command, NO_TOKENS, arrived, now)
+                self.begin(command, NO_TOKENS, arrived, began=arrived)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
 

@@ -88,7 +88,8 @@ class Submit:
     `sampling.max_tokens` 0: the prompt is computed into the cache and nothing is drawn.
     With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
     finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
-    `program_turns` are the turns that the program had before; `program_end`: it has none after this one.
+    `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
+    `program_end`: it has none after this one.
     `weight` is the tenant's, for an order that shares.
     """
 
@@ -104,6 +105,7 @@ class Submit:
     matcher: Matcher | None = None
     n_generated: int = 0
     program_turns: int = 0
+    answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
 
@@ -160,7 +162,8 @@ class TurnEnded:
     """What a finished request called, told after its terminal event: its program comes back when that is done.
 
     `tools` are the tools' names, several for parallel calls, none where it is not known what the program waits for.
-    `turn` counts the program's turns from 1; `last`: there will be no other.
+    `turn` counts the program's turns from 1, `answered_turns` of them up to the answer before; `last`: there will be
+    no other.
     """
 
     request_id: str
@@ -169,6 +172,12 @@ class TurnEnded:
     tools: tuple[str, ...] = ()
     last: bool = False
     turn: int = 1
+    answered_turns: int = 0
+
+    @property
+    def run_turn(self) -> int:
+        """Its number since the program's last answer, from 1."""
+        return self.turn - self.answered_turns
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ class JsonFormatter(logging.Formatter):
 
 def configure(config: LoggingConfig, process: str) -> None:
     """Send all of this process's lines where `config` says; a second call replaces the first. Raises OSError."""
-    handler = logging.FileHandler(config.file) if config.file else logging.StreamHandler(sys.stderr)
+    # Trap: in a replica `sys.stderr` is Serve's logger, which keeps lines back, and drops them where it is to be quiet.
+    handler = logging.FileHandler(config.file) if config.file else logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter(process))
     root = logging.getLogger(ROOT)
     for before in root.handlers[:]:

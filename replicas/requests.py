@@ -54,9 +54,10 @@ class RawPrompt:
 class GenerateRequest:
     """One accepted request, validated by the router.
 
-    `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one;
-    `program_end`: the program will not come back after it. `weight` is the tenant's. `trace` is the W3C trace context
-    in which it is served (`traceparent`, `tracestate`), empty without tracing.
+    `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one,
+    `answered_turns` of them up to the program's last answer; `program_end`: the program will not come back after it.
+    `weight` is the tenant's. `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
+    empty without tracing.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class GenerateRequest:
     program_id: str = ""
     program_arrival: float = 0.0
     program_turns: int = 0
+    answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -71,11 +71,12 @@ class Service:
 
     async def close(self) -> None:
         self._compiling.close()
+        self._text.close()
         await self._bridge.close()
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
         """The prompt's token ids, as `generate` would compute them. Raises InvalidRequestError."""
-        tokens: list[int] = self._text.tokenize(prompt).tolist()
+        tokens: list[int] = (await self._text.encoded(prompt)).tokens.tolist()
         return tokens
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -90,7 +91,7 @@ class Service:
         """
         try:
             began = time.perf_counter()
-            encoded = self._text.encode(request.prompt, request.scope)
+            encoded = await self._text.encoded(request.prompt, request.scope)
             spent = Spent(render_s=time.perf_counter() - began)
             attempt: Attempt | None = await self._first(request, encoded, turn, spent)
             while attempt is not None:
@@ -112,7 +113,7 @@ class Service:
         return fold.answer() or fold.error()
 
     async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn, spent: Spent) -> Attempt:
-        limits = await self._compiling.run(partial(self._text.constraints, request.prompt))
+        limits = await self._compiling.run(partial(self._text.constraints, request.prompt), request.scope)
         submit = replace(
             self._submit(request, encoded.tokens),
             matcher=self._text.after_thinking(request, encoded, limits.matcher),
@@ -144,6 +145,7 @@ class Service:
             request.program_arrival,
             self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
             program_turns=request.program_turns,
+            answered_turns=request.answered_turns,
             program_end=request.program_end,
             weight=request.weight,
         )
@@ -196,5 +198,12 @@ def _called(request: GenerateRequest, reply: Reply, reason: ReplyReason) -> Call
 
 
 def _turn_ended(request: GenerateRequest, found: Called) -> TurnEnded:
-    turn = request.program_turns + 1
-    return TurnEnded(request.request_id, request.scope, request.program_id, found.tools, found.last, turn)
+    return TurnEnded(
+        request.request_id,
+        request.scope,
+        request.program_id,
+        found.tools,
+        found.last,
+        turn=request.program_turns + 1,
+        answered_turns=request.answered_turns,
+    )

@@ -51,8 +51,8 @@ class SessionService:
     """Open, feed, ask, fork and close sessions, by id within a scope (a tenant).
 
     Every call raises a HoldfastError: InvalidRequestError naming `session_id` for a session that is not open,
-    ContextLengthError where its history would become too long, OverloadedError where sessions or their cells are too
-    many. What raises leaves the history as it was.
+    ContextLengthError where its history would become too long, OverloadedError where sessions are too many, or their
+    cells with those that operations in flight may come to keep. What raises leaves the history as it was.
     """
 
     def __init__(self, bridge: Bridge, text: TextSide, stream: Stream) -> None:

@@ -9,7 +9,7 @@ other once it has begun. Not here: cells and rows (`scheduling/places` keeps the
 """
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError
@@ -33,8 +33,9 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.radix import NO_TOKENS
 from holdfast.replicas.scheduling.places import Places
 from holdfast.replicas.sequences.parking import Owner
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.sequences.sequence import Sequence, Status
 from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.validation import to_be_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Session:
     used: float
     history: TokenIds = field(default_factory=lambda: NO_TOKENS)
     queue: deque[Operation] = field(default_factory=deque)
-    running: str | None = None
+    running: Sequence | None = None
 
 
 class Host(Protocol):
@@ -63,8 +64,12 @@ class Host(Protocol):
     @property
     def places(self) -> Places: ...
 
-    def begin(self, submit: Submit, history: TokenIds, arrived: float, now: float) -> bool:
-        """Start a request that goes on from `history`; False where it has ended at once."""
+    def begin(self, submit: Submit, history: TokenIds, arrived: float, began: float, promised: int) -> Sequence | None:
+        """Start a request that goes on from `history`; None where it has ended at once.
+
+        `began` is when its program did, where the request does not say it. `promised` cells of the room that sessions
+        have are other operations' to come.
+        """
 
     def end(self, command: Stop | Abort, now: float) -> None:
         """End a request that has begun."""
@@ -127,7 +132,7 @@ class Sessions:
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> None:
         """An operation has ended, and the next one begins. Only what finished becomes history."""
         session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
-        if session is None or session.running != sequence.request_id:
+        if session is None or session.running is not sequence:
             return
         session.running, session.used = None, now
         if isinstance(event, Finished) and sequence.submit.keep:
@@ -180,7 +185,7 @@ class Sessions:
         for operation in list(session.queue):
             self.abort(operation.command.request_id, now)
         if session.running is not None:
-            self._host.end(Abort(session.running), now)
+            self._host.end(Abort(session.running.request_id), now)
         self._host.places.forget(session.owner)
 
     def _advance(self, session: Session, now: float) -> None:
@@ -192,9 +197,8 @@ class Sessions:
             if isinstance(command, ForkSession):
                 self._fork(session, command, operation.accepted, now)
                 continue
-            submit = replace(command, program_arrival=command.program_arrival or session.opened)
-            if self._host.begin(submit, session.history, operation.accepted, now):
-                session.running = command.request_id
+            promised = sum(map(_promised, self._sessions.values()))
+            session.running = self._host.begin(command, session.history, operation.accepted, session.opened, promised)
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
@@ -205,6 +209,14 @@ class Sessions:
         child.history = session.history
         self._host.places.fork(child.owner, child.history, now)
         self._events.append(_done(command.request_id, accepted, now))
+
+
+def _promised(session: Session) -> int:
+    """Cells that the operation which has begun may come to leave to be kept, beyond the history before it."""
+    running = session.running
+    if running is None or running.status is Status.ENDED:
+        return 0
+    return to_be_kept(running.submit, running.n_history)
 
 
 def _done(request_id: str, accepted: float, now: float) -> Finished:

@@ -38,8 +38,13 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
         raise InvalidRequestError(f"token ids must be in [0, {vocabulary})", "prompt")
 
 
+def to_be_kept(submit: Submit, n_history: int) -> int:
+    """Cells that a session's operation may add to those of its history; `submit` has all the tokens, history first."""
+    return len(submit.tokens) - n_history + submit.sampling.max_tokens if submit.keep else 0
+
+
 def check_room(submit: Submit, n_history: int, room: int) -> None:
     """Raise OverloadedError for a session's operation that may leave more cells to be kept than the `room` there is."""
-    more = len(submit.tokens) - n_history + submit.sampling.max_tokens
-    if submit.session_id and submit.keep and more > room:
-        raise OverloadedError(f"the open sessions have room for {max(room, 0)} more cells, not {more}", "session_id")
+    more, room = to_be_kept(submit, n_history), max(room, 0)
+    if more > room:
+        raise OverloadedError(f"the open sessions have room for {room} more cells, not {more}", "session_id")

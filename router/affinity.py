@@ -1,6 +1,6 @@
 """The request router that Ray Serve runs in front of the replicas: placement by program, waiting in program order.
 
-Every name of Ray that is not public is used in this file and nowhere else; `tests/router/test_affinity.py` checks that
+Every name of Ray that is not public is used in this file and nowhere else; `tests/router/test_affinity*.py` check that
 they are still there. Where Serve has a trap, a comment starts with "Trap:". Which replica is `placement`'s decision,
 where they wait is `gate`.
 
@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -21,6 +21,8 @@ from uuid import uuid4
 import ray
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context, _serve_request_context
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
@@ -63,9 +65,13 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     The program is the handle's `session_id`; when it began stands in the `GenerateRequest`, and a call without one goes
     first. A call may carry the keyword argument `last_replica`, believed when this router knows nothing better; it is
     taken out here and does not reach the replica.
+
+    Of what Serve lets a replica take at once, `control_calls` are kept for calls that are no turn: full replicas still
+    say how they are.
     """
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(self, control_calls: int = 0, **kwargs: Any) -> None:
+        self._control_calls = control_calls
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
         self._gate = Gate(self._config.max_waiting)
@@ -92,7 +98,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             # Trap: with no replica left Serve waits for the next one without a bound.
             if not self._replicas:
                 await self._wait_for_a_replica()
-            ranking = self._rank(pending_request, _by_id(self._replicas.values()))
+            ranking = self._rank(pending_request, by_id := _by_id(self._replicas.values()))
+            # Once refused by the replica, where too many such calls are, it waits as others do.
+            if self._control_calls and not is_retry and _turn(pending_request) is None:
+                return by_id[ranking[0]]
             chosen = self._gate.take(ranking, request_id) or await self._wait_in_line(pending_request, ranking)
             if chosen is None:
                 continue
@@ -141,7 +150,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         hint = pending_request.kwargs.pop(HINT, None)
         if hint in by_id and self._pins.get(program) not in by_id:
             self._pins.put(program, hint)
-        views = [ReplicaView(each, self._gate.load(each), by_id[each].max_ongoing_requests) for each in by_id]
+        views = [ReplicaView(each, self._gate.load(each), self._room(by_id[each])) for each in by_id]
         return rank(program, views, self._pins.get(program), _waited(pending_request), self._config)
 
     # ---- what Serve tells ----
@@ -180,7 +189,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         now = frozenset(replicas)
         self._tally = self._tally.changed(joined=len(now - self._known), lost=len(self._known - now))
         self._known = now
-        self._gate.replicas({each: replica.max_ongoing_requests for each, replica in replicas.items()})
+        self._gate.replicas({each: self._room(replica) for each, replica in replicas.items()})
+
+    def _room(self, replica: RunningReplica) -> int:
+        """How many turns a replica takes at once."""
+        return int(replica.max_ongoing_requests) - self._control_calls
 
 
 def _by_id(replicas: Iterable[RunningReplica]) -> dict[str, RunningReplica]:
@@ -196,7 +209,26 @@ def _waited(pending_request: PendingRequest) -> float:
 
 def _arrival(pending_request: PendingRequest) -> float:
     """When the program of a call began; a call that is no turn of a program keeps nobody waiting."""
-    return next((each.program_arrival for each in pending_request.args if isinstance(each, GenerateRequest)), 0.0)
+    turn = _turn(pending_request)
+    return turn.program_arrival if turn else 0.0
+
+
+def _turn(pending_request: PendingRequest) -> GenerateRequest | None:
+    return next((each for each in pending_request.args if isinstance(each, GenerateRequest)), None)
+
+
+async def from_each(broadcast: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
+    """What each replica answers to a call on all of them, or its exception: TimeoutError where it takes longer.
+
+    Trap: by the public way to them one late answer is a TimeoutError for all.
+    """
+    calls: list[asyncio.Future[Any]] = []
+    with suppress(TimeoutError, DeploymentUnavailableError):
+        async with asyncio.timeout(timeout_s):
+            results = await broadcast._fetch_replica_results_async()
+            calls += [asyncio.ensure_future(each.get_async()) for each in results]
+            await asyncio.gather(*calls, return_exceptions=True)
+    return [TimeoutError() if call.cancelled() else call.exception() or call.result() for call in calls]
 
 
 @contextmanager

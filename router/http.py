@@ -3,9 +3,12 @@
 Endpoints are plain functions from request to response, so that nothing is parsed or serialised twice.
 """
 
+import asyncio
+import contextlib
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -24,7 +27,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
+GONE = "holdfast.gone"  # and whether its client is known to have left
 CLIENT_GONE = 499  # nobody reads it; proxies log it
+LEAVING_S = 0.5  # within which a server tells of a socket that had no peer any more when it was accepted
+READ_AHEAD = 64  # messages of a body, which may stand before that
 
 
 @dataclass(slots=True)
@@ -72,7 +78,9 @@ def answer_headers(request: Request) -> AnswerHeaders:
 
 
 def caller(request: Request) -> Caller:
-    """Who calls, for authentication."""
+    """Who calls, for authentication. Raises ClientGoneError where nobody does any more."""
+    if request.scope.get(GONE):
+        raise ClientGoneError
     client, server = request.scope.get("client"), request.scope.get("server")
     return Caller(
         authorization=request.headers.get("authorization"),
@@ -114,7 +122,8 @@ def supervised(handler: Handler) -> Handler:
 
     async def answer(request: Request) -> Response:
         try:
-            return await handler(request)
+            known = request if request.client is not None else await _look_for_client(request)
+            return await handler(known)
         except HoldfastError as error:
             return error_response(error)
         except ClientGoneError:
@@ -123,6 +132,25 @@ def supervised(handler: Handler) -> Handler:
             return error_response(internal_error(error, answer_headers(request).request_id))
 
     return answer
+
+
+async def _look_for_client(request: Request) -> Request:
+    """`request`, which has no peer, as if nothing of it had been read; `GONE` is in its scope where its client left.
+
+    A socket that its client has reset has no peer, but its request can still be read, and may be before the server
+    tells of the end. A client without an address that stays is an unknown one, and nothing more is known of it.
+    """
+    ahead: deque[Message] = deque()
+
+    async def receive() -> Message:
+        return ahead.popleft() if ahead else await request.receive()
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LEAVING_S):
+            while len(ahead) < READ_AHEAD and not request.scope.get(GONE):
+                ahead.append(await request.receive())
+                request.scope[GONE] = ahead[-1]["type"] == "http.disconnect"
+    return Request(request.scope, receive)
 
 
 def internal_error(error: Exception, request_id: str) -> EngineError:

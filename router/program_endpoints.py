@@ -25,13 +25,16 @@ class ProgramEndpoints:
         self._latencies = latencies
 
     async def end(self, request: Request) -> Response:
-        """A program is over: nothing is kept for it, and its name is free. Raises RefusedError for an unknown one."""
+        """A program is over: nothing is kept for it, and its name is free.
+
+        Raises RefusedError for an unknown one, UnavailableError where a replica does not answer: to be tried again.
+        """
         tenant = self._tenants.authenticate(caller(request))
         program_id = request.path_params["program_id"]
         key = named_program(tenant.name, program_id)
+        await self._backend.end_program(tenant.name, key)  # first: where it fails, the program can be ended again
         if not await self._programs.end(key):
             raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
-        await self._backend.end_program(tenant.name, key)
         return json_response(program_ended_reply(program_id))
 
     async def tool_latency(self, request: Request) -> Response:

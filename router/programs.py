@@ -32,6 +32,11 @@ class Program:
     began: float | None = None
     run_turns: int = 0
 
+    @property
+    def answered_turns(self) -> int:
+        """Of `turns`, those up to its last answer; too few where the run had turns that no replica has served."""
+        return max(self.turns - self.run_turns, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -194,7 +194,10 @@ class RedisStore:
     async def script(
         self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
     ) -> list[Any] | None:
-        """What a Lua script returns, an array; None where Redis is away. It runs as one operation, or not at all."""
+        """What a Lua script returns, an array. It runs as one operation, or not at all.
+
+        None where Redis is away or too slow; then the script may have run, or may yet run, all the same.
+        """
 
         async def work() -> list[Any]:
             # By its digest, and with the source where the server does not know it (it may have been restarted).

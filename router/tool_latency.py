@@ -10,6 +10,7 @@ readers keep the last snapshot. What an interval is stands in `replicas/retentio
 import asyncio
 import logging
 import math
+import secrets
 from collections import deque
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ PENDING = 4096  # intervals kept while Redis is away, the latest ones
 
 _RECORD = """
 local base, recent, most, ttl = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+-- The router may have had no answer to this batch, and sent it again.
+if not redis.call('SET', base .. 'done/' .. ARGV[4], 1, 'NX', 'EX', 60) then return {0} end
 if redis.call('EXISTS', base .. 'version') == 0 then
   -- Above the versions of any server that was here before and has lost what it had.
   local time = redis.call('TIME')
@@ -50,7 +53,7 @@ local function add(key, seconds)
   redis.call('EXPIRE', key, ttl)
   redis.call('EXPIRE', key .. '/recent', ttl)
 end
-for i = 4, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   add(base .. 'all', ARGV[i + 1])
   add(base .. 'of/' .. ARGV[i], ARGV[i + 1])
   redis.call('ZADD', base .. 'changed', redis.call('INCR', base .. 'version'), ARGV[i])
@@ -172,12 +175,12 @@ class ToolLatencies:
     async def _write(self, store: Scripts) -> None:
         while self._pending:
             batch = list(self._pending)[:BATCH]
-            arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S]
+            arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S, secrets.token_hex(8)]
             for interval in batch:
                 arguments += interval
-            if await store.script(_RECORD, [BASE], arguments) is None:
+            # What is given up here may run there all the same: it is sent again unchanged, and its id counts once.
+            while await store.script(_RECORD, [BASE], arguments) is None:  # noqa: ASYNC110 (a store has no event)
                 await asyncio.sleep(self._retry_s)
-                continue
             for interval in batch:
                 if self._pending and self._pending[0] is interval:  # else it had to go for a later one
                     self._pending.popleft()

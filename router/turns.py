@@ -194,6 +194,7 @@ class Turns:
                 program_id=accepted.program,
                 program_arrival=program.arrival,
                 program_turns=program.turns,
+                answered_turns=program.answered_turns,
                 program_end=accepted.turn.program_end,
                 weight=accepted.tenant.weight,
             )
@@ -256,6 +257,8 @@ class Turns:
 
 
 def _for_any_program(answer: Answer) -> Answer:
-    """An answer to a program's last turn as others may have it: its program is over only where it calls nothing."""
+    """An answer to a program's last turn as others may have it: its program is over only where it is whole and calls
+    nothing. A call that has not closed is among the answer's, and is none that its program waits for.
+    """
     cut = answer.reason == "length"
-    return replace(answer, called=replace(answer.called, last=not (answer.called.tools or cut)))
+    return replace(answer, called=replace(answer.called, last=not (answer.called.tools or answer.tool_calls or cut)))

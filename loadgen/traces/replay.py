@@ -162,7 +162,7 @@ def _usable(answer: Json) -> bool:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply to be read
         return False
 
 

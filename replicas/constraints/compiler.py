@@ -1,6 +1,7 @@
 """From what a request asks of its reply to a matcher: grammars are compiled once and kept, bounded.
 
-Used by the text side, away from the engine's thread. A schema that cannot be followed is an error naming its field.
+Used by the text side, away from the engine's thread; who may compile, and when, is said by `threads`. A schema that
+cannot be followed is an error naming its field.
 """
 
 import asyncio
@@ -28,10 +29,18 @@ _ANY_OBJECT = {"type": "object"}
 _LONGEST = 2**18  # characters of a rule's key: what it takes to compile grows with them
 
 _Key: TypeAlias = tuple[str, ...]
+_Grammar: TypeAlias = Future[Matcher | ErrorInfo]
 
 
 class NotCompiledError(Exception):
-    """A grammar would have to be compiled, or waited for, on a thread that must not: ask again on another one."""
+    """There is no grammar yet. `making` ends when another thread has compiled it; None: nobody has begun, and an event
+    loop's thread must not. `field` is the request's that asks for it.
+    """
+
+    def __init__(self, field: str, making: _Grammar | None) -> None:
+        super().__init__(field)
+        self.field = field
+        self.making = making
 
 
 class Compiler:
@@ -46,31 +55,28 @@ class Compiler:
         self._tool_format = tool_format
         self._entries = entries
         self._lock = threading.Lock()  # of the table; nobody compiles or waits under it
-        self._known: OrderedDict[_Key, Future[Matcher | ErrorInfo]] = OrderedDict()
+        self._known: OrderedDict[_Key, _Grammar] = OrderedDict()
         self._reading = threading.Lock()  # of the vocabulary and what is made of it, once
         self.compiled = 0
 
     def matcher(self, rule: ReplyRule) -> Matcher:
         """A matcher at the beginning of a reply under `rule`.
 
-        A new grammar is compiled on the caller's thread; whoever asks for the same one meanwhile waits for it. On an
-        event loop's thread neither is done: NotCompiledError. Raises InvalidRequestError naming the field: a schema
-        that cannot be followed or is too long, calls that the model cannot write, or no library to follow anything
-        with.
+        A new grammar is compiled on the caller's thread, for milliseconds as a rule; a hostile schema takes minutes.
+        Nobody waits here: NotCompiledError while another thread compiles the same grammar, and on an event loop's
+        thread for a new one. Raises InvalidRequestError naming the field: a schema that cannot be followed or is too
+        long, calls that the model cannot write, or no library to follow anything with.
         """
-        key, new = _key_of(rule), False
+        key = _key_of(rule)
         with self._lock:
             found = self._known.get(key)
-            if (found is None or not found.done()) and _on_event_loop():
-                raise NotCompiledError
-            if found is None:
-                found, new = Future(), True
-                self._known[key] = found
-                self.compiled += 1
-                if len(self._known) > self._entries:
-                    self._known.popitem(last=False)
-            else:
+            new = found is None and not _on_event_loop()
+            if new:
+                found = self._add(key)
+            elif found is not None:
                 self._known.move_to_end(key)
+        if found is None or not (new or found.done()):
+            raise NotCompiledError(field_of(rule), found)
         if new:
             self._settle(key, found, rule)
         result = found.result()
@@ -78,7 +84,17 @@ class Compiler:
             raise error_of(result)
         return result.copy()
 
-    def _settle(self, key: _Key, found: "Future[Matcher | ErrorInfo]", rule: ReplyRule) -> None:
+    def _add(self, key: _Key) -> _Grammar:
+        """A grammar in the making, in the table. Call it under the lock."""
+        found: _Grammar = Future()
+        found.set_running_or_notify_cancel()  # one of those who wait may be cancelled, the grammar is made
+        self._known[key] = found
+        self.compiled += 1
+        if len(self._known) > self._entries:
+            self._known.popitem(last=False)
+        return found
+
+    def _settle(self, key: _Key, found: _Grammar, rule: ReplyRule) -> None:
         """Compile the grammar that others may wait for."""
         try:
             found.set_result(self._compile(rule))

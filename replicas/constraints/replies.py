@@ -1,7 +1,8 @@
 """The grammar of a whole reply: JSON, calls, or text in which a marker begins calls.
 
 In a text the grammar waits: nothing is asked of it until it has spelled a marker. After calls there is no more text,
-because the reader of calls would end the reply there.
+because the reader of calls would end the reply there. White space may stand before calls that begin without a marker,
+as after thinking.
 """
 
 from holdfast.replicas.constraints.calls import CallRules, Forms
@@ -37,7 +38,7 @@ def _text_or_calls(grammar: Grammar, calls: CallRules, forms: Forms) -> list[str
     text = _TEXT
     if forms.bare is not None:
         start = (forms.bare.head + forms.bare.before)[0]
-        starts.append(calls.after_opener(forms.bare))
+        starts.append(f"{grammar.add('SPACE', rf'/[{_SPACE}]*/')} {calls.after_opener(forms.bare)}")
         text = rf"/[{_SPACE}]*([^{_SPACE}\{start}](.|\n)*)?/"
     grammar.add("TEXT", text)
     starts.append("TEXT")

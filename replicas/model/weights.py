@@ -74,7 +74,7 @@ def inspect_model(name: str) -> ModelInfo:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         )
         context, vocabulary = _context(text), int(text.vocab_size)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise _error(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
     shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context))
     return ModelInfo(path, config, cell, shape, vocabulary)
@@ -149,7 +149,7 @@ def _dtype_name(config: Any) -> DType:
 def _context(text: Any) -> int:
     """The longest context: what YaRN stretches the original one to, where max_position_embeddings still has that."""
     stretched = (
-        int((rope.get("factor") or 1) * rope["original_max_position_embeddings"])
+        int(_number(rope, "factor", 1) * _number(rope, "original_max_position_embeddings"))
         for rope in _rotaries(text)
         if rope.get("rope_type") == "yarn"
     )
@@ -166,6 +166,16 @@ def _steady_context(text: Any, context: int) -> int:
         int(rope["original_max_position_embeddings"]) for rope in _rotaries(text) if rope.get("rope_type") == "longrope"
     )
     return min((context, *original))
+
+
+def _number(rope: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A parameter, or `default` where it is left open. Raises ValueError naming one that is no number: Python would
+    multiply a text as well, into a longer one.
+    """
+    value = default if rope.get(name) is None else rope[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"rope_parameters.{name} is {value!r}")
+    return value
 
 
 def _rotaries(text: Any) -> list[dict[str, Any]]:

@@ -112,16 +112,19 @@ def word_pieces(tokenizer: Tokenizer) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Which conversations a pool is made of."""
+    """Which conversations a pool is made of; ``narrow_share`` of them draw from few words each."""
 
     most_tools: int = MOST_TOOLS
     long_share: float = 0.0
     echo_share: float = 0.02
     drill_share: float = 0.0
+    narrow_share: float = 0.6
 
     def draw(self, rng: random.Random, lex: Lexicon) -> Conversation:
         """The next conversation."""
         seed = rng.getrandbits(60)
+        if rng.random() < self.narrow_share:
+            lex = lex.narrowed(rng)
         if self.drill_share and rng.random() < self.drill_share:
             return drill(random.Random(seed), lex, self.most_tools)
         return training_conversation(

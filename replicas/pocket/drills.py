@@ -17,11 +17,12 @@ from holdfast.replicas.pocket.conversations import (
     chain,
     draw_tools,
     parallel_requests,
+    same_tool,
     sequence,
     stranger,
 )
 from holdfast.replicas.pocket.requests import Request, ask, sentence
-from holdfast.replicas.pocket.schemas import Tool, in_words, random_tool, schema
+from holdfast.replicas.pocket.schemas import Tool, camel_cased, in_words, random_tool, schema
 from holdfast.replicas.pocket.words import VERBS, Lexicon
 
 NO_TOOL = "I have no tool for that."
@@ -29,7 +30,7 @@ NO_TOOL = "I have no tool for that."
 
 def drill(rng: random.Random, lex: Lexicon, most_tools: int) -> Conversation:
     """Six to twelve requests over one set of tools; half the sets have no descriptions of parameters."""
-    tools = draw_tools(rng, lex, rng.randint(1, most_tools), 0.3)
+    tools = tuple(varied(tool, rng, lex) for tool in draw_tools(rng, lex, rng.randint(1, most_tools), 0.3))
     if rng.random() < 0.5:
         tools = tuple(undescribed(tool) for tool in tools)
     writer = Writer(rng, lex, tools, terse=True)
@@ -42,6 +43,14 @@ def drill(rng: random.Random, lex: Lexicon, most_tools: int) -> Conversation:
 def undescribed(tool: Tool) -> Tool:
     """``tool`` without descriptions of its parameters."""
     return replace(tool, parameters=tuple(replace(p, description="") for p in tool.parameters))
+
+
+def varied(tool: Tool, rng: random.Random, lex: Lexicon) -> Tool:
+    """``tool``, more often than elsewhere with camel-case names, or with parameters named after something as well."""
+    names = [f"{lex.noun(rng)}_{p.name}" if rng.random() < 0.12 else p.name for p in tool.parameters]
+    parameters = tuple(replace(p, name=name) for p, name in zip(tool.parameters, names, strict=True))
+    tool = replace(tool, parameters=parameters) if len({*names}) == len(names) else tool
+    return camel_cased(tool) if rng.random() < 0.2 else tool
 
 
 def decide(w: Writer) -> None:
@@ -93,6 +102,15 @@ def calls(w: Writer) -> None:
     w.ask_for(parallel_requests(w))
 
 
+def spread(w: Writer) -> None:
+    """One request for the same call with several values, where a tool lends itself."""
+    for tool in w.rng.sample(w.tools, len(w.tools)):
+        if requests := same_tool(tool, w.rng.choice((2, 2, 3)), w):
+            w.ask_for(requests)
+            return
+    calls(w)
+
+
 def _begin(w: Writer, text: str) -> None:
     w.messages.append({"role": "assistant", "content": text, "unfinished": True})
 
@@ -100,7 +118,8 @@ def _begin(w: Writer, text: str) -> None:
 TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
     (decide, 0.20),
     (call, 0.20),
-    (calls, 0.44),
+    (calls, 0.36),
+    (spread, 0.08),
     (chain, 0.12),
     (sequence, 0.04),
 )

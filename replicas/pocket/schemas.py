@@ -74,8 +74,11 @@ def camel(name: str) -> str:
 
 def restyled(tool: Tool, rng: random.Random) -> Tool:
     """``tool``, in every tenth case with camel-case names throughout."""
-    if rng.random() > 0.1:
-        return tool
+    return camel_cased(tool) if rng.random() <= 0.1 else tool
+
+
+def camel_cased(tool: Tool) -> Tool:
+    """``tool`` with camel-case names throughout."""
     parameters = tuple(replace(p, name=camel(p.name)) for p in tool.parameters)
     return replace(tool, name=camel(tool.name), parameters=parameters)
 

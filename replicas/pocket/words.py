@@ -6,6 +6,7 @@ beside the words that ``Lexicon`` invents out of syllables.
 
 from __future__ import annotations
 
+import copy
 import random
 import zlib
 from collections.abc import Sequence
@@ -219,6 +220,35 @@ class Lexicon:
     def _own(self, words: Sequence[str]) -> tuple[str, ...]:
         held = self.split is Split.HELD_OUT
         return tuple(word for word in words if is_held_out(word) == held)
+
+    def narrowed(self, rng: random.Random) -> Lexicon:
+        """A lexicon of few of these words and some invented ones.
+
+        The same word then turns up in names, parameters and values of one conversation, as it does with the held-out
+        words, of which there are an eighth as many; and words that are never learned stand beside each other.
+        """
+        few = copy.copy(self)
+        few.coined = rng.uniform(0.1, 0.4)
+        few.pieces = self.pieces if rng.random() < 0.5 else ()
+        strange = rng.uniform(0.0, 0.7)
+        few.nouns = self._few(rng, self.nouns, rng.randint(8, 60), strange)
+        few.topics = self._few(rng, self.topics, rng.randint(6, 24), strange)
+        few.adjectives = self._few(rng, self.adjectives, rng.randint(4, 10), strange)
+        few.cities = self._few(rng, self.cities, rng.randint(6, 24), strange, capital=True)
+        few.first_names = self._few(rng, self.first_names, rng.randint(5, 12), strange, capital=True)
+        few.last_names = self._few(rng, self.last_names, rng.randint(8, 20), strange, capital=True)
+        return few
+
+    def _few(
+        self, rng: random.Random, words: Sequence[str], count: int, strange: float, *, capital: bool = False
+    ) -> tuple[str, ...]:
+        """``count`` of ``words``, a share ``strange`` of them replaced by invented ones."""
+        chosen = rng.sample(words, count)
+        for i in range(count):
+            if rng.random() < strange:
+                word = self.invented(rng)
+                chosen[i] = word.capitalize() if capital else word
+        return tuple(chosen)
 
     def invented(self, rng: random.Random) -> str:
         """A pronounceable word that is in no list and, by its hash, in this split only.

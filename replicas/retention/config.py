@@ -1,7 +1,7 @@
 """Settings of retention: how long a program's cells are kept while its tools run, and how many of them."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
 
@@ -36,11 +36,15 @@ class RetentionConfig:
     wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
 
     def __post_init__(self) -> None:
+        policies = get_args(PolicyName)
+        if self.policy not in policies:
+            raise ConfigError(f"policy must be one of {', '.join(policies)}, not {self.policy!r}", "policy")
+        # Written as what has to hold: no comparison with NaN does, so NaN fails.
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         for name in _POSITIVE:
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         for name in _SHARES:
             if not 0.0 <= getattr(self, name) <= 1.0:

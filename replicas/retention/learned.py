@@ -15,7 +15,8 @@ from holdfast.replicas.scheduling.plan import StepPlan
 class Turns:
     """How many turns finished programs had, and what the turns done say of the turns left.
 
-    Each turn of a finished program is one point (turns done, turns left); sums over a program have closed forms.
+    A program that is asked again after its answer counts as another one. Each turn of a finished program is one point
+    (turns done, turns left); sums over a program have closed forms.
     """
 
     def __init__(self) -> None:

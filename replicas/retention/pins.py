@@ -22,7 +22,7 @@ _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
 class Held:
     """One pin. `request_id` is the turn that left it, `turn` its number in the program, `since` when it ended.
 
-    `arrival` is the program's; `live` until it is dropped.
+    `run_turn` counts from 1 after the program's last answer. `arrival` is the program's; `live` until it is dropped.
     """
 
     owner: Owner
@@ -30,6 +30,7 @@ class Held:
     arrival: float
     request_id: str
     turn: int
+    run_turn: int
     since: float
     deadline: float
     live: bool = True

@@ -18,7 +18,10 @@ from holdfast.replicas.scheduling.infercept import preserve_until
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A turn is over and its program is expected back: `tools` is the key of what it called, `turn` counts from 1."""
+    """A turn is over and its program is expected back: `tools` is the key of what it called.
+
+    `turn` counts from 1 after the program's last answer.
+    """
 
     tenant: str
     tools: str
@@ -29,7 +32,7 @@ class Pause:
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
-    turns a program has behind it say of those before it. `mean_turns` of the programs that have ended.
+    turns a program has behind it say of those before it. `mean_turns` from a question to its answer.
     """
 
     wait_s: float = 0.0

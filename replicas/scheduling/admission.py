@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed, found, to_be_had
+from holdfast.replicas.kv.cache import KVCache, claimed, found, in_use, to_be_had
 from holdfast.replicas.kv.radix import Match
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
@@ -80,10 +80,9 @@ class Admission:
         if not len(self._waiting):
             return
         needed = self._budget.committed(self._running)
-        pinned = self._running.cells_pinned
         while (sequence := self._waiting.head()) is not None:
             try:
-                need = self._start(builder, sequence, needed, pinned, now)
+                need = self._start(builder, sequence, needed, now)
             except Exception as failure:
                 if sequence.status is Status.RUNNING:
                     self._waiting.remove(sequence)
@@ -93,10 +92,15 @@ class Admission:
                 return
             needed += need
 
-    def _start(self, builder: PlanBuilder, sequence: Sequence, needed: int, pinned: int, now: float) -> int | None:
+    @property
+    def _occupied(self) -> int:
+        """Cells of those who run and of sessions. What is kept for programs that pause is not: it gives way to them."""
+        return in_use(self._cache) - self._running.keeping.kept.cells
+
+    def _start(self, builder: PlanBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
         """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait.
 
-        `needed` are the cells that those who run may come to need, `pinned` those that sessions keep.
+        `needed` are the cells that those who run may come to need beyond those they have.
         """
         match = found(self._cache, sequence.submit.scope, sequence.tokens)
         n_cached = match.length if match is not None else 0
@@ -105,7 +109,8 @@ class Admission:
             self._waiting.hold()
             return 0
         need = self._budget.need(sequence, n_cached)
-        if not self._budget.admits(needed + pinned, need, alone=not len(self._running)):
+        taken = self._occupied + claimed(self._cache, match)
+        if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
             return None
         if not self._has_room(sequence, needed + need, match):
             return None

@@ -9,7 +9,7 @@ from holdfast.replicas.sequences.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The cells that admitted requests may come to need, and how a request's need is estimated.
+    """The cells that admitted requests may have at their ends, and how a request's need is estimated.
 
     `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
     that does not is covered by preemption.
@@ -36,5 +36,8 @@ class Budget:
         return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
 
     def admits(self, committed: int, need: int, *, alone: bool) -> bool:
-        """Whether `need` more cells fit beside `committed`. A request that runs alone always does."""
+        """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.
+
+        A request that runs alone always fits.
+        """
         return alone or committed + need <= self.ceiling

@@ -8,6 +8,8 @@
 Not here: for how long (`retention/ttl`), the pins themselves (`kept`). The rows of paused programs are `places`'.
 """
 
+from collections.abc import Callable
+
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
 from holdfast.replicas.kv.cache import KVCache, in_use
@@ -25,7 +27,10 @@ from holdfast.replicas.stats import EngineStats
 
 
 class Keeping:
-    """Decides what is kept, as the engine tells it what happens to programs."""
+    """Decides what is kept, as the engine tells it what happens to programs.
+
+    `idle` says how many cells idle sessions keep from being evicted.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class Keeping:
         order: Order,
         learned: Learned,
         stats: EngineStats,
+        idle: Callable[[], int],
     ) -> None:
         self._order = order
         self._config = config.retention
@@ -43,6 +49,7 @@ class Keeping:
         self._learned = learned
         self._cache = cache
         self._stats = stats
+        self._idle = idle
         self.kept = Kept(config.retention, cache, waiting)
 
     @property
@@ -89,7 +96,7 @@ class Keeping:
         elif isinstance(notice, ProgramEnded):
             held = self.kept.find(Owner(notice.scope, notice.program_id, session=False))
             if held is not None:
-                self._learned.turns.ended(held.turn)
+                self._learned.turns.ended(held.run_turn)
                 self.kept.drop(held)
         else:
             self._learned.latency = notice.latency
@@ -112,6 +119,13 @@ class Keeping:
         self.kept.drop(held)
         return True
 
+    def makes_room(self, mark: int, to: Sequence) -> bool:
+        """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it."""
+        while in_use(self._cache) >= mark:
+            if not self.give_way(to):
+                return False
+        return True
+
     def _last(self, besides: Owner | None) -> Held | None:
         if self._order.by_arrival:
             return self.kept.latest(besides)
@@ -121,18 +135,27 @@ class Keeping:
         return self._order.paused(held.owner.scope, held.arrival)
 
     def _turn_ended(self, ended: TurnEnded) -> None:
-        """Keep the turn's cells as long as that is worth it, from its end on."""
-        learned = self._learned
+        """Keep the turn's cells as long as that is worth it, from its end on.
+
+        The last turn lets go of its program's cells whichever branch left them, unless that was a later turn's.
+        """
         if ended.last:
-            learned.turns.ended(ended.turn)
+            self._learned.turns.ended(ended.run_turn)
         held = self.kept.find(Owner(ended.scope, ended.program_id, session=False))
-        if held is None or held.request_id != ended.request_id:
+        if held is None:
             return
-        pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.turn)
-        others = in_use(self._cache) - self.kept.cells
-        ttl = 0.0 if ended.last else self._policy.ttl(pause, learned.latency, learned.conditions(others))
+        if held.request_id != ended.request_id and not (ended.last and held.turn <= ended.turn):
+            return
+        ttl = 0.0 if ended.last else self._ttl(ended, held)
         if ttl > 0.0:
             self._stats.pins += 1
             self.kept.until(held, held.since + min(ttl, self._config.most_s))
         else:
             self.kept.drop(held)
+
+    def _ttl(self, ended: TurnEnded, held: Held) -> float:
+        """What the policy says of a turn that left a pin."""
+        # What is kept for programs and for idle sessions waits for nobody; what both keep is taken off twice.
+        running = max(in_use(self._cache) - self.kept.cells - self._idle(), 0)
+        pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.run_turn)
+        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(running))

@@ -56,7 +56,8 @@ class Kept:
             self.drop(before)
         submit = sequence.submit
         turn = submit.program_turns + 1
-        self._pins.add(Held(owner, pin, submit.program_arrival, submit.request_id, turn, now, until))
+        run_turn = turn - submit.answered_turns
+        self._pins.add(Held(owner, pin, submit.program_arrival, submit.request_id, turn, run_turn, now, until))
         self._pages.add(owner.scope, pin.node)
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)

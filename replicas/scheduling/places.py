@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 
 from holdfast.replicas.kv.cache import KVCache, Pin
-from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.scheduling.session_cells import SessionCells
 from holdfast.replicas.sequences.parking import Owner, Parking, Place
 from holdfast.replicas.sequences.pool import Region, SequencePool
 from holdfast.replicas.tokens import TokenIds
@@ -27,6 +27,7 @@ class Places:
         self._parks = parks
         self._spared = spared
         self._parking = Parking()
+        self.sessions = SessionCells(cache.pool, self._parking)
 
     @property
     def rows(self) -> int:
@@ -45,7 +46,7 @@ class Places:
     @property
     def cells_pinned(self) -> int:
         """Cells that idle sessions keep from being evicted."""
-        return pinned_pages(self._parking.pins) * self._cache.page_size
+        return self.sessions.idle
 
     def begin(self, owner: Owner | None) -> tuple[int, Place | None] | None:
         """A row for a sequence, its own to give back, and the place where its owner left off, if that is known.
@@ -58,8 +59,7 @@ class Places:
             return None
         if owner is not None and place is not None:
             self._parking.take(owner)
-            if place.pin is not None:
-                surely(self._cache.unpin, place.pin)
+            self._unpin(place.pin)
         return row, place
 
     def release(self, row: int) -> None:
@@ -80,6 +80,7 @@ class Places:
             row = None
         pin = self._pin(owner, history, now)
         self._let_go(self._parking.park(owner, Place(len(history), row, place.pages, pin)))
+        self.sessions.parked(owner)
 
     def fork(self, owner: Owner, history: TokenIds, now: float) -> None:
         """Let `owner`, a session, begin with `history`: what is cached of it is pinned for it, nothing is copied."""
@@ -101,10 +102,14 @@ class Places:
     def _let_go(self, place: Place | None) -> None:
         if place is None:
             return
-        if place.pin is not None:
-            surely(self._cache.unpin, place.pin)
+        self._unpin(place.pin)
         if place.row is not None:
             self.release(place.row)
+
+    def _unpin(self, pin: Pin | None) -> None:
+        if pin is not None:
+            self.sessions.unpinned()
+            surely(self._cache.unpin, pin)
 
     def _pin(self, owner: Owner, tokens: TokenIds, now: float) -> Pin | None:
         """A session without its pin may have to compute again, and nothing worse: no reason to fail."""

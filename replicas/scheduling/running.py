@@ -64,7 +64,7 @@ class Running:
     @property
     def cells_pinned(self) -> int:
         """Cells that sessions keep from being evicted, those with an operation in the batch included."""
-        return self.places.cells_pinned + sum(s.n_history for s in self._sequences)
+        return self.places.sessions.total
 
     def in_order(self) -> list[Sequence]:
         """All, first to be served first, so the last one is to be preempted next."""
@@ -105,6 +105,7 @@ class Running:
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
+        self.places.sessions.goes_on(sequence)
         self._order.begin(sequence)
         if self._in_order is not None:
             insort(self._in_order, sequence, key=self._order.key)
@@ -153,6 +154,7 @@ class Running:
     def publish(self, sequence: Sequence, now: float) -> None:
         """Let others alias what the sequence has computed so far."""
         self._cache.publish(sequence.held, sequence.tokens, sequence.n_computed, now)
+        self.places.sessions.goes_on(sequence)
 
     def leave(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
         """Take row and cells back, or park them for its owner's next turn. Raises BooksError when that fails."""

@@ -7,7 +7,7 @@ tensors and no clock: cells and rows come through `running`, time from the calle
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Event, FinishReason, Tokens
-from holdfast.replicas.kv.cache import KVCache, in_use
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.learned import Learned
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.builder import PlanBuilder
@@ -57,7 +57,7 @@ class Scheduler:
         self.stats = stats
         self._learned = learned
         waiting = WaitingQueue(order)
-        self.keeping = Keeping(config, cache, waiting, order, learned, stats)
+        self.keeping = Keeping(config, cache, waiting, order, learned, stats, idle=lambda: self.places.cells_pinned)
         self.places = Places(cache, pool, parks=config.sessions, spared=self.keeping.holds)
         self._running = Running(cache, self.places, order, self.stats, self.keeping)
         self._speculation = Speculation(drafter)
@@ -235,7 +235,7 @@ class Scheduler:
         company = len(self._running) > 1
         hurried = company and any(0 < s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running)
         for sequence in prefilling:
-            if builder.chunks and in_use(self._cache) >= self._high_water:
+            if builder.chunks and not self.keeping.makes_room(self._high_water, sequence):
                 self.stats.chunks_deferred += 1
                 continue
             narrow = hurried or (company and sequence.sampling.max_tokens == 0)

@@ -23,7 +23,8 @@ class WaitingQueue:
         self._first: Sequence | None = None  # the head, once it is known and until who waits changes
         self._lines = Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
-        self._arrivals: deque[Sequence] = deque()
+        self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
+        self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
         self._turns: dict[Owner, list[Sequence]] = {}
 
@@ -39,9 +40,15 @@ class WaitingQueue:
         return entry is not None and entry[1] is sequence
 
     def push(self, sequence: Sequence) -> None:
+        """Enter a sequence. It waits since it arrived; an operation of a session from the next `promote` on: before it
+        may have stood behind others of its session, however much room there was.
+        """
         if not sequence.preempted:  # what has been started is neither timed out nor promoted
             self._order.arrive(sequence)
-            self._arrivals.append(sequence)
+            if sequence.owner is not None and sequence.owner.session:
+                self._unseen.append(sequence)
+            else:
+                self._arrivals.append((sequence.arrived, sequence))
             due = self._order.due(sequence)
             if due is not None:
                 heapq.heappush(self._due, (due, sequence.number, sequence))
@@ -96,7 +103,9 @@ class WaitingQueue:
         return list(self._turns.get(owner, ()))
 
     def promote(self, now: float) -> None:
-        """Promote those that were passed over too long by `now`."""
+        """Promote those that were passed over too long by `now`, the beginning of a step."""
+        self._arrivals.extend((now, sequence) for sequence in self._unseen)
+        self._unseen.clear()
         while self._due and self._due[0][0] <= now:
             sequence = heapq.heappop(self._due)[2]
             if sequence in self and not sequence.preempted:
@@ -104,12 +113,12 @@ class WaitingQueue:
                 self.reorder(sequence)
 
     def expired(self, before: float) -> list[Sequence]:
-        """Remove and return the sequences that arrived before `before` and were never started."""
+        """Remove and return the sequences that wait since before `before` and were never started."""
         late = []
         while self._arrivals:
-            sequence = self._arrivals[0]
+            since, sequence = self._arrivals[0]
             waits = sequence in self and not sequence.preempted
-            if waits and sequence.arrived >= before:
+            if waits and since >= before:
                 break
             self._arrivals.popleft()
             if waits:
@@ -123,7 +132,9 @@ class WaitingQueue:
         most = 2 * len(self._entries) + _SLACK
         self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)
         if len(self._arrivals) > most:
-            self._arrivals = deque(each for each in self._arrivals if each in self and not each.preempted)
+            self._arrivals = deque(entry for entry in self._arrivals if entry[1] in self and not entry[1].preempted)
+        if len(self._unseen) > most:
+            self._unseen = [each for each in self._unseen if each in self]
         if len(self._due) > most:
             self._due = [entry for entry in self._due if entry[2] in self]
             heapq.heapify(self._due)

@@ -41,6 +41,7 @@ class DraftConfig:
     memory_context: int = 16  # tokens before a turn that are remembered with it, so that its start can be found
 
     def __post_init__(self) -> None:
+        # Written as what has to hold: no comparison with NaN does, so NaN fails.
         for name in (
             "max_draft",
             "min_n",
@@ -49,12 +50,12 @@ class DraftConfig:
             "memory_bytes",
             "scope_bytes",
         ):
-            if getattr(self, name) < 1:
+            if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.verify_rows < 2:  # a sequence's own row and a draft's
+        if not self.verify_rows >= 2:  # a sequence's own row and a draft's
             raise ConfigError(f"verify_rows must be at least 2, not {self.verify_rows}", "verify_rows")
         for name in ("floor", "memory_context", "own_value_length", "raw_length"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         for name in ("ema_weight", "confidence"):
             if not 0.0 <= getattr(self, name) <= 1.0:

@@ -5,6 +5,7 @@ Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from operator import index
 from typing import Any
@@ -23,14 +24,16 @@ from holdfast.replicas.speculation.skeleton import SkeletonSet
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.after_thinking import AfterThinking
 from holdfast.replicas.text.detokenize import StreamDecoder
+from holdfast.replicas.text.encoder import Encoder
 from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.long_texts import LONG, LongTexts
 from holdfast.replicas.text.pieces import Pieces
 from holdfast.replicas.text.render import Renderer
 from holdfast.replicas.text.reply import Reply, Stages
 from holdfast.replicas.text.skeletons import CallSkeletons
 from holdfast.replicas.text.stops import StopMatcher
 from holdfast.replicas.text.thinking import CLOSER, OPENER, Opening, ThinkingReader, opening
-from holdfast.replicas.text.tokens import TokenCache
+from holdfast.replicas.text.tokens import TokenCache, tokenize
 from holdfast.replicas.text.tool_calls import ToolCallParser
 from holdfast.replicas.tokens import TokenIds
 
@@ -69,6 +72,7 @@ class TextSide:
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, config.render_cache)
         self.cache = TokenCache(tokenizer, config.tokenize_cache)
+        self._long = LongTexts(tokenizer.backend_tokenizer, self.cache.added, config.context_length)
         self.pieces = Pieces(tokenizer.backend_tokenizer)
         self.vocabulary = len(tokenizer)
         added = self.cache.added
@@ -89,6 +93,25 @@ class TextSide:
         if config.undeclared == "regenerate" and not AVAILABLE:
             raise ConfigError("undeclared: regenerate needs the package llguidance", "undeclared")
 
+    async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
+        """As `encode`. A long text is tokenized on a thread; one that can never fit is a ContextLengthError at once."""
+        if isinstance(prompt, RawPrompt):
+            content = prompt.content
+            if not isinstance(content, str) or len(content) < LONG:
+                return self.encode(prompt, scope)
+            return Encoded(await self._long.run(partial(_text_ids, content), len(content)))
+        rendered = self.renderer.render(prompt)
+        begun = self.cache.begin(rendered.text, rendered.mark, scope)
+        if len(begun.rest) < LONG:
+            rest = tokenize(begun, self.cache.encoder)
+        else:
+            rest = await self._long.run(partial(tokenize, begun), len(begun.rest))
+        return Encoded(self.cache.end(begun, rest), rendered.text, rendered.mark)
+
+    def close(self) -> None:
+        """No prompt comes any more."""
+        self._long.close()
+
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
         """The prompt's token ids. Texts of other scopes (tenants) have no part in it.
 
@@ -98,7 +121,8 @@ class TextSide:
         if isinstance(prompt, ChatPrompt):
             rendered = self.renderer.render(prompt)
             return Encoded(self.cache.encode(rendered.text, rendered.mark, scope), rendered.text, rendered.mark)
-        tokens = self._text_ids(prompt.content) if isinstance(prompt.content, str) else self._ids(prompt.content)
+        content = prompt.content
+        tokens = _text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content)
         if not len(tokens):
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         return Encoded(tokens)
@@ -199,13 +223,6 @@ class TextSide:
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))
 
-    def _text_ids(self, text: str) -> TokenIds:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequestError("the prompt contains half a surrogate pair", "prompt") from None
-        return np.array(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
-
     def _ids(self, tokens: Any) -> TokenIds:
         try:
             ids = np.array([index(token) for token in tokens], np.int64)
@@ -214,6 +231,15 @@ class TextSide:
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocabulary):
             raise InvalidRequestError(f"token ids must be from 0 to {self.vocabulary - 1}", "prompt")
         return ids.astype(np.int32)
+
+
+def _text_ids(text: str, encoder: Encoder) -> TokenIds:
+    """int32 ids of plain text, with what the model expects around it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("the prompt contains half a surrogate pair", "prompt") from None
+    return encoder.whole(text)
 
 
 def _callable(prompt: ChatPrompt) -> ChatPrompt:

@@ -13,7 +13,7 @@ from holdfast.replicas.tokens import TokenIds
 
 
 class Encoder:
-    """Tokenizes without adding tokens around the text. `backend` is a `tokenizers.Tokenizer`."""
+    """`backend` is a `tokenizers.Tokenizer`. For one thread."""
 
     def __init__(self, backend: Any, added: AddedTokens) -> None:
         self._backend = backend
@@ -21,8 +21,11 @@ class Encoder:
         self._inner: Any = None  # for text that does not begin the prompt; made when first needed
 
     def encode(self, text: str, mark: str = "", at_start: bool = True) -> TokenIds:
-        """int32 ids of `text`. Where it holds `mark`, what stands between two control tokens is tokenized apart, with
-        special tokens read as text. `at_start`: the prompt begins here (some tokenizers put a space before it)."""
+        """int32 ids of `text`, no tokens added around it.
+
+        Where it holds `mark`, what stands between two control tokens is tokenized apart, with special tokens read as
+        text. `at_start`: the prompt begins here (some tokenizers put a space before it).
+        """
         if not mark or mark not in text or self._added.control is None:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         ids: list[int] = []
@@ -36,6 +39,10 @@ class Encoder:
             position = end
         ids += self._backend.encode(text[begun:], add_special_tokens=False).ids
         return np.array(ids, np.int32)
+
+    def whole(self, text: str) -> TokenIds:
+        """int32 ids of plain text with the tokens around it that the model expects; special tokens in it count."""
+        return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int32)
 
     def _literal(self, text: str, at_start: bool) -> list[int]:
         """Ids of text in which special tokens mean nothing."""

@@ -30,13 +30,29 @@ class Entry:
 _EMPTY = Entry("", np.zeros(0, np.int32), [], [])
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A text for whose first `char` characters the first `token` ids of an entry stand; the rest is to be tokenized."""
+
+    text: str
+    mark: str
+    scope: str
+    base: Entry
+    char: int
+    token: int
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.char :]
+
+
 class TokenCache:
     """The last `entries` texts of `tokenizer` (a transformers tokenizer). Scopes do not see each other's entries."""
 
     def __init__(self, tokenizer: Any, entries: int = 64) -> None:
         self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
         self._start_ids = np.array(sorted(self.added.starts.values()), np.int32)
-        self._encoder = Encoder(tokenizer.backend_tokenizer, self.added)
+        self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
         self._limit = entries
         self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
         self.reused = 0  # characters taken from entries
@@ -44,14 +60,22 @@ class TokenCache:
 
     def encode(self, text: str, mark: str = "", scope: str = "") -> TokenIds:
         """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
+        begun = self.begin(text, mark, scope)
+        return self.end(begun, tokenize(begun, self.encoder))
+
+    def begin(self, text: str, mark: str = "", scope: str = "") -> Begun:
+        """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile."""
         scope = f"{scope}\0{mark}"  # the same text means other ids under another mark
         base, char, token = self._longest(text, scope)
+        return Begun(text, mark, scope, base, char, token)
+
+    def end(self, begun: Begun, rest: TokenIds) -> TokenIds:
+        """The ids of the whole text, `rest` being those of what was not known; they are remembered."""
+        text, base, char, token = begun.text, begun.base, begun.char, begun.token
         self.reused += char
         self.tokenized += len(text) - char
-        ids = base.ids[:token]
-        if char < len(text):
-            ids = np.concatenate((ids, self._encoder.encode(text[char:], mark, at_start=char == 0)))
-        self._store(scope, text, ids, base, char, token)
+        ids = np.concatenate((base.ids[:token], rest)) if len(rest) else base.ids[:token]
+        self._store(begun.scope, text, ids, base, char, token)
         return ids
 
     def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "") -> None:
@@ -114,3 +138,10 @@ class TokenCache:
                 break
             agreed += 1
         return [match.start() for match in found[:agreed]], places[:agreed].tolist()
+
+
+def tokenize(begun: Begun, encoder: Encoder) -> TokenIds:
+    """The ids of what is not known of a text. Touches nothing but the encoder."""
+    if begun.char == len(begun.text):
+        return _EMPTY.ids
+    return encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from holdfast.replicas.errors import InvalidRequestError
@@ -34,23 +34,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "audio": (),
-    "best_of": (1,),
+    "best_of": (1, 1.0),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": (),
-    "functions": (),
+    "functions": ([],),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "moderation": (),
-    "n": (1,),
-    "reasoning_effort": (),
+    "n": (1, 1.0),
+    "reasoning_effort": ("none",),
     "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "return_token_strs": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that would change the answer and are not supported, with the values that change nothing."""
@@ -59,6 +59,17 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def one_or_many(value: object) -> str:
     """Discriminates a field that is a string or a list, so that an error speaks of the one that was meant."""
     return "many" if isinstance(value, list) else "one"
+
+
+def without_nulls(given: Any) -> Any:
+    """An object without those of its members that are null."""
+    if isinstance(given, dict) and None in given.values():
+        return {name: value for name, value in given.items() if value is not None}
+    return given
+
+
+NULL_IS_ABSENT = BeforeValidator(without_nulls)
+"""Marks an object below the top level of a body whose members count as absent where they are null."""
 
 
 class Body(BaseModel):
@@ -87,7 +98,7 @@ def decode(raw: bytes) -> dict[str, Any]:
 
 
 def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
-    """`body` as a `model`. A field that is null counts as absent.
+    """`body` as a `model`. A field that is null counts as absent, further in where `NULL_IS_ABSENT` stands.
 
     Raises InvalidRequestError for the first thing that is wrong, with the field's path.
     """

@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.protocol.body import one_or_many
+from holdfast.router.protocol.body import NULL_IS_ABSENT, one_or_many
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -25,8 +25,21 @@ class TextPart(TypedDict):
     text: str
 
 
+@with_config(CLOSED)
+class RefusalPart(TypedDict):
+    """What OpenAI's models say where they refuse; to a template it is text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[TextPart], Tag("many")], Discriminator(one_or_many)
+    Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], Tag("many")],
+    Discriminator(one_or_many),
+]
+AssistantPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type"), NULL_IS_ABSENT]
+AssistantContent: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[AssistantPart], Tag("many")], Discriminator(one_or_many)
 ]
 
 
@@ -44,7 +57,7 @@ class CallMessage(TypedDict):
     """A tool call inside an assistant message; `index` is left over where a client kept streamed deltas."""
 
     id: Annotated[str, Field(min_length=1)]
-    function: FunctionCall
+    function: Annotated[FunctionCall, NULL_IS_ABSENT]
     type: NotRequired[Literal["function"]]
     index: NotRequired[int]
 
@@ -53,29 +66,27 @@ class CallMessage(TypedDict):
 class SystemMessage(TypedDict):
     role: Literal["system", "developer"]
     content: Content
-    name: NotRequired[str | None]
+    name: NotRequired[str]
 
 
 @with_config(CLOSED)
 class UserMessage(TypedDict):
     role: Literal["user"]
     content: Content
-    name: NotRequired[str | None]
+    name: NotRequired[str]
 
 
 @with_config(CLOSED)
 class AssistantMessage(TypedDict):
-    """Besides what a template uses, what clients send back when they return our own message unchanged."""
+    """Besides what a template uses, what clients send back when they return a message, ours or OpenAI's, unchanged."""
 
     role: Literal["assistant"]
-    content: NotRequired[Content | None]
-    tool_calls: NotRequired[list[CallMessage] | None]
-    name: NotRequired[str | None]
-    reasoning_content: NotRequired[str | None]
-    refusal: NotRequired[str | None]
-    annotations: NotRequired[list[Any] | None]
-    audio: NotRequired[None]
-    function_call: NotRequired[None]
+    content: NotRequired[AssistantContent]
+    tool_calls: NotRequired[list[Annotated[CallMessage, NULL_IS_ABSENT]]]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    refusal: NotRequired[str]
+    annotations: NotRequired[list[Any]]
     parsed: NotRequired[Any]
 
 
@@ -84,12 +95,23 @@ class ToolMessage(TypedDict):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
-    name: NotRequired[str | None]
+    name: NotRequired[str]
 
 
 Message: TypeAlias = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role"), NULL_IS_ABSENT
 ]
+
+
+def _without_null_keywords(parameters: Any) -> Any:
+    """`parameters` without `properties` and `required` that are null; of other keywords null may be the value."""
+    if not isinstance(parameters, dict):
+        return parameters
+    optional = ("properties", "required")
+    return {name: value for name, value in parameters.items() if value is not None or name not in optional}
+
+
+Parameters: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_null_keywords)]
 
 
 @with_config(CLOSED)
@@ -98,7 +120,7 @@ class FunctionTool(TypedDict):
 
     name: str
     description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any] | None]
+    parameters: NotRequired[Parameters | None]
     strict: NotRequired[bool | None]
 
 
@@ -140,7 +162,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """`messages` as a template reads them: text content joined, empty and foreign fields left out.
 
     Raises InvalidRequestError for a tool message that answers no earlier tool call, and for an assistant message
-    with neither content nor tool calls.
+    with neither content nor refusal nor tool calls.
     """
     calls: set[str] = set()
     plain: list[dict[str, Any]] = []
@@ -160,6 +182,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _assistant(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     content = message.get("content")
+    if content is None:
+        content = message.get("refusal")
     if content is None and not calls:
         field = f"messages.{index}.content"
         raise InvalidRequestError(f"'{field}' may be null only where there are tool_calls", field)
@@ -186,4 +210,4 @@ def _other(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part[part["type"]] for part in content)

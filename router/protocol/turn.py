@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
-from holdfast.router.protocol.body import Body, one_or_many
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, one_or_many
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
 MAX_STOPS = 16
@@ -21,7 +21,9 @@ REST_OF_CONTEXT = -1
 INT64 = 2**63
 MAX_DIGITS = 19  # of an INT64; Python reads no number of thousands
 
-Identifier = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_IDENTIFIER = 256
+
+Identifier = Annotated[str, Field(min_length=1, max_length=MAX_IDENTIFIER)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -37,7 +39,7 @@ class GenerationBody(Body):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the most likely token
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
@@ -51,11 +53,11 @@ class GenerationBody(Body):
     ignore_eos: bool = False
 
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, NULL_IS_ABSENT] | None = None
 
     program_id: Identifier | None = None
     previous_response_id: Identifier | None = None
-    prompt_cache_key: Identifier | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_IDENTIFIER)] | None = None  # "": none
     program_end: bool = False  # the program will not come back after this turn
 
 
@@ -102,7 +104,7 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         stop=_stops(body.stop),
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key),
+        ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key or None),
         program_end=body.program_end,
     )
 
@@ -115,10 +117,11 @@ def build_sampling(
         message = f"'{max_field}' {max_tokens} is beyond the model's context length of {card.context_length} tokens"
         raise ContextLengthError(message, max_field)
     check_tokens(body.stop_token_ids, card, "stop_token_ids")
+    greedy = body.top_p == 0
     return Sampling(
         max_tokens=REST_OF_CONTEXT if max_tokens is None else max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        temperature=0.0 if greedy else body.temperature,
+        top_p=1.0 if greedy else body.top_p,
         top_k=min(max(body.top_k, 0), card.vocabulary),  # no more than all
         min_p=body.min_p,
         seed=body.seed,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -199,6 +200,33 @@ def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> 
         assert not await backend.healthy()
 
     run(work)
+
+
+def broadcasting(monkeypatch: pytest.MonkeyPatch, *told: Any) -> ServeBackend:
+    """A backend whose replicas answer a call on all of them so."""
+
+    async def from_each(broadcast: Any, timeout_s: float) -> list[Any]:
+        return list(told)
+
+    monkeypatch.setattr(backend_module, "from_each", from_each)
+    handle = Handle()
+    monkeypatch.setattr(handle, "broadcast", lambda *args: None, raising=False)
+    return ServeBackend(handle)  # type: ignore[arg-type]
+
+
+def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = broadcasting(monkeypatch, ("a", "x 1"), TimeoutError(), DIED, ("b", "x 2"))
+    assert run(backend.metrics) == {"a": "x 1", "b": "x 2"}
+    assert run(backend.status) == []
+
+
+@pytest.mark.parametrize(("told", "ended"), [([None, DIED], True), ([], True), ([None, TimeoutError()], False)])
+def test_a_program_has_not_ended_where_a_replica_does_not_answer(
+    told: list[Any], ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = broadcasting(monkeypatch, *told)
+    with nullcontext() if ended else pytest.raises(UnavailableError):
+        run(lambda: backend.end_program("t", "t/p"))
 
 
 def test_without_any_replica_a_plain_call_fails() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,12 @@ class Watched:
     whole: dict[str, Any]
     status: dict[str, Any]
     quickstart: dict[str, str]  # what each command of the page printed
+    last: dict[str, Any]  # the answer to a request that ran when it was told to stop
+    said: str
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, start: Any) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory, start: Any, eventually: Any) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("operating")
     log = folder / "lines.json"
     with collecting() as collector:
@@ -69,11 +72,27 @@ tracing: {{endpoint: '{collector.url}'}}
                 client.post("/v1/chat/completions", json={**body, "nonsense": 1}, headers={"x-request-id": "bad-1"})
                 status = client.get("/v1/cluster/status").json()
             quickstart = follow(folder, server.port)
-            server.stop(signal.SIGINT)
+            with ThreadPoolExecutor(1) as pool:
+                last = pool.submit(ask_at_length, server.url)
+                eventually(lambda: cluster_status(server.url)["replicas"][0]["running"] == 1)
+                server.stop(signal.SIGINT)
         finally:
             server.process.kill()
         lines = [json.loads(line) for line in log.read_text().splitlines()]
-        yield Watched(collector, lines, whole, status, quickstart)
+        yield Watched(collector, lines, whole, status, quickstart, last.result(), server.output.read_text())
+
+
+def ask_at_length(url: str) -> dict[str, Any]:
+    """What is answered to a request that takes the shipped model a second or more."""
+    body = {"model": "pocket", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 100}
+    answered = httpx.post(
+        f"{url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60.0, trust_env=False
+    )
+    return dict(answered.json())
+
+
+def cluster_status(url: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/v1/cluster/status", timeout=60.0, trust_env=False).json())
 
 
 def follow(folder: Path, port: int) -> dict[str, str]:
@@ -111,6 +130,11 @@ def on_a_terminal(port: int) -> str:
         return "\n".join(lines)
     finally:
         shown.close()
+
+
+def test_what_runs_when_it_is_told_to_stop_is_answered(watched: Watched) -> None:
+    assert watched.last["usage"]["completion_tokens"] == 100, watched.last
+    assert "what runs has 30 s to end; once more to stop at once" in watched.said
 
 
 def test_one_trace_from_the_caller_over_ray_to_the_engine(watched: Watched) -> None:

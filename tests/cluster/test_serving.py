@@ -1,9 +1,11 @@
 """A whole cluster as its users see it: conversation, streams, affinity, a dying replica, a vanishing client."""
 
+import json
 import os
 import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,6 +158,29 @@ def test_a_client_that_goes_aborts_its_request(eventually: Any, http: httpx.Clie
     eventually(lambda: counted(http, "holdfast_engine_requests_total", outcome="aborted") == aborted + 1)
     eventually(lambda: counted(http, "holdfast_sequences_running") == 0)
     assert counted(http, "holdfast_cells", state="held") == 0
+
+
+def test_a_client_that_goes_before_a_whole_answer_aborts_its_request(
+    server: Any, eventually: Any, http: httpx.Client, model: str
+) -> None:
+    """Its body came after its headers, in a read of its own, as clients send it that do not wait for one buffer."""
+    aborted = counted(http, "holdfast_engine_requests_total", outcome="aborted")
+    body = json.dumps(chat(model, "a long answer to nobody", max_tokens=4000, logit_bias={}, ignore_eos=True)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for _ in range(2):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(head)
+            time.sleep(0.2)  # not to wait for something: the proxy is to read the two apart
+            client.sendall(body)
+            eventually(lambda: counted(http, "holdfast_sequences_running") == 1)
+        eventually(lambda: counted(http, "holdfast_sequences_running") == 0)
+    eventually(lambda: counted(http, "holdfast_engine_requests_total", outcome="aborted") == aborted + 2)
+
+
+def test_a_request_may_be_longer_than_a_message_of_grpc(http: httpx.Client, model: str) -> None:
+    response = http.post("/v1/chat/completions", json=chat(model, "a" * 5_000_000))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_an_exact_repeat_comes_from_the_response_cache(http: httpx.Client, model: str) -> None:

@@ -23,6 +23,16 @@ def called(directory: TenantDirectory, key: str) -> str:
     return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).name
 
 
+WRONG = (
+    "tenants: [",
+    "tenants: []",
+    text("c", "c"),
+    "server: {}",
+    "tenants: &all [*all]",  # without end
+    "? !!str [a]\n: 1",  # a key that cannot be one
+)
+
+
 def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -43,15 +53,15 @@ def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
         try:
             path.write_text(text("a", "b"))
             await until(lambda: len(directory.tenants) == 2)
-            for number, wrong in enumerate(("tenants: [", "tenants: []", text("c", "c"), "server: {}"), 1):
+            for number, wrong in enumerate(WRONG, 1):
                 path.write_text(wrong)
                 await until(lambda n=number: faults() == n)  # type: ignore[misc]
                 assert called(directory, "b") == "b"
             path.unlink()
-            await until(lambda: faults() == 5)
+            await until(lambda: faults() == len(WRONG) + 1)
             path.write_text(text("c"))
             await until(lambda: directory.tenants[0].name == "c")
-            assert faults() == 5, "each is told once"
+            assert faults() == len(WRONG) + 1, "each is told once"
         finally:
             await watch.close()
 

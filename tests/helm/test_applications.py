@@ -26,6 +26,7 @@ TWO = (
     "config.router.max_body_bytes=33554432",
 )
 PART = ("modelDefaults.gpuResource=nvidia.com/mig-3g\\.40gb", "modelDefaults.autoscaling.enabled=true")
+HAPROXY_LIMIT_S = (2**31 - 1) // 1000  # it counts milliseconds, and refuses a configuration with more
 CASES = [("", ()), ("", PART), *((values, ()) for values in VALUES), ("", TWO)]
 
 
@@ -164,12 +165,18 @@ def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
     """But for what concerns ports and folders that are shared, and Ray's token, which the operator makes."""
     local = dict(environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path, drain_s=599.5))
     assert local.pop("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") == "600"
+    endless = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path, drain_s=1e300)
+    assert endless["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == str(HAPROXY_LIMIT_S)
     for where, pod in pod_templates(render()):
         if where in ("redis", "test"):
             continue
         own = {each["name"]: each.get("value") for each in containers(pod)[-1]["env"]}
         assert {name: own[name] for name in own if name in local} == {n: local[n] for n in own if n in local}, where
-        assert {"RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} <= own.keys() & local.keys()
+        assert {
+            "RAY_SERVE_ENABLE_HA_PROXY",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED",
+            "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
+        } <= own.keys() & local.keys()
 
 
 def test_pods_have_the_time_that_requests_are_given() -> None:
@@ -188,6 +195,8 @@ def test_pods_have_the_time_that_requests_are_given() -> None:
         (("httpRoute.timeout=20s", "drainSeconds=600"), 600),
         (("httpRoute.timeout=20s", "drainSeconds=600", "models.other.config.server.drain_s=700"), 700),
         (("httpRoute.timeout=0s",), 86400),  # which says that there is no limit
+        (("httpRoute.timeout=720h",), HAPROXY_LIMIT_S),
+        (("drainSeconds=2592000",), HAPROXY_LIMIT_S),
     ],
 )
 def test_no_stream_is_cut_before_its_time_when_a_router_comes_or_goes(settings: tuple[str, ...], seconds: int) -> None:

@@ -83,6 +83,13 @@ def test_a_login_shell_finds_the_commands(stages: list[Stage]) -> None:
     )
 
 
+def test_the_haproxy_that_ray_starts_is_made_with_the_image(stages: list[Stage]) -> None:
+    build, final = stages
+    script = final.environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
+    assert build.of("RUN")[-1] == f"python -m holdfast.cluster.haproxy {script}"
+    assert script.startswith(final.environment["PATH"].partition(":")[0])
+
+
 def test_both_install_the_same() -> None:
     """But for where torch comes from."""
     gpu, cpu = (read(variant)[0].instructions for variant in VARIANTS)

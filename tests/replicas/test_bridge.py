@@ -183,6 +183,46 @@ def test_an_engine_that_nobody_asks_for_anything_lets_go_of_what_its_time_is_ove
     assert sum(idle) < 20  # it did not look all the time
 
 
+def test_the_id_of_an_abandoned_request_is_in_use_until_the_engine_has_ended_it():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.closes_after = 1
+        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
+            async for _ in stream:
+                break
+        with pytest.raises(InvalidRequestError):
+            await asyncio.wait_for(collect(bridge, submit("a", 2)), 5)
+        runner.gate.set()
+        await collect(bridge, submit("b"))  # comes behind what ended the first
+        command = submit("a", 2, 20)
+        events = await collect(bridge, command)
+        assert [t for e in events if isinstance(e, Tokens) for t in e.tokens] == complete(command.tokens.tolist(), 20)
+        assert isinstance(events[-1], Finished)
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_leaves_after_the_end_frees_its_id():
+    async def main():
+        engine, _ = make()
+        bridge = Bridge(engine)
+        async with aclosing(bridge.run(submit("a"))) as stream:
+            async for events in stream:
+                if isinstance(events[-1], Finished):
+                    break
+        assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
+        async with aclosing(bridge.run(submit("a"))) as stream:
+            async for _ in stream:
+                break
+            await collect(bridge, submit("b", 2, 200))  # meanwhile the first has ended, unread
+        assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
+        await bridge.close()
+
+    asyncio.run(main())
+
+
 def test_an_id_in_use_is_refused():
     async def main():
         engine, runner = make()

@@ -94,6 +94,18 @@ def test_programs_that_began_earlier_go_first():
     assert scheduled["old"] < scheduled["young"]
 
 
+def test_a_request_that_says_no_arrival_stands_by_when_it_came_whatever_clock_others_say():
+    world, epoch = World(max_sequences=1), 1.7e9
+    names = ("first", "said 1", "unsaid 1", "said 2", "unsaid 2", "old")
+    for i, name in enumerate(names):
+        said = 0.0 if name.startswith("unsaid") else epoch + 0.5 if name == "old" else epoch + world.now
+        world.give(Submit(name, np.asarray(words(i, 8), np.int32), Sampling(4), program_arrival=said))
+        world.now += 1.0
+    world.run()
+    served = sorted(names, key=lambda name: world.end(name).timing.scheduled)
+    assert served == ["first", "old", "said 1", "unsaid 1", "said 2", "unsaid 2"]
+
+
 def test_stop_finishes_and_keeps_the_cells_for_the_next_turn():
     world = World()
     world.submit("a", words(1, 9), max_tokens=50)

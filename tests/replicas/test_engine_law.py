@@ -12,10 +12,29 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Abort, Finished, Stop
 from holdfast.replicas.kv.cache import in_use
+from holdfast.replicas.kv.holding import Pin
+from holdfast.replicas.sequences.sequence import Sequence
 from holdfast.replicas.speculation.config import DraftConfig
 
 sessions = st.sampled_from("stu")
 lengths = st.integers(1, 24)
+
+
+def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[int]:
+    """The pages that hold sessions' histories, looked up one by one."""
+    pages: set[int] = set()
+    held = [(pin.node, pin.length) for pin in pins]
+    for sequence in going:
+        holding, end = sequence.held, sequence.n_history
+        held.append((holding.node, end))
+        if end > holding.n_shared:
+            pages.update(holding.pages[holding.n_shared // size : -(-end // size)].tolist())
+    for node, end in held:
+        while node is not None:
+            if node.start < end:
+                pages.update(node.pages[: -(-min(end, node.end) // size) - node.start // size].tolist())
+            node = node.parent
+    return pages
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -132,6 +151,14 @@ class EngineMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         if hasattr(self, "world"):
             self.world.check()
+
+    @invariant()
+    def histories_are_counted_as_they_are(self) -> None:
+        if hasattr(self, "world"):
+            places, size = self.world.engine.places, self.world.config.page_size
+            idle, going = places._parking.pins, list(places.sessions._going.values())
+            assert places.sessions.idle == size * len(history_pages(idle, [], size))
+            assert places.sessions.total == size * len(history_pages(idle, going, size))
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

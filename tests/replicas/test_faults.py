@@ -62,7 +62,8 @@ class FaultyWorld(World):
             context_length=64,
             max_sequences=5,
             session_rows=2,
-            admission_ceiling=0.9,
+            admission_ceiling=1.0,
+            high_water=1.0,
             completion_reserve=2,
             step_tokens=16,
         )

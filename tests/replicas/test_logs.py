@@ -1,9 +1,11 @@
 """Log lines: both forms, whom they are about, and that a line is one line."""
 
 import asyncio
+import io
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +84,17 @@ def test_what_is_below_the_level_is_not_written_and_a_second_configuration_repla
     assert lines.read_text().endswith("yes\n")
     assert lines.read_text().count("\n") == 1
     assert Path(str(lines) + ".old").read_text() == ""
+
+
+def test_without_a_file_lines_go_to_the_process_s_own_stderr(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not through what a host of this process has put in its place."""
+    own, put = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", own)
+    monkeypatch.setattr(sys, "stderr", put)
+    logs.configure(LoggingConfig("text", "warning"), "router")
+    log.error("broken")
+    assert own.getvalue().endswith("broken\n")
+    assert put.getvalue() == ""
 
 
 def test_an_exception_is_part_of_its_line(lines: Path) -> None:

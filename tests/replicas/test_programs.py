@@ -220,7 +220,7 @@ def test_asking_again_or_branching_is_no_rewriting():
 
 def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_each_other():
     """What is cached of a prompt takes room as well, once its request runs and nobody may evict it."""
-    world = World(cells=256, retention=RetentionConfig(policy="none"))
+    world = World(cells=256, admission_ceiling=1.0, retention=RetentionConfig(policy="none"))
     for i in range(3):
         world.submit(f"a{i}", words(i, 70), max_tokens=2, program=f"p{i}")
     world.run()

@@ -15,6 +15,7 @@ from holdfast.replicas.events import Abort, Finished, ProgramEnded, ToolLatencie
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import PolicyName, RetentionConfig
 from holdfast.replicas.retention.latency import LatencyBook
+from holdfast.replicas.sequences.parking import Owner
 from holdfast.replicas.speculation.config import DraftConfig
 
 programs = st.sampled_from([(scope, program) for scope in ("", "other") for program in "pqrs"])
@@ -57,6 +58,8 @@ class RetentionMachine(RuleBasedStateMachine):
         self.texts: dict[tuple[str, str], list[int]] = {}
         self.began: dict[tuple[str, str], float] = {}
         self.turns: dict[tuple[str, str], int] = {}
+        self.answered: dict[tuple[str, str], int] = {}
+        self.numbers: dict[str, tuple[int, int]] = {}  # by request: its turn, and the turns up to the answer before
         self.asked: dict[str, tuple[str, str]] = {}  # by request, its program
         self.told: set[str] = set()
         self.aborted: set[str] = set()
@@ -70,8 +73,9 @@ class RetentionMachine(RuleBasedStateMachine):
             text = text[:30]  # it begins anew: most of what was kept is of no use
         began = self.began.setdefault(program, self.world.now + 1.0)
         turns = self.turns.get(program, 0)
-        self.turns[program] = turns + 1
-        self.world.submit(name, text, most, program[0], began, program[1], turns, ends)
+        answered = self.answered.get(program, 0)
+        self.turns[program], self.numbers[name] = turns + 1, (turns + 1, answered)
+        self.world.submit(name, text, most, program[0], began, program[1], turns, ends, answered=answered)
         self.texts[program], self.asked[name] = text, program
 
     @rule(tools=st.sampled_from([(), ("ls",), ("ls", "pytest")]), last=st.booleans(), back=st.integers(1, 5))
@@ -82,7 +86,12 @@ class RetentionMachine(RuleBasedStateMachine):
             name = ended[-back]
             scope, program = self.asked[name]
             self.told.add(name)
-            self.world.give(TurnEnded(name, scope, program, tools, last, self.turns[scope, program]))
+            turn, answered = self.numbers[name]
+            self.world.give(TurnEnded(name, scope, program, tools, last, turn, answered))
+            if last:
+                self.answered[scope, program] = self.turns[scope, program]
+                held = self.world.engine._scheduler.keeping.kept.find(Owner(scope, program, session=False))
+                assert held is None or held.turn > turn
 
     @rule(tool=st.sampled_from(["", "ls", "ls,pytest"]), seconds=st.floats(0.0, 30.0), times=st.integers(1, 4))
     def learn(self, tool: str, seconds: float, times: int) -> None:

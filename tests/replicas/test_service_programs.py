@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -79,6 +80,17 @@ def test_a_last_turn_is_not_kept(forced, ends):
             assert answer.reason != "length"
             assert answer.called.last
             assert await settled(service) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_the_engine_hears_how_many_turns_an_answer_took():
+    async def main() -> None:
+        async with serving() as service:
+            last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
+            await service.generate(last)
+            await settled(service)
+            assert service.engine._learned.turns.mean == 3.0
 
     asyncio.run(main())
 

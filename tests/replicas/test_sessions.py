@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 from engine_world import World, words
+from fake_runner import complete
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop
+from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Sampling, Stop, Submit
 from holdfast.replicas.kv.cache import in_use
+
+
+def talkative(n_prompt: int, n: int) -> list[int]:
+    """A prompt after which `n` tokens are drawn."""
+    return next(p for seed in range(5000) if len(complete(p := words(seed, n_prompt), n)) == n)
 
 
 def make(**settings) -> World:
@@ -255,20 +261,51 @@ def test_an_idle_engine_knows_when_to_close_a_session():
     assert in_use(world.engine.cache) == 0
 
 
-def test_sessions_share_a_budget_of_cells():
-    world = make(cells=512, context_length=256, admission_ceiling=0.5)
-    for session in ("s", "t"):
-        world.open(session)
-        world.append(f"most {session}", session, words(ord(session), 120))
+@pytest.mark.parametrize("order", ["program", "infercept", "fair"])
+def test_an_operation_is_served_before_requests_that_come_after_it(order):
+    """Nobody says when their programs began: a session's is where it was opened, a request's where it came."""
+    world = make(max_sequences=2, session_rows=1, order=order)
+    world.now = 1000.0
+    world.open("s")
+    for i in range(2):
+        world.give(Submit(f"before {i}", np.asarray(words(i, 40), np.int32), Sampling(8)))
+    world.step()
+    world.query("q", "s", words(7, 40), 4)
+    for i in range(20):
+        world.give(Submit(f"after {i}", np.asarray(words(20 + i, 40), np.int32), Sampling(8)))
+        world.step()
     world.run()
-    world.append("more", "s", words(3, 60))
-    world.fork("t", "child")  # shares its cells, so it costs none
-    world.append("a little", "child", words(4, 4))
-    world.submit("stranger", words(5, 100))
+    world.assert_right("q")
+    assert all(world.end("q").timing.scheduled <= world.end(f"after {i}").timing.scheduled for i in range(20))
+
+
+def test_an_append_behind_a_long_query_does_not_wait_for_the_engine():
+    world = make(queue_timeout_s=10.0)
+    world.open("s")
+    world.query("long", "s", talkative(9, 60), 60, keep=False)
+    world.append("a", "s", words(1, 20))
+    sent = world.now
+    while not world.ends["long"]:
+        world.step()
+    assert world.now > sent + 10.0
+    world.query("q", "s", words(3, 4), 4)
     world.run()
-    assert (world.end("more").error.kind, world.end("more").error.field) == (ErrorKind.OVERLOADED, "session_id")
-    assert isinstance(world.end("a little"), Finished)
-    world.assert_right("stranger")
+    world.assert_right("q")
+    assert world.prompts["q"][0] == words(1, 20) + words(3, 4)
+    assert world.end("a").timing.arrived == sent, "its time counts from when it was sent"
+
+
+def test_an_operation_that_finds_no_place_in_time_is_refused():
+    world = make(max_sequences=2, session_rows=1, queue_timeout_s=10.0)
+    world.open("s")
+    for program in ("", "p"):  # a row of each region
+        world.submit(f"long {program}", talkative(9, 60), 60, program=program)
+    world.step()
+    world.append("a", "s", words(1, 20))
+    while not world.ends["a"]:
+        world.step()
+    assert world.end("a").error.kind is ErrorKind.OVERLOADED
+    assert 11.0 <= world.now <= 14.0
 
 
 def test_decoding_goes_on_beside_a_long_append():

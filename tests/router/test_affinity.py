@@ -325,6 +325,25 @@ class TestWaiting:
 
         asyncio.run(live())
 
+    def test_a_full_replica_has_room_for_calls_that_are_no_turns(self) -> None:
+        async def live() -> None:
+            made = affinity(control_calls=3)
+            a = replica("a")
+            made._replicas = {a.replica_id: a}
+            made._replicas_changed()
+            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a, "of the four one is for turns"
+            second = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
+            for _ in range(5):
+                assert await made._choose_replica_for_request(pending("")) is a
+            refused = asyncio.create_task(made._choose_replica_for_request(pending(""), is_retry=True))
+            await turns()
+            assert not second.done()
+            assert not refused.done(), "the replica has said that it takes no more"
+            for task in (second, refused):
+                task.cancel()
+
+        asyncio.run(live())
+
 
 def test_what_replicas_have_in_hand_decides_for_requests_without_a_program() -> None:
     async def live() -> None:

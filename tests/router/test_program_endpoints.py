@@ -2,6 +2,7 @@
 
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 
+from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.replicas.retention.calls import Called
 from holdfast.router.config import RouterConfig
@@ -72,6 +73,15 @@ def test_replicas_are_told_how_many_turns_a_program_had_and_when_it_ends():
     assert [(r.program_turns, r.program_end) for r in world.backend.requests] == [(0, False), (1, False), (2, True)]
 
 
+def test_replicas_are_told_how_many_turns_led_to_answers():
+    world = make()
+    for last in (False, False, True, False, True, True):
+        world.backend.script = calling("ls", last=last)
+        chat(world)
+    told = [(request.program_turns, request.answered_turns) for request in world.backend.requests]
+    assert told == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 5)]
+
+
 def test_an_answer_from_the_cache_says_nothing_of_the_program_that_it_was_made_for():
     """The engine counts a program's last turn as over whatever it calls; the next program may go on."""
     world = World(FakeBackend(calling("ls", last=True)))
@@ -134,6 +144,20 @@ def test_a_program_that_is_ended_is_forgotten_everywhere():
     assert world.backend.requests[-1].program_turns == 0
     assert world.backend.requests[-1].program_arrival == world.now
     assert shown(world)["data"] == [], "a new program of that name waited for nothing"
+
+
+def test_a_program_that_a_replica_could_not_end_can_be_ended_again(monkeypatch):
+    world = make()
+    chat(world)
+
+    async def silent(scope: str, program_id: str) -> None:
+        raise UnavailableError("a replica did not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.backend, "end_program", silent)
+        answer = world.call("DELETE", "/v1/programs/p")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert world.call("DELETE", "/v1/programs/p").json()["deleted"]
 
 
 def test_a_programs_name_may_hold_anything_that_a_url_can_say():

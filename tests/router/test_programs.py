@@ -117,6 +117,24 @@ def test_ending_a_program_waits_for_no_later_turn_of_another():
     asyncio.run(scenario())
 
 
+def test_turns_up_to_the_last_answer_are_told_from_those_since():
+    async def scenario():
+        programs = table(MemoryStore(100, 2**20), 5.0)
+        found = []
+        for last in (False, True, True, False, True, False):
+            found.append((await programs.begin("acme/p")).answered_turns)
+            programs.resume("acme/p")
+            programs.finish("acme/p", "r1", "" if last else "ls")
+            if last:
+                programs.over("acme/p")
+        assert found == [0, 0, 2, 3, 3, 5]
+        for _ in range(20):
+            programs.resume("acme/p")  # turns that no replica has served, as yet
+        assert (await programs.begin("acme/p")).answered_turns == 0
+
+    asyncio.run(scenario())
+
+
 def test_foreign_bytes_in_the_store_do_not_fail_a_turn():
     async def scenario():
         store = MemoryStore(100, 2**20)

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import signal
+from collections.abc import Callable
 
 import pytest
 from redis_server import RedisServer
@@ -25,6 +27,23 @@ def server(tmp_path):
 
 def store_at(server: RedisServer) -> RedisStore:
     return RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), PATIENT, RETRY)
+
+
+class LosesAnswers:
+    """A store whose scripts run, and whose first answers are lost: `after` is called after each of these."""
+
+    degraded = False
+
+    def __init__(self, store: RedisStore, lost: int, after: Callable[[], None] = lambda: None):
+        self.store, self.lost, self.after = store, lost, after
+
+    async def script(self, source, keys, arguments):
+        answer = await self.store.script(source, keys, arguments)
+        if not self.lost:
+            return answer
+        self.lost -= 1
+        self.after()
+        return None
 
 
 def close_to(found: ToolLatency, expected: ToolLatency) -> bool:
@@ -141,6 +160,50 @@ def test_intervals_of_the_time_without_redis_are_added_when_it_is_back(server):
         assert reader.snapshot.of("a", "ls").mean == 3.0
         assert reader.snapshot.of("a", "sed").mean == 5.0
         assert (await latencies.known()).of("a", "ls").mean == 3.0
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_whose_answer_was_lost_counts_once(server, monkeypatch):
+    monkeypatch.setattr(tool_latency, "PENDING", 3)
+
+    async def scenario():
+        def more():  # the first of the batch have to go for these
+            for _ in range(2):
+                latencies.record("a", "sed", 5.0)
+
+        store = store_at(server)
+        latencies, reader = ToolLatencies(LosesAnswers(store, 2, more), RETRY), Reader(store)
+        for seconds in (1.0, 2.0):
+            latencies.record("a", "ls", seconds)
+        await written(latencies)
+        await reader.refresh()
+        assert reader.snapshot.of("a", "ls").recent == (1.0, 2.0)
+        assert reader.snapshot.of("a", "sed").count == 3
+        assert 0 < min([await store._redis.ttl(key) for key in await store._redis.keys("*done/*")]) <= 60
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_was_slow_counts_once(server):
+    async def scenario():
+        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 0.5, RETRY)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        latencies.record("a", "ls", 1.0)
+        await written(latencies)
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            latencies.record("a", "ls", 3.0)
+            await until_away(store)
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+        await written(latencies)
+        await reader.refresh()
+        assert reader.snapshot.of("a", "ls").recent == (1.0, 3.0)
         await latencies.close()
         await store.close()
 

@@ -65,11 +65,13 @@ class World:
         turns: int = 0,
         ends: bool = False,
         weight: float = 1.0,
+        answered: int = 0,
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
         submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
-        self.give(replace(submit, program_turns=turns, program_end=ends, weight=weight))
+        submit = replace(submit, program_turns=turns, answered_turns=answered)
+        self.give(replace(submit, program_end=ends, weight=weight))
 
     def open(self, session: str, scope: str = "") -> str:
         self.histories[scope, session] = []

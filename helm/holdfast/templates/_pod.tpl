@@ -3,12 +3,15 @@
 {{/*
 Environment of Ray's containers. `cluster/environment.py` says the same for one machine.
 Trap: HAProxy and the token of KubeRay are settings of the process, so head and workers need them alike.
+Which HAProxy is started says the image: the script for it lies there.
 */}}
 {{- define "holdfast.env" -}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "holdfast.longestRequest" . | quote }}}
+- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "268435456"}
+- {name: RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE, value: "1"}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_DEDUP_LOGS, value: "0"}
@@ -21,7 +24,7 @@ Trap: HAProxy and the token of KubeRay are settings of the process, so head and 
 
 {{/*
 Seconds after which a request may be cut that HAProxy had in hand when it was started anew, as it is whenever a router
-comes or goes anywhere: the longest that any may take.
+comes or goes anywhere: the longest that any may take. HAProxy refuses times of more than 2^31 - 1 ms.
 */}}
 {{- define "holdfast.longestRequest" -}}
 {{- $epoch := toDate "2006-01-02T15:04:05Z07:00" "1970-01-01T00:00:00Z" -}}
@@ -29,7 +32,7 @@ comes or goes anywhere: the longest that any may take.
 {{- range include "holdfast.models" . | fromYaml -}}
 {{- $longest = max $longest (include "holdfast.drainSeconds" (list $ .)) -}}
 {{- end -}}
-{{- $longest -}}
+{{- min 2147483 $longest -}}
 {{- end -}}
 
 {{/* Volumes. The root is read-only: Ray and HAProxy write below /tmp, compilers below the home folder. */}}

@@ -127,5 +127,5 @@ def test_more_replicas_share_the_programs() -> None:
     busy = replace(BUSY, rate=4.0)
     one, four = (simulate(busy, replicas=replicas) for replicas in (1, 4))
     assert len(four.programs) == BUSY.programs
-    assert seconds(four).mean() < seconds(one).mean() / 2
+    assert seconds(four).mean() < seconds(one).mean() / 1.5
     assert sum(d.cached for d in four.programs) > 0.2 * sum(d.prompt for d in four.programs)  # each stays at home

@@ -100,10 +100,15 @@ def test_results_follow_the_place_of_their_call() -> None:
     assert second.messages[-2:] == (result("y", "2 kg"), result("x", "1 kg"))
 
 
-BROKEN = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "weigh", "arguments": "{"}}]}
+def weighs(arguments: str) -> Json:
+    return {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "weigh", "arguments": arguments}}]}
 
 
-@pytest.mark.parametrize("answer", [None, says("No calls."), calls("x", "y"), BROKEN, says("")])
+BROKEN = weighs("{")
+DEEP = weighs('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+@pytest.mark.parametrize("answer", [None, says("No calls."), calls("x", "y"), BROKEN, DEEP, says("")])
 def test_an_answer_that_does_not_fit_gives_way_to_the_recorded_one(answer: Json | None) -> None:
     program = parcel_program()
     _, second, third = asks(program, Manner(), [answer, says("3 kg."), None])

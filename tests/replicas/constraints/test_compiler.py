@@ -146,15 +146,19 @@ def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
     assert new is not None
     hermes.matcher(known)
     held = Held(monkeypatch)
-    with ThreadPoolExecutor(3) as threads:
-        making = [threads.submit(hermes.matcher, new) for _ in range(3)]
+    with ThreadPoolExecutor(2) as threads:
+        making = threads.submit(hermes.matcher, new)
         held.begun.acquire()
         try:
             assert not hermes.matcher(known).failed
-            assert not any(future.done() for future in making)
+            told = threads.submit(hermes.matcher, new).exception(timeout=20)
+            assert isinstance(told, NotCompiledError)
+            assert (told.field, making.done()) == ("response_format", False)
         finally:
             held.release.set()
-        assert len({id(future.result()) for future in making}) == 3
+        assert told.making is not None
+        assert told.making.result() is not making.result(), "each is a copy"
+    assert not hermes.matcher(new).failed
     assert hermes.compiled == 2
 
 

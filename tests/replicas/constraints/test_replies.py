@@ -150,6 +150,16 @@ def written(format: ToolFormat, arguments: dict[str, Any], name: str = "f") -> s
             return f"<|python_start|>[{name}({keywords})]<|python_end|>"
 
 
+def accepted(made: Compiler, text: str) -> bool:
+    """Whether the whole of `text` may be a reply."""
+    matcher = made.matcher(rule(calls="auto"))
+    for token in vocabulary(made).encode(text):
+        if token not in allowed(matcher):
+            return False
+        matcher.advance(token)
+    return matcher.finished or vocabulary(made).eos[0] in allowed(matcher)
+
+
 PROSE = ["", "Hello, wörld.\n\nI look: ", "日本 <tool [TOOL 1 < 2 "]
 
 
@@ -157,25 +167,14 @@ PROSE = ["", "Hello, wörld.\n\nI look: ", "日本 <tool [TOOL 1 < 2 "]
 def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[Any]) -> None:
     for tokenizer in tokenizers:
         made = compiler(tokenizer, format)
-        encode, eos = vocabulary(made).encode, vocabulary(made).eos[0]
-
-        def accepted(text: str, made: Compiler = made, encode: Any = encode, eos: int = eos) -> bool:
-            """Whether the whole of `text` may be a reply."""
-            matcher = made.matcher(rule(calls="auto"))
-            for token in encode(text):
-                if token not in allowed(matcher):
-                    return False
-                matcher.advance(token)
-            return matcher.finished or eos in allowed(matcher)
-
         for prose in PROSE:
-            assert accepted(prose)
-            assert accepted(prose + written(format, {"city": "Oslo", "days": [1, 2]})), prose
-            assert not accepted(prose + written(format, {"city": "Oslo"})), "days are missing"
-            assert not accepted(prose + written(format, {"days": [1, "2"]}))
-            assert not accepted(prose + written(format, {"days": []}, "rm")), "not declared"
-            assert not accepted(prose + written(format, {"days": []})[:-3]), "not closed"
-            assert not accepted(prose + written(format, {"days": []}) + " and so on")
+            assert accepted(made, prose)
+            assert accepted(made, prose + written(format, {"city": "Oslo", "days": [1, 2]})), prose
+            assert not accepted(made, prose + written(format, {"city": "Oslo"})), "days are missing"
+            assert not accepted(made, prose + written(format, {"days": [1, "2"]}))
+            assert not accepted(made, prose + written(format, {"days": []}, "rm")), "not declared"
+            assert not accepted(made, prose + written(format, {"days": []})[:-3]), "not closed"
+            assert not accepted(made, prose + written(format, {"days": []}) + " and so on")
 
 
 def test_bare_calls_are_calls(llama3_like: Any) -> None:
@@ -186,6 +185,25 @@ def test_bare_calls_are_calls(llama3_like: Any) -> None:
     assert matcher.accepts(good) == len(good)
     other = encode('{"answer": 1}')
     assert matcher.accepts(other) < len(other)
+
+
+@pytest.mark.parametrize("format", [ToolFormat.LLAMA3, ToolFormat.LLAMA3_FUNCTION, ToolFormat.PYTHONIC])
+def test_white_space_may_stand_before_bare_calls_as_before_text(format: ToolFormat, tokenizers: list[Any]) -> None:
+    """A model that has thought begins its answer with it."""
+    if format is ToolFormat.PYTHONIC:
+        call, broken = "[f(days=[1])]", ('[f(days="1")]', "[rm()]", "[")
+    else:
+        call, broken = '{"name": "f", "parameters": {"days": [1]}}', ('{"name": "rm", "parameters": {}}', "{")
+    for tokenizer in tokenizers:
+        made = compiler(tokenizer, format)
+        for space in ("", "\n", "\n\n", " ", "\r\n \t\n", "\n" * 40):
+            assert accepted(made, space + call), space
+            assert read(format, space + call)[1] == [("f", '{"days": [1]}')]
+            assert accepted(made, space)
+            assert accepted(made, space + "Hello, wörld.\n[1] {2}")
+            assert accepted(made, space + written(format, {"days": []}))
+            assert not any(accepted(made, space + wrong) for wrong in broken), space
+            assert not accepted(made, space + call + " and so on")
 
 
 def test_json_or_calls_where_both_are_asked_for(qwen_like: Any) -> None:

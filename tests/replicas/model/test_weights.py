@@ -245,6 +245,23 @@ def test_yarn_stretches_the_context(folder, kind):
     assert inspect_model(str(folder)).shape.context_length == 4096
 
 
+@pytest.mark.parametrize(
+    ("factor", "original", "word"),
+    [
+        ("4", 512, "rope_parameters.factor is '4'"),
+        ([4.0], 512, "rope_parameters.factor"),
+        (True, 512, "rope_parameters.factor"),
+        (float("inf"), 512, "infinity"),
+    ],
+)
+def test_a_context_stretched_by_what_is_no_number_is_refused(folder, factor, original, word):
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    edit_config(folder, rope_scaling=scaling, rope_parameters=None, rope_theta=1e4)
+    with pytest.raises(ConfigError) as caught:
+        inspect_model(str(folder))
+    assert (caught.value.field, word in caught.value.message) == ("model", True), caught.value.message
+
+
 @pytest.mark.parametrize("device", ["gpu", "mps", "CPU", "cpu:0", "cuda:1", ""])
 def test_an_unknown_device_is_refused(device):
     with pytest.raises(ConfigError) as caught:

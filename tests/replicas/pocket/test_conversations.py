@@ -139,6 +139,18 @@ def test_held_out_words_stay_out_of_training() -> None:
     assert all(is_held_out(city) for city in held.cities)
 
 
+@given(seeds)
+@settings(max_examples=40, deadline=None)
+def test_a_narrowed_lexicon_has_few_words_none_of_them_held_out(seed: int) -> None:
+    train = lexicon(Split.TRAIN)
+    few = train.narrowed(random.Random(seed))
+    assert few.nouns == train.narrowed(random.Random(seed)).nouns != train.nouns
+    for name in ("nouns", "cities", "first_names", "last_names", "adjectives", "topics"):
+        words = getattr(few, name)
+        assert 4 <= len(words) < len(getattr(train, name))
+        assert not any(is_held_out(word) for word in words)
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_held_out_tasks_are_determined_and_end_before_an_assistant_turn(suite: str) -> None:
     found = tasks(suite, 3, seed=1)

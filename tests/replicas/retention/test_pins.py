@@ -31,7 +31,7 @@ class PinsMachine(RuleBasedStateMachine):
         if owner in self.model:
             self.pins.drop(self.model.pop(owner))
         # Arrivals of different programs differ, so that there is one latest.
-        held = Held(owner, Pin(NODE, 0), arrival + ord(name) / 1e3, name, 1, self.now, self.now + ttl)
+        held = Held(owner, Pin(NODE, 0), arrival + ord(name) / 1e3, name, 1, 1, self.now, self.now + ttl)
         self.pins.add(held)
         self.model[owner] = held
 
@@ -78,7 +78,7 @@ TestPinsLaw = PinsMachine.TestCase
 def test_pins_that_come_and_go_leave_nothing_behind():
     pins, owner = Pins(), Owner("t", "p", session=False)
     for i in range(5000):
-        held = Held(owner, Pin(NODE, 0), float(i), "r", 1, 0.0, 1e9)
+        held = Held(owner, Pin(NODE, 0), float(i), "r", 1, 1, 0.0, 1e9)
         pins.add(held)
         pins.until(held, 2e9)
         pins.drop(held)
@@ -90,7 +90,7 @@ def test_pins_that_come_and_go_leave_nothing_behind():
 def test_a_program_whose_turn_waits_is_looked_at_again():
     pins, waiting = Pins(), True
     for i in range(100):
-        pins.add(Held(Owner("t", str(i), session=False), Pin(NODE, 0), float(i), "r", 1, 0.0, 1.0))
+        pins.add(Held(Owner("t", str(i), session=False), Pin(NODE, 0), float(i), "r", 1, 1, 0.0, 1.0))
     assert pins.expired(2.0, lambda owner: waiting) == []
     waiting = False
     steps, gone = 0, 0

@@ -8,6 +8,7 @@ from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnd
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.restore import RestoreCost
 from holdfast.replicas.speculation.config import DraftConfig
 
 
@@ -128,12 +129,75 @@ def test_the_last_turn_leaves_nothing(end):
     assert in_use(world.engine.cache) == 0
 
 
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_last_turn_lets_go_of_what_another_branch_left(flag):
+    world = make(cells=512)
+    shared = words(1, 40)
+    world.submit("a", shared + words(2, 4), 2, began=1.0, program="p", turns=1)
+    world.submit("b", shared + words(3, 4), 20, began=1.0, program="p", turns=1, ends=flag)
+    while not world.ends["a"]:
+        world.step()
+    ended(world, "a", "p", number=2)
+    if flag:
+        world.run()  # without the flag its own pin would take the place of the other
+    assert pinned(world) == {"p"}
+    ended(world, "b", "p", tools=(), number=2, last=True)
+    assert pinned(world) == set()
+    world.run()
+
+
+def test_turns_are_counted_anew_after_each_answer():
+    world = make("continuum")
+    for question in range(3):
+        for number in range(1, 6):
+            name = f"{question}.{number}"
+            world.give(TurnEnded(name, "", "p", (), number == 5, 5 * question + number, 5 * question))
+    learned = world.engine._learned.turns
+    assert (learned.programs, learned.mean) == (3, 5.0)
+    assert learned.eta == pytest.approx(1.0)
+
+
+def test_a_program_that_ends_after_answers_counts_the_turns_since():
+    world = make()
+    world.submit("a", words(1, 20), 4, program="p", turns=11, answered=9)
+    world.run()
+    world.give(ProgramEnded("", "p"))
+    assert world.engine._learned.turns.mean == 3.0
+
+
+def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
+    world = make("bernstein")
+    world.give(TurnEnded("x", "", "x", (), True, 8))  # eight turns are what is usual
+    kept = {}
+    for program, turns, answered in (("first", 0, 0), ("again", 8, 8), ("late", 7, 0)):
+        world.submit(program, words(ord(program[0]), 20), 4, program=program, turns=turns, answered=answered)
+        world.run()
+        world.give(TurnEnded(program, "", program, ("ls",), False, turns + 1, answered))
+        (held,) = [held for held in world.engine._scheduler.keeping.kept if held.owner.name == program]
+        kept[program] = held.deadline - held.since
+    assert kept["first"] == pytest.approx(kept["again"])
+    assert kept["late"] < kept["first"]
+
+
+def test_idle_sessions_wait_for_nobody():
+    world = make("infercept", cells=1024)
+    engine = world.engine
+    engine._learned._prefill.cost = RestoreCost(b=0.01)
+    world.open("s")
+    world.append("h", "s", words(9, 200))
+    world.run()
+    turn(world, "p", words(1, 40))
+    (held,) = engine._scheduler.keeping.kept
+    # Nothing runs: InferCept's rule keeps its cells for as long as it takes to compute them.
+    assert held.deadline - held.since == pytest.approx(0.01 * held.pin.length)
+
+
 def test_a_notice_that_comes_late_changes_nothing():
     world = make()
     text = turn(world, "p", words(1, 20))
     world.submit("b", text + words(2, 4), 4, program="p", turns=1)
     world.run()
-    ended(world, "nobody", "p", last=True)
+    ended(world, "nobody", "p", number=1, last=True)
     assert pinned(world) == {"p"}
     world.give(ProgramEnded("", "unknown"))
     world.give(ToolLatencies(LatencySnapshot(ToolLatency(1, 1.0))))

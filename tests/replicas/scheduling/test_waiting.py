@@ -16,9 +16,15 @@ _numbers = count()
 
 
 def waiting(
-    name: str, arrived: float = 0.0, began: float = 0.0, preempted: bool = False, program: str = ""
+    name: str,
+    arrived: float = 0.0,
+    began: float = 0.0,
+    preempted: bool = False,
+    program: str = "",
+    session: str = "",
 ) -> Sequence:
-    submit = Submit(name, np.asarray([1], np.int32), Sampling(1), program_id=program, program_arrival=began)
+    tokens = np.asarray([1], np.int32)
+    submit = Submit(name, tokens, Sampling(1), program_id=program, program_arrival=began, session_id=session)
     sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
     return sequence
@@ -70,6 +76,25 @@ def test_expiry_spares_the_young_the_preempted_and_the_gone():
     queue.remove(gone)
     assert [s.request_id for s in queue.expired(before=3.0)] == ["late"]
     assert sorted(s.request_id for s in queue) == ["preempted", "young"]
+
+
+def test_an_operation_of_a_session_waits_from_the_first_step_that_finds_it():
+    queue = WaitingQueue(ProgramOrder())
+    queue.push(waiting("request", 1.0))
+    queue.push(waiting("operation", 1.0, session="s"))
+    queue.promote(5.0)
+    queue.promote(6.0)
+    assert [s.request_id for s in queue.expired(before=4.0)] == ["request"]
+    assert [s.request_id for s in queue.expired(before=5.0)] == []
+    assert [s.request_id for s in queue.expired(before=5.5)] == ["operation"]
+
+
+def test_operations_that_are_cancelled_between_two_steps_are_let_go():
+    queue = WaitingQueue(ProgramOrder())
+    for i in range(1000):
+        queue.push(sequence := waiting(f"r{i}", session="s"))
+        queue.remove(sequence)
+    assert len(queue._unseen) < 200
 
 
 def test_a_held_sequence_is_no_head_but_still_waits():

@@ -4,6 +4,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, decode, validate
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
+from holdfast.router.protocol.tokens import TokenizeBody
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -52,16 +53,31 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": None, "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "mood": "?"}]}, "messages.0.mood"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0.type",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
             "messages.0.tool_calls.0.function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": None}]}]},
+            "messages.0.tool_calls.0.function",
         ),
         ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools.0.function.nam"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
@@ -69,7 +85,7 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"temperature": True}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -79,6 +95,10 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include": True}, "stream": True}, "stream_options.include"),
         ({"program_id": ""}, "program_id"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 21}, "top_logprobs"),
     ],
 )
@@ -116,8 +136,59 @@ def test_a_number_is_no_truth_value():
     assert refused({**CHAT, "n": 2}).field == "n"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 1.0), ("best_of", 1.0), ("reasoning_effort", "none"), ("verbosity", "medium"), ("functions", [])],
+)
+def test_the_default_by_its_name_is_accepted(name, value):
+    assert validate(ChatBody, {**CHAT, name: value}) == validate(ChatBody, CHAT)
+
+
 def test_null_counts_as_absent():
     assert validate(ChatBody, {**CHAT, "temperature": None, "n": None, "tools": None}) == validate(ChatBody, CHAT)
+
+
+def test_null_counts_as_absent_further_in():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    conversation = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+    ]
+    foreign = {"name": None, "refusal": None, "audio": None, "function_call": None, "anything": None}
+    null_call = {**call, "index": None, "extra": None}
+    null_call["function"] = {**call["function"], "parsed_arguments": None, "strict": None}
+    written = [{**message, **foreign} for message in conversation]
+    for at, part in ((1, {"type": "text", "text": "hi"}), (2, {"type": "refusal", "refusal": "no"})):
+        written[at]["content"] = [{**part, "annotations": None, "cache_control": None}]
+    written[0]["tool_calls"] = written[1]["tool_call_id"] = written[3]["content"] = None
+    written[3]["tool_calls"] = [null_call]
+    streamed = {**CHAT, "stream": True, "stream_options": {}}
+    assert validate(ChatBody, {**streamed, "messages": written, "stream_options": {"include_usage": None}}) == validate(
+        ChatBody, {**streamed, "messages": conversation}
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_content_that_is_null_is_as_one_that_is_missing(role):
+    message = {"role": role, "tool_call_id": "a"} if role == "tool" else {"role": role}
+    missing = refused({**CHAT, "messages": [message]})
+    assert missing.field == "messages.0.content"
+    assert refused({**CHAT, "messages": [{**message, "content": None}]}).message == missing.message
+
+
+@pytest.mark.parametrize("model", [ChatBody, TokenizeBody])
+def test_keywords_of_tools_that_are_null_are_passed_on_to_nobody(model):
+    def tools(parameters):
+        return {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+    found = validate(model, tools({"type": "object", "properties": None, "required": None, "default": None}))
+    assert found == validate(model, tools({"type": "object", "default": None}))
+    assert found.tools[0]["function"]["parameters"] == {"type": "object", "default": None}
+    inner = {"properties": {"a": {"enum": [None]}}}
+    assert validate(model, tools(inner)).tools[0]["function"]["parameters"] == inner
 
 
 @pytest.mark.parametrize(

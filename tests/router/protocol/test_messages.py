@@ -1,7 +1,9 @@
 import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
+from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.messages import check_tools, plain_messages
+from holdfast.router.protocol.tokens import TokenizeBody
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -32,6 +34,31 @@ def test_text_parts_are_joined_and_developers_are_system():
 
 
 @pytest.mark.parametrize(
+    ("returned", "content"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"refusal": "no"}, "no"),
+        ({"content": "yes", "refusal": "no"}, "yes"),
+        ({"content": "", "refusal": "no"}, ""),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]}, "a\nno"),
+    ],
+)
+def test_what_a_model_said_where_it_refused_is_its_content(returned, content):
+    body = validate(TokenizeBody, {"messages": [USER, {"role": "assistant", **returned}, USER]})
+    assert plain_messages(body.messages)[1] == {"role": "assistant", "content": content}
+
+
+def test_a_refusal_beside_calls_is_content_too():
+    assert plain_messages([{**ASSISTANT, "refusal": "no"}]) == [{**ASSISTANT, "content": "no"}]
+
+
+@pytest.mark.parametrize("parameters", [{"properties": None}, {"required": None}])
+def test_tools_may_leave_keywords_null(parameters):
+    check_tools(validate(TokenizeBody, {"tools": [tool("f", parameters=parameters)]}).tools)
+
+
+@pytest.mark.parametrize(
     ("messages", "field"),
     [
         ([USER, RESULT], "messages.1.tool_call_id"),
@@ -59,9 +86,7 @@ def test_messages_must_fit_together(messages, field):
         ([tool("f", parameters={"type": "array"})], "tools.0.function.parameters"),
         ([tool("f", parameters={"properties": ["a"]})], "tools.0.function.parameters.properties"),
         ([tool("f", parameters={"properties": "x"})], "tools.0.function.parameters.properties"),
-        ([tool("f", parameters={"properties": None})], "tools.0.function.parameters.properties"),
         ([tool("f"), tool("g", parameters={"required": 5})], "tools.1.function.parameters.required"),
-        ([tool("f", parameters={"required": None})], "tools.0.function.parameters.required"),
         ([tool("f", parameters={"required": "a"})], "tools.0.function.parameters.required"),
         ([tool("f", parameters={"required": [["a"]]})], "tools.0.function.parameters.required"),
     ],

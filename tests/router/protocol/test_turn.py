@@ -64,6 +64,17 @@ def test_a_large_top_k_is_all_of_the_vocabulary(asked, kept):
     assert chat(top_k=asked).sampling.top_k == kept
 
 
+def test_no_mass_at_all_is_the_most_likely_token():
+    assert chat(top_p=0, temperature=1.5) == chat(temperature=0)
+    assert completion(top_p=0.0) == completion(temperature=0)
+    assert chat(top_p=1e-9).sampling.temperature == 1.0
+
+
+def test_an_empty_cache_key_is_none():
+    assert chat(prompt_cache_key="") == chat()
+    assert chat(prompt_cache_key="k").ids.prompt_cache_key == "k"
+
+
 def test_chat_prompt_carries_tools_and_template_arguments():
     tool = {"type": "function", "function": {"name": "f"}}
     prompt = chat(tools=[tool], tool_choice="none", parallel_tool_calls=False, chat_template_kwargs={"a": 1}).prompt

@@ -1,0 +1,117 @@
+"""The router as Serve starts it: whose keys it takes, at a start long after the deployment too."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.build_app import build_app
+
+from holdfast.cluster import application
+from holdfast.cluster.application import ROUTER, Ingress
+from holdfast.cluster.config import Settings
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.protocol.errors import RefusedError
+from holdfast.router.store import RedisAddress
+from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
+
+REDIS = RedisAddress("redis://127.0.0.1:1/0")
+DEPLOYED = Settings(tenants=(Tenant("a", key_hashes=(hash_key("leaked"),)),))
+
+
+class Started(Ingress):
+    """A router outside of Serve, which would await its end."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.fixture
+def directories(monkeypatch: pytest.MonkeyPatch) -> list[TenantDirectory]:
+    """Stands in for Serve. Holds the tenants that each router began to serve with."""
+    found: list[TenantDirectory] = []
+
+    async def ready(*_: Any) -> None: ...
+
+    async def listening() -> str:
+        return "0.0.0.0"
+
+    create_app = application.create_app
+
+    def created(backend: Any, tenants: TenantDirectory, *others: Any) -> Any:
+        found.append(tenants)
+        with pytest.raises(RefusedError):
+            known(tenants, "nobody's")
+        return create_app(backend, tenants, *others)
+
+    monkeypatch.setattr(application.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(application, "ServeBackend", lambda _: SimpleNamespace(start=ready))
+    monkeypatch.setattr(application, "proxy_host", listening)
+    monkeypatch.setattr(application, "create_app", created)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), deployment=ROUTER, app_name="a")
+    monkeypatch.setattr(application.serve, "get_replica_context", lambda: context)
+    return found
+
+
+def known(directory: TenantDirectory, key: str) -> str:
+    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).name
+
+
+def started(check: Callable[[], None], tenants_file: Path | None, settings: Settings = DEPLOYED) -> None:
+    """Start a router with what was bound for it, and look before anything beside its start has run."""
+
+    async def scenario() -> None:
+        router = Started.__new__(Started)
+        await router.__init__(None, settings, REDIS, tenants_file)  # type: ignore[misc]
+        check()
+        await Ingress.__del__(router)
+
+    asyncio.run(scenario())
+
+
+def file_of(folder: Path, *keys: str) -> Path:
+    path = folder / "tenants.yaml"
+    path.write_text(f"tenants:\n- {{name: a, key_hashes: {[hash_key(key) for key in keys]}}}\n")
+    return path
+
+
+def test_a_revoked_key_does_not_come_back_with_a_router_that_starts_later(
+    tmp_path: Path, directories: list[TenantDirectory]
+) -> None:
+    path = file_of(tmp_path, "new")
+
+    def check() -> None:
+        assert known(directories[0], "new") == "a"
+        with pytest.raises(RefusedError):
+            known(directories[0], "leaked")
+
+    started(check, path)
+
+
+def test_a_router_does_not_start_with_a_fault_in_the_tenants_file(
+    tmp_path: Path, directories: list[TenantDirectory]
+) -> None:
+    path = tmp_path / "tenants.yaml"
+    for wrong in ("tenants: []", "tenants:\n- {name: a, key_hashes: ['sha256:typo']}"):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError):
+            started(lambda: None, path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        started(lambda: None, path)
+    assert directories == []
+
+
+def test_without_a_file_the_tenants_are_those_of_the_configuration(directories: list[TenantDirectory]) -> None:
+    started(lambda: None, None)
+    assert known(directories[0], "leaked") == "a"
+
+
+def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
+    for path, kept in ((None, DEPLOYED), (file_of(tmp_path, "leaked"), replace(DEPLOYED, tenants=()))):
+        built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
+        (router,) = [each for each in built.deployments if each.name == ROUTER]
+        assert router.init_args[1:] == (kept, REDIS, path)

@@ -1,0 +1,54 @@
+"""What no setting may be: it is refused by name where it is set, not by what it does later."""
+
+import math
+
+import pytest
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.config import RetentionConfig
+from holdfast.replicas.speculation.config import DraftConfig
+
+KINDS = (EngineConfig, RetentionConfig, DraftConfig)
+NUMBERS = [
+    (kind, name, type(getattr(kind(), name)))
+    for kind in KINDS
+    for name in kind.__dataclass_fields__
+    if type(getattr(kind(), name)) in (int, float)
+]
+
+
+def assert_refused(kind: type, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name) as refused:
+        kind(**{name: value})
+    assert refused.value.field == name
+
+
+@pytest.mark.parametrize(("kind", "name", "number"), NUMBERS)
+def test_no_number_is_negative_or_none_at_all(kind, name, number):
+    assert_refused(kind, name, number(-1))
+    assert_refused(kind, name, math.nan)
+
+
+@pytest.mark.parametrize("name", ["queue_timeout_s", "session_idle_s", "kv_memory"])
+def test_some_must_be_more_than_nothing(name):
+    assert_refused(EngineConfig, name, 0.0)
+
+
+@pytest.mark.parametrize("name", ["kv_memory", "host_memory"])
+def test_memory_is_finite(name):
+    assert_refused(EngineConfig, name, math.inf)
+
+
+def test_times_may_be_without_end():
+    EngineConfig(queue_timeout_s=math.inf, session_idle_s=math.inf)
+    RetentionConfig(most_s=math.inf, settle_s=math.inf, fixed_s=math.inf)
+
+
+@pytest.mark.parametrize("name", ["order", "device", "dtype", "decoder", "undeclared", "overlap_steps"])
+def test_a_choice_is_one_of_those_there_are(name):
+    assert_refused(EngineConfig, name, "foo")
+
+
+def test_a_retention_policy_is_one_of_those_there_are():
+    assert_refused(RetentionConfig, "policy", "foo")

@@ -245,10 +245,10 @@ class Held:
         self.compiler._compile = held
 
     def ask(self, name: str) -> asyncio.Task[Any]:
-        """A reply whose grammar nobody has asked for."""
+        """A reply whose grammar nobody has asked for, of a tenant of its own: one tenant's are compiled one by one."""
         schema = tool(name, **{name: {"type": "boolean"}})["function"]["parameters"]
         prompt = ChatPrompt(USER, output=JsonOutput(schema, strict=True))
-        return asyncio.create_task(self._service.generate(request(name, prompt)))
+        return asyncio.create_task(self._service.generate(replace(request(name, prompt), scope=name)))
 
     async def fill(self) -> list[asyncio.Task[Any]]:
         """As many as are compiled at the same time."""

@@ -86,4 +86,5 @@ def test_the_page_has_the_table_of_today_and_the_example_adds_up(capsys: pytest.
     assert page.split("<!-- sizing -->\n")[1].split("<!-- /sizing -->")[0] == capsys.readouterr().out
     held = sizing.cells(MODELS["Llama-3.1-8B"], 80 * GB)
     ceiling = EngineConfig().admission_ceiling
-    assert f"({held / 1000:.0f}k x {ceiling:g} - 4k) / 26k, about {(held * ceiling - 4000) / 26000:.0f} programs" in page
+    programs = (held * ceiling - 4000) / 26000
+    assert f"({held / 1000:.0f}k x {ceiling:g} - 4k) / 26k, about {programs:.0f} programs" in page

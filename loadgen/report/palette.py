@@ -6,7 +6,7 @@ from holdfast.loadgen.timeline import Phase
 
 LIGHT_PAGE, DARK_PAGE = "#ffffff", "#15181c"
 
-SERVERS = ("#2f7fd1", "#d0651c", "#23946a", "#9a62d0", "#c74a78", "#84802a")
+SERVERS = ("#2f7fd1", "#d0651c", "#23946a", "#9a62d0", "#c74a78", "#84802a", "#0f8f9c")
 PHASES = {
     Phase.OUTSIDE: "#878e98",
     Phase.QUEUE: "#d0651c",

@@ -35,7 +35,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 LINES = ("-", "--", "-.", ":")
-MARKS = ("o", "s", "^", "D", "v", "P")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def colour(place: int) -> str:

@@ -68,10 +68,9 @@ def workload(variant: Variant, temperature: float) -> tuple[list[list[int]], Eng
     preamble = rng.integers(5, 200, 60).tolist() * 2
     prompts = [preamble + rng.integers(5, 200, 9 + i).tolist() for i in range(6)]
     first = run(engine, prompts, 0, temperature)
-    # The second ends as another program's first prompt did, so that a memory of its completion is of use.
-    others = [*prompts[1:], prompts[0]]
-    longer = [p + f + o[-9:] for p, f, o in zip(prompts, first, others, strict=True)]
-    return first + run(engine, longer, 1, temperature), engine.stats
+    longer = [p + f + rng.integers(5, 200, 9).tolist() for p, f in zip(prompts, first, strict=True)]
+    # One program asks what another has asked, so that a memory of the answer is of use.
+    return first + run(engine, [*longer, prompts[0]], 1, temperature), engine.stats
 
 
 @cache
@@ -88,7 +87,7 @@ def test_a_switch_changes_no_output_and_stops_its_metric(variant: Variant, tempe
         assert found == expected
     if variant.name in SAVED:
         assert SAVED[variant.name](off) == 0
-    # Greedy prompts have no seeds, and what was sampled from random words hardly comes again for a memory to know.
+    # Greedy prompts have no seeds, and what was sampled hardly comes again for a memory to know.
     if variant.name in SAVED and temperature == SHOWS_AT.get(variant.name, temperature):
         assert SAVED[variant.name](on) > 0
 

@@ -39,6 +39,8 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
     assert tree.nodes == len(nodes)
     assert tree.pages == sum(node.owned for node in nodes) == len(set(in_tree)), "pages of the tree are miscounted"
     assert tree.evictable == sum(node.owned for node in idle), "evictable pages are miscounted"
+    paused = sum(node.owned for node in nodes if node.leases == node.pins > 0)
+    assert tree.paused == paused, "pages that pins alone keep are miscounted"
     leased = {page for node in nodes if node.leases for page in node.pages.tolist()}
     assert tree.evictable == len({page for node in idle for page in node.pages.tolist()} - leased)
     for node in nodes:

@@ -332,12 +332,20 @@ def in_use(cache: KVCache) -> int:
     return cache.pool.total * cache.page_size - to_be_had(cache)
 
 
-def claimed(cache: KVCache, match: Match | None) -> int:
-    """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now."""
-    if match is None or match.node.leases or match.node.parent is None:
+def running(cache: KVCache) -> int:
+    """Cells in use by sequences and sessions: all but those that only programs' pins keep."""
+    return in_use(cache) - cache.tree.paused * cache.page_size
+
+
+def claimed(cache: KVCache, match: Match | None, besides_pins: bool = False) -> int:
+    """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now.
+
+    `besides_pins`: or nobody but programs' pins.
+    """
+    if match is None or match.node.parent is None:
         return 0
-    pages = owned_to(match.node, match.length, cache.pool)
-    step: Node | None = match.node.parent
-    while step is not None and step.leases == 0:
-        pages, step = pages + step.owned, step.parent
-    return pages * cache.page_size
+    pages, step = owned_to(match.node, match.length, cache.pool), match.node
+    found = 0
+    while step.parent is not None and step.leases == (step.pins if besides_pins else 0):
+        found, pages, step = found + pages, step.parent.owned, step.parent
+    return found * cache.page_size

@@ -61,7 +61,7 @@ class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
     `pages` counts the pages that any node refers to, `evictable` those that would come free if every node
-    without leases went.
+    without leases went, `paused` those that programs' pins alone keep from that.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -70,6 +70,7 @@ class RadixTree:
         self.nodes = 0  # without roots
         self.pages = 0
         self.evictable = 0
+        self.paused = 0
         self._pool = pool
 
     def root(self, scope: str) -> Node:
@@ -130,6 +131,8 @@ class RadixTree:
             if step.leases == 1:
                 self.evictable -= step.owned
                 self.order.discard(step)
+            elif step.leases == step.pins + 1:
+                self.paused -= step.owned
             step = step.parent
         step = node
         while step is not None:
@@ -150,6 +153,8 @@ class RadixTree:
             if step.leases == 0:
                 self.evictable += step.owned
                 self.order.append(step)
+            elif step.leases == step.pins:
+                self.paused += step.owned
             step = step.parent
         step.leases -= 1
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed, found, in_use, to_be_had
+from holdfast.replicas.kv.cache import KVCache, claimed, found, running, to_be_had
 from holdfast.replicas.kv.radix import Match
 from holdfast.replicas.scheduling.budget import Budget
 from holdfast.replicas.scheduling.builder import PlanBuilder
@@ -92,11 +92,6 @@ class Admission:
                 return
             needed += need
 
-    @property
-    def _occupied(self) -> int:
-        """Cells of those who run and of sessions. What is kept for programs that pause is not: it gives way to them."""
-        return in_use(self._cache) - self._running.keeping.kept.cells
-
     def _start(self, builder: PlanBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
         """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait.
 
@@ -109,7 +104,8 @@ class Admission:
             self._waiting.hold()
             return 0
         need = self._budget.need(sequence, n_cached)
-        taken = self._occupied + claimed(self._cache, match)
+        # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
+        taken = running(self._cache) + claimed(self._cache, match, besides_pins=True)
         if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
             return None
         if not self._has_room(sequence, needed + need, match):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
-from holdfast.replicas.kv.cache import KVCache, in_use
+from holdfast.replicas.kv.cache import KVCache, in_use, running
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.retention.learned import Learned
@@ -120,7 +120,12 @@ class Keeping:
         return True
 
     def makes_room(self, mark: int, to: Sequence) -> bool:
-        """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it."""
+        """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it.
+
+        Where all pins would not be enough, none gives way.
+        """
+        if running(self._cache) >= mark:
+            return False
         while in_use(self._cache) >= mark:
             if not self.give_way(to):
                 return False
@@ -155,7 +160,7 @@ class Keeping:
 
     def _ttl(self, ended: TurnEnded, held: Held) -> float:
         """What the policy says of a turn that left a pin."""
-        # What is kept for programs and for idle sessions waits for nobody; what both keep is taken off twice.
-        running = max(in_use(self._cache) - self.kept.cells - self._idle(), 0)
+        # What is kept for programs and for idle sessions waits for nobody.
+        busy = max(running(self._cache) - self._idle(), 0)
         pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.run_turn)
-        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(running))
+        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))

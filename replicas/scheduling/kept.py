@@ -26,7 +26,7 @@ class Kept:
         self._cache = cache
         self._waiting = waiting
         self._pins = Pins()
-        self._pages = PinnedPages()
+        self._pages = PinnedPages(cache.tree)
 
     def __len__(self) -> int:
         return len(self._pins)

@@ -1,5 +1,7 @@
 """Who is started: as many as may come to an end within the ceiling, and nobody behind cells that others merely keep."""
 
+from dataclasses import replace
+
 import pytest
 from engine_world import World, words
 from fake_runner import complete
@@ -8,10 +10,27 @@ from holdfast.replicas.events import TurnEnded
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.config import RetentionConfig
 
+KEEPS = RetentionConfig(policy="fixed", fixed_s=9000.0, most_s=9000.0, settle_s=9000.0)
 
-def talkative(n_prompt: int, n: int) -> list[int]:
-    """A prompt that is answered with `n` tokens."""
-    return next(p for seed in range(5000) if len(complete(p := words(seed, n_prompt), n)) == n)
+
+def talkative(n_prompt: int, n: int, begun: list[int] | None = None, first: int = 0) -> list[int]:
+    """A prompt that goes on with `n_prompt` tokens from `begun`, and is answered with `n`."""
+    found = ((begun or []) + words(seed, n_prompt) for seed in range(first, first + 5000))
+    return next(p for p in found if len(complete(p, n)) == n)
+
+
+def cells_of_running(world: World) -> int:
+    pages = {page for sequence in world.engine._scheduler._running for page in sequence.held.pages.tolist()}
+    return len(pages) * world.config.page_size
+
+
+def paused(world: World, number: int, prompt: list[int]) -> list[int]:
+    """A program has its first turn, which leaves a pin; its history."""
+    name = f"p{number}"
+    world.submit(name, prompt, 4, program=name, began=float(number))
+    world.run()
+    world.give(TurnEnded(name, "", name, ("ls",), False, 1))
+    return prompt + world.out[name]
 
 
 @pytest.mark.parametrize("ceiling", [0.25, 0.5, 0.75])
@@ -54,7 +73,7 @@ def test_a_cached_prefix_counts_from_when_somebody_uses_it() -> None:
 
 @pytest.mark.parametrize("policy", ["none", "fixed"])
 def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy: str) -> None:
-    retention = RetentionConfig(policy=policy, fixed_s=9000.0, most_s=9000.0, settle_s=9000.0)
+    retention = replace(KEEPS, policy=policy)
     world = World(
         cells=2048,
         context_length=512,
@@ -66,9 +85,7 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
         retention=retention,
     )
     for i in range(24):
-        world.submit(f"p{i}", words(i + 50, 76), 4, program=f"p{i}", began=100.0 + i)
-        world.run()
-        world.give(TurnEnded(f"p{i}", "", f"p{i}", ("ls",), False, 1))
+        paused(world, 100 + i, words(i + 50, 76))
     world.submit("early", talkative(10, 100), 100, began=1.0)
     for _ in range(3):
         world.step()
@@ -78,3 +95,53 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
     world.run()
     assert world.end("second").timing.first_token - asked <= 2.0
     assert world.engine.stats.chunks_deferred == 0
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed"])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: bool) -> None:
+    """A preamble that a paused program has as well, and histories that come back to their own pins."""
+    world = World(
+        cells=1024,
+        context_length=1000,
+        max_sequences=20,
+        session_rows=10,
+        page_size=4,
+        completion_reserve=64,
+        high_water=1.0,
+        admission_ceiling=0.5,
+        step_tokens=400,
+        retention=replace(KEEPS, policy=policy),
+    )
+    preamble = words(1, 260)
+    begun = [paused(world, i, words(i + 50, 136)) if own else paused(world, i, preamble) and preamble for i in range(6)]
+    for i, tokens in enumerate(begun):
+        prompt = talkative(4 if own else 20, 60, tokens, first=10_000 * i)
+        if own:
+            world.submit(f"q{i}", prompt, 60, program=f"p{i}", began=float(i), turns=1)
+        else:
+            world.submit(f"q{i}", prompt, 60, program=f"q{i}", began=float(i))
+    most = together = 0
+    while world.engine.busy:
+        world.step()
+        most, together = max(most, cells_of_running(world)), max(together, world.engine.occupancy().running)
+    assert most <= 512
+    assert together == (2 if own else 3)  # 204 cells each; 260 and then 80 each
+    assert world.engine.stats.preemptions == 0
+
+
+def test_no_pin_is_dropped_where_all_of_them_would_not_be_enough() -> None:
+    world = World(
+        cells=1024, context_length=1000, max_sequences=20, page_size=4, high_water=0.8, completion_reserve=16,
+        admission_ceiling=1.0, step_tokens=1000, retention=KEEPS,
+    )  # fmt: skip
+    for i in range(3):
+        paused(world, 100 + i, words(i, 20))
+    world.submit("wide", talkative(840, 40), 40, began=1.0)
+    world.step()
+    assert in_use(world.engine.cache) - 72 >= 0.8 * 1024
+    world.submit("next", words(900, 8), 4, began=2.0)
+    world.step()
+    assert world.engine.stats.chunks_deferred == 1
+    assert len(world.engine._scheduler.keeping.kept) == 3
+    world.run()

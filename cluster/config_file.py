@@ -21,10 +21,32 @@ KEYS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML whose keys are text, each one once in its mapping: of two the first would go without a word."""
+    """Safe YAML whose keys are text, each one once in its mapping: of two the first would go without a word.
+
+    Nothing in it may hold itself.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open: list[str | None] = []  # anchors of the mappings and lists that are being read
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            mark = parent.start_mark if parent is not None else None
+            raise yaml.constructor.ConstructorError(None, None, f"{event.anchor!r} holds itself", mark)
+        return super().compose_node(parent, index)
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        self._open.append(anchor)
+        node = super().compose_sequence_node(anchor)
+        self._open.pop()
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        self._open.append(anchor)
         node = super().compose_mapping_node(anchor)
+        self._open.pop()
         there = set()
         for key, _ in node.value:
             if key.tag not in KEYS:
@@ -70,6 +92,8 @@ def mapping(text: str) -> dict[str, Any]:
         data = load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         raise ConfigError(f"not YAML: {error}", "config") from error
+    except RecursionError as error:
+        raise ConfigError("not a configuration: nested too deeply", "config") from error
     if data is None:
         return {}
     if not isinstance(data, dict):

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 # What a call raises when its replica is gone. Trap: Serve does not retry a call that was running when it died.
 LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError)
+# How one says that it may not have got a call. Trap: over gRPC one that has died does so, too, until Serve knows.
+UNANSWERED = (TimeoutError, ActorUnavailableError)
 ATTEMPTS = 3
 
 # What crosses is our own plain data; cloudpickle, Serve's default, takes several times as long for it.
@@ -90,9 +92,12 @@ class ServeBackend:
 
     async def end_program(self, scope: str, program_id: str) -> None:
         # To all: whichever had it last may not be the one that the program table names.
-        with own_request():
-            ended = await from_each(self._handle.broadcast("end_program", scope, program_id), CONTROL_S)
-        if any(isinstance(each, TimeoutError) for each in ended):  # one that has died keeps nothing
+        try:
+            with own_request():
+                ended = await from_each(self._handle.broadcast("end_program", scope, program_id), CONTROL_S)
+        except TimeoutError as error:
+            ended = [error]
+        if any(isinstance(each, UNANSWERED) for each in ended):  # one that has died keeps nothing
             raise UnavailableError("a replica did not answer; the program may not have ended there")
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
@@ -108,9 +113,10 @@ class ServeBackend:
         return await expositions(self._handle, only)
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        with own_request():
+        with own_request(), suppress(TimeoutError):
             told = await from_each(self._handle.broadcast("status"), STATUS_S)
-        return [each for each in told if isinstance(each, ReplicaStatus)]
+            return [each for each in told if isinstance(each, ReplicaStatus)]
+        return []
 
     async def healthy(self) -> bool:
         # Asked for real: what the handle knows of its replicas may be from before they died.
@@ -131,9 +137,10 @@ class ServeBackend:
 
 async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mapping[str, str]:
     """What `metrics` of each replica of a deployment says, by its id; those that do not answer are left out."""
-    with own_request():
+    with own_request(), suppress(TimeoutError):
         told = await from_each(handle.broadcast("metrics", only), CONTROL_S)
-    return dict(each for each in told if isinstance(each, tuple))
+        return dict(each for each in told if isinstance(each, tuple))
+    return {}
 
 
 def lost() -> Errored:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -74,7 +74,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._control_calls = control_calls
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
-        self._gate = Gate(self._config.max_waiting)
+        self._gate = Gate(self._config.max_waiting, control_calls)
         self._tally = LineStats()
         self._known: frozenset[str] = frozenset()
         # Trap: Serve copies this module into the process by value, so what is to be found there stands in another one.
@@ -161,6 +161,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # program table's `last_replica` alone.
         if program := pending_request.metadata.session_id:
             self._pins.put(program, replica_id.unique_id)
+        # Trap: what the replica said on this was told just before, but not whom it answered. And of a call that does
+        # not stream it comes at the very end, after `on_request_completed`.
+        self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         # Trap: also called for broadcasts, which take no slot, and of a rejected request perhaps after the next try.
@@ -220,14 +223,20 @@ def _turn(pending_request: PendingRequest) -> GenerateRequest | None:
 async def from_each(broadcast: DeploymentBroadcastResponse, timeout_s: float) -> list[Any]:
     """What each replica answers to a call on all of them, or its exception: TimeoutError where it takes longer.
 
+    Empty where there is no replica. Raises TimeoutError where the time runs out before it is known whom to wait for.
     Trap: by the public way to them one late answer is a TimeoutError for all.
     """
     calls: list[asyncio.Future[Any]] = []
-    with suppress(TimeoutError, DeploymentUnavailableError):
+    try:
         async with asyncio.timeout(timeout_s):
             results = await broadcast._fetch_replica_results_async()
             calls += [asyncio.ensure_future(each.get_async()) for each in results]
             await asyncio.gather(*calls, return_exceptions=True)
+    except DeploymentUnavailableError:
+        return []
+    except TimeoutError:
+        if not calls:
+            raise
     return [TimeoutError() if call.cancelled() else call.exception() or call.result() for call in calls]
 
 

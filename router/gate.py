@@ -26,8 +26,8 @@ class Waiter:
 class Gate:
     """Replicas are known by their ids. Every slot that is taken has to be given back."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self._slots = Slots(CLOSED_S)
+    def __init__(self, max_waiting: int, control_calls: int = 0) -> None:
+        self._slots = Slots(CLOSED_S, control_calls)
         self._lines: Lines[Waiter] = Lines(max_waiting)
 
     def __len__(self) -> int:
@@ -65,22 +65,22 @@ class Gate:
         return taken.result() if taken.done() else None
 
     def give_back(self, replica_id: str, request_id: str) -> None:
-        """A request has ended at a replica, or never went there."""
+        """A request has ended at a replica, was refused there or never went there."""
         self._slots.give_back(replica_id, request_id)
         self._serve(replica_id)
 
     def told(self, replica_id: str, ongoing: int) -> None:
-        """A replica has said how many requests it has."""
-        loop = asyncio.get_running_loop()
-        closed_until = self._slots.told(replica_id, ongoing, loop.time())
-        if closed_until is None:
-            self._serve(replica_id)
-        else:
-            loop.call_at(closed_until, self._serve, replica_id)
+        """A replica has said how many calls it has."""
+        self._ask(replica_id, self._slots.told(replica_id, ongoing, asyncio.get_running_loop().time()))
+
+    def accepted(self, replica_id: str, request_id: str) -> None:
+        """A replica has said how many calls it has, now that it has taken this request."""
+        self._ask(replica_id, self._slots.accepted(replica_id, request_id, asyncio.get_running_loop().time()))
 
     def ended(self, replica_id: str) -> None:
         """One request fewer than the replica said."""
         self._slots.ended(replica_id)
+        self._serve(replica_id)
 
     def replicas(self, capacity: Mapping[str, int]) -> None:
         """These are the replicas there are, with how many requests each takes at once. Without any nobody waits."""
@@ -91,6 +91,12 @@ class Gate:
                 waiter.taken.set_result(None)
         for replica_id in capacity:
             self._serve(replica_id)
+
+    def _ask(self, replica_id: str, at: float | None) -> None:
+        if at is None:
+            self._serve(replica_id)
+        else:
+            asyncio.get_running_loop().call_at(at, self._serve, replica_id)
 
     def _serve(self, replica_id: str) -> None:
         now = asyncio.get_running_loop().time()

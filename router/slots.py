@@ -1,7 +1,8 @@
 """How many more requests each replica takes, as far as this process knows. Pure: no waiting, no clock.
 
 A slot is taken when a replica is chosen for a request and given back when the request has ended there. Another ingress
-may have requests at the same replica: those show only when the replica says that it is full.
+may have requests at the same replica: those show only when the replica says that it is full. Beside its slots a replica
+takes control calls, which need none and are counted in what it says, too.
 """
 
 from collections import Counter
@@ -9,10 +10,11 @@ from collections.abc import Mapping
 
 
 class Slots:
-    """Replicas by id. One that says it is full is not asked again for `closed_s`, or until a slot is given back."""
+    """Replicas by id. One that says it is full is not asked again for `closed_s`, or until something ends there."""
 
-    def __init__(self, closed_s: float) -> None:
+    def __init__(self, closed_s: float, control_calls: int = 0) -> None:
         self._closed_s = closed_s
+        self._control_calls = control_calls
         self._capacity: Mapping[str, int] = {}
         self._taken: Counter[tuple[str, str]] = Counter()  # by replica and request: it may try a replica again
         self._in_hand: Counter[str] = Counter()
@@ -40,27 +42,42 @@ class Slots:
         self._in_hand[replica_id] += 1
 
     def give_back(self, replica_id: str, request_id: str) -> None:
-        """A request has ended at a replica; nothing, if it did not come by a slot."""
+        """A request is at a replica no more; nothing, if it did not come by a slot.
+
+        Opens none that is closed: it may be the very request that was refused.
+        """
         key = (replica_id, request_id)
         if self._taken[key] > 0:
             self._taken[key] -= 1
             self._in_hand[replica_id] -= 1
-            self._closed.pop(replica_id, None)
         if not self._taken[key]:
             del self._taken[key]
         if not self._in_hand[replica_id]:
             del self._in_hand[replica_id]
 
     def told(self, replica_id: str, ongoing: int, now: float) -> float | None:
-        """A replica says how many requests it has; when to ask it again, where that is all it takes."""
+        """A replica says how many calls it has, of any kind; when to ask it again, where that is all it takes."""
         self._ongoing[replica_id] = ongoing
-        if ongoing < self._capacity.get(replica_id, 0):
+        capacity = self._capacity.get(replica_id, 0)
+        if ongoing < capacity:
             self._closed.pop(replica_id, None)
+        return self._close(replica_id, now) if ongoing >= capacity + self._control_calls else None
+
+    def accepted(self, replica_id: str, request_id: str, now: float) -> float | None:
+        """What a replica said last came with its yes to this request; when to ask it again, where it has enough."""
+        # A control call has no slot: it may itself be what makes the number high. Nor has a request that has ended
+        # meanwhile: the number is as old as the request is long.
+        if not self._taken[replica_id, request_id]:
             return None
-        self._closed[replica_id] = now + self._closed_s
-        return self._closed[replica_id]
+        enough = self._ongoing.get(replica_id, 0) >= self._capacity.get(replica_id, 0)
+        return self._close(replica_id, now) if enough else None
 
     def ended(self, replica_id: str) -> None:
-        """One request fewer than the replica said."""
+        """One request fewer than the replica said: it takes another."""
+        self._closed.pop(replica_id, None)
         if replica_id in self._ongoing:
             self._ongoing[replica_id] = max(0, self._ongoing[replica_id] - 1)
+
+    def _close(self, replica_id: str, now: float) -> float:
+        self._closed[replica_id] = now + self._closed_s
+        return self._closed[replica_id]

@@ -30,6 +30,7 @@ ANSWER = Routed("b", Answer("hello", (), (), "stop", Usage(1, 0, 1), TIMING))
 FIRST = Batch("b", (TextDelta("hel"),))
 LAST = Batch("b", (TextDelta("lo"), Completed("stop", Usage(1, 0, 2), TIMING)))
 DIED = ActorDiedError()
+UNAVAILABLE = ActorUnavailableError("gone", None)
 
 
 class Call:
@@ -97,7 +98,7 @@ def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     assert handle.kwargs == [{HINT: "a"}]
 
 
-@pytest.mark.parametrize("lost", [DIED, ActorUnavailableError("gone", None)])
+@pytest.mark.parametrize("lost", [DIED, UNAVAILABLE])
 def test_a_call_whose_replica_died_is_sent_again(lost: Exception) -> None:
     handle = Handle([lost], [ANSWER])
     assert run(lambda: ServeBackend(handle).generate(REQUEST)) == ANSWER  # type: ignore[arg-type]
@@ -203,9 +204,11 @@ def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def broadcasting(monkeypatch: pytest.MonkeyPatch, *told: Any) -> ServeBackend:
-    """A backend whose replicas answer a call on all of them so."""
+    """A backend whose replicas answer a call on all of them so; nothing is known of them with an ellipsis."""
 
     async def from_each(broadcast: Any, timeout_s: float) -> list[Any]:
+        if told == (...,):
+            raise TimeoutError
         return list(told)
 
     monkeypatch.setattr(backend_module, "from_each", from_each)
@@ -220,7 +223,22 @@ def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.Monke
     assert run(backend.status) == []
 
 
-@pytest.mark.parametrize(("told", "ended"), [([None, DIED], True), ([], True), ([None, TimeoutError()], False)])
+def test_calls_that_could_not_be_sent_in_time_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = broadcasting(monkeypatch, ...)
+    assert run(backend.metrics) == {}
+    assert run(backend.status) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "ended"),
+    [
+        ([None, DIED], True),
+        ([], True),
+        ([None, TimeoutError()], False),
+        ([None, UNAVAILABLE], False),
+        ([...], False),
+    ],
+)
 def test_a_program_has_not_ended_where_a_replica_does_not_answer(
     told: list[Any], ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

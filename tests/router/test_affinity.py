@@ -110,6 +110,14 @@ class TestPrivateNames:
         assert "if replica is not None and not callback_registered:" in source
         assert "is_retry = True" in inspect.getsource(router.AsyncioRouter.route_and_send_request)
 
+    def test_whom_a_replica_accepted_is_told_with_what_it_said(self) -> None:
+        """At once after the number, and of a rejected request never."""
+        source = inspect.getsource(router.AsyncioRouter._route_and_send_request_once)
+        said = source.index(".on_new_queue_len_info(")
+        routed = source.index(".on_request_routed(")
+        assert "await" not in source[said:routed]
+        assert "if queue_info.accepted:" in source[said:routed]
+
     def test_state_of_the_request_router(self) -> None:
         async def look() -> None:
             made = affinity()
@@ -322,25 +330,6 @@ class TestWaiting:
             assert await card is a
             assert not other.done()
             other.cancel()
-
-        asyncio.run(live())
-
-    def test_a_full_replica_has_room_for_calls_that_are_no_turns(self) -> None:
-        async def live() -> None:
-            made = affinity(control_calls=3)
-            a = replica("a")
-            made._replicas = {a.replica_id: a}
-            made._replicas_changed()
-            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a, "of the four one is for turns"
-            second = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
-            for _ in range(5):
-                assert await made._choose_replica_for_request(pending("")) is a
-            refused = asyncio.create_task(made._choose_replica_for_request(pending(""), is_retry=True))
-            await turns()
-            assert not second.done()
-            assert not refused.done(), "the replica has said that it takes no more"
-            for task in (second, refused):
-                task.cancel()
 
         asyncio.run(live())
 

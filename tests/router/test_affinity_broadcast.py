@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse
@@ -46,6 +47,15 @@ def test_replicas_that_answer_late_do_not_keep_back_what_others_say() -> None:
     assert isinstance(late, TimeoutError)
     assert broadcast.left == [1], "nobody waits for it any more"
     assert asyncio.run(from_each(Told(), 0.01)) == []  # type: ignore[arg-type]
+
+
+def test_time_that_runs_out_before_the_calls_are_sent_is_no_answer_of_nobody() -> None:
+    class Unsent(Told):
+        async def _fetch_replica_results_async(self) -> list[Any]:
+            return [await asyncio.Event().wait()]
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(from_each(Unsent("a"), 0.01))  # type: ignore[arg-type]
 
 
 def test_serve_itself_gets_them_by_these_names() -> None:

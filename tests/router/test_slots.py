@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from holdfast.router.slots import Slots
 
 
-def slots(**capacity: int) -> Slots:
-    made = Slots(closed_s=1.0)
+def slots(control_calls: int = 0, **capacity: int) -> Slots:
+    made = Slots(1.0, control_calls)
     made.update(capacity)
     return made
 
@@ -45,9 +45,39 @@ def test_a_replica_that_is_full_is_asked_again_once_something_ends_there():
     made.take("a", "r1")
     made.told("a", 2, now=5.0)
     made.give_back("a", "r1")
+    assert not made.room("a", 5.0), "that may be the request which was refused"
     made.ended("a")
     assert made.room("a", 5.0)
     assert made.load("a") == 1
+
+
+def test_control_calls_in_what_a_replica_says_do_not_close_it():
+    made = slots(control_calls=2, a=2)
+    made.take("a", "r1")
+    assert made.told("a", 2, now=5.0) is None
+    assert made.accepted("a", "a control call", now=5.0) is None
+    assert made.room("a", 5.0)
+    assert made.told("a", 4, now=5.0) == 6.0, "it takes nothing any more"
+    assert not made.room("a", 5.0)
+
+
+def test_a_replica_that_took_a_request_as_its_last_is_asked_again_later():
+    made = slots(control_calls=2, a=2)
+    made.take("a", "r1")
+    assert made.told("a", 1, now=5.0) is None
+    assert made.accepted("a", "r1", now=5.0) is None
+    assert made.told("a", 2, now=5.0) is None
+    assert made.accepted("a", "r1", now=5.0) == 6.0
+    assert not made.room("a", 5.9)
+
+
+def test_what_a_replica_said_to_a_request_that_has_ended_does_not_close_it():
+    made = slots(control_calls=2, a=2)
+    made.take("a", "r1")
+    made.give_back("a", "r1")
+    made.told("a", 2, now=5.0)
+    assert made.accepted("a", "r1", now=5.0) is None
+    assert made.room("a", 5.0)
 
 
 def test_a_replica_that_has_gone_has_no_room():

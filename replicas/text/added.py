@@ -5,6 +5,7 @@ The library cuts a text at added tokens before anything else, so no BPE merge cr
 
 import re
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 
@@ -43,16 +44,36 @@ def read_added_tokens(backend: Any) -> AddedTokens:
             for index, token in tokens
             if not (token.lstrip or token.single_word) and (plain_normal or not token.normalized)
         },
-        all=_any_of([re.escape(token.content) for _, token in tokens]),
-        control=_any_of([_with_space(token) for _, token in special]),
-        control_word=_any_of([re.escape(token.content) for _, token in special]),
+        all=_any_of({token.content for _, token in tokens}),
+        control=_with_space([token for _, token in special]),
+        control_word=_any_of({token.content for _, token in special}),
     )
 
 
-def _with_space(token: Any) -> str:
-    before, after = r"\s*" if token.lstrip else "", r"\s*" if token.rstrip else ""
-    return f"{before}{re.escape(token.content)}{after}"
+def _with_space(tokens: list[Any]) -> re.Pattern[str] | None:
+    """The longest of `tokens` (longest first), with the white space that it swallows."""
+    if not any(token.lstrip or token.rstrip for token in tokens):
+        return _any_of({token.content for token in tokens})
+    space = {False: "", True: r"\s*"}
+    patterns = [space[token.lstrip] + re.escape(token.content) + space[token.rstrip] for token in tokens]
+    return re.compile("|".join(patterns))
 
 
-def _any_of(patterns: list[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(patterns)) if patterns else None
+def _any_of(texts: set[str]) -> re.Pattern[str] | None:
+    """The longest of `texts`."""
+    return re.compile(_spelled(texts)) if texts else None
+
+
+def _spelled(texts: set[str]) -> str:
+    """A pattern for the longest of `texts` that branches where they part.
+
+    Trap: one branch per text tries all of them wherever one might begin. With Gemma's six thousand added tokens that
+    is seconds for a text of many lines.
+    """
+    head = commonprefix(list(texts))  # noqa: RUF071 - of characters, not of paths
+    rest: dict[str, set[str]] = {}
+    for text in texts:
+        rest.setdefault(text[len(head) :][:1], set()).add(text[len(head) :])
+    may_end = rest.pop("", None) is not None
+    branches = f"(?:{'|'.join(map(_spelled, rest.values()))})" if rest else ""
+    return re.escape(head) + branches + ("?" if rest and may_end else "")

@@ -33,7 +33,7 @@ from holdfast.replicas.text.reply import Reply, Stages
 from holdfast.replicas.text.skeletons import CallSkeletons
 from holdfast.replicas.text.stops import StopMatcher
 from holdfast.replicas.text.thinking import CLOSER, OPENER, Opening, ThinkingReader, opening
-from holdfast.replicas.text.tokens import TokenCache, tokenize
+from holdfast.replicas.text.tokens import TokenCache
 from holdfast.replicas.text.tool_calls import ToolCallParser
 from holdfast.replicas.tokens import TokenIds
 
@@ -94,22 +94,26 @@ class TextSide:
             raise ConfigError("undeclared: regenerate needs the package llguidance", "undeclared")
 
     async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
-        """As `encode`. A long text is tokenized on a thread; one that can never fit is a ContextLengthError at once."""
+        """As `encode`. A long text is tokenized on a thread.
+
+        Raises ContextLengthError at once for one that can be seen never to fit, and UnavailableError for a long text
+        whose turn comes after `close`.
+        """
         if isinstance(prompt, RawPrompt):
             content = prompt.content
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt, scope)
-            return Encoded(await self._long.run(partial(_text_ids, content), len(content)))
+            return _plain(await self._long.run(partial(_text_ids, content), len(content)))
         rendered = self.renderer.render(prompt)
         begun = self.cache.begin(rendered.text, rendered.mark, scope)
         if len(begun.rest) < LONG:
-            rest = tokenize(begun, self.cache.encoder)
+            entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
-            rest = await self._long.run(partial(tokenize, begun), len(begun.rest))
-        return Encoded(self.cache.end(begun, rest), rendered.text, rendered.mark)
+            entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
+        return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark)
 
     def close(self) -> None:
-        """No prompt comes any more."""
+        """Long texts are refused from now on, also those that wait for their turn."""
         self._long.close()
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
@@ -122,10 +126,7 @@ class TextSide:
             rendered = self.renderer.render(prompt)
             return Encoded(self.cache.encode(rendered.text, rendered.mark, scope), rendered.text, rendered.mark)
         content = prompt.content
-        tokens = _text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content)
-        if not len(tokens):
-            raise InvalidRequestError("the prompt has no tokens", "prompt")
-        return Encoded(tokens)
+        return _plain(_text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content))
 
     def tokenize(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
         """int32 ids of a prompt, as a request with it would have them."""
@@ -240,6 +241,12 @@ def _text_ids(text: str, encoder: Encoder) -> TokenIds:
     except UnicodeEncodeError:
         raise InvalidRequestError("the prompt contains half a surrogate pair", "prompt") from None
     return encoder.whole(text)
+
+
+def _plain(tokens: TokenIds) -> Encoded:
+    if not len(tokens):
+        raise InvalidRequestError("the prompt has no tokens", "prompt")
+    return Encoded(tokens)
 
 
 def _callable(prompt: ChatPrompt) -> ChatPrompt:

@@ -27,22 +27,22 @@ class Encoder:
         text. `at_start`: the prompt begins here (some tokenizers put a space before it).
         """
         if not mark or mark not in text or self._added.control is None:
-            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+            return np.array(_ids(self._backend, text), np.int32)
         ids: list[int] = []
         begun = position = 0  # text from `begun` on is not tokenized yet; `position` is the end of a control token
         ends = [(found.start(), found.end()) for found in self._added.control.finditer(text)]
         for start, end in [*ends, (len(text), len(text))]:
             if mark in text[position:start]:
-                ids += self._backend.encode(text[begun:position], add_special_tokens=False).ids
+                ids += _ids(self._backend, text[begun:position])
                 ids += self._literal(text[position:start].replace(mark, ""), at_start and position == 0)
                 begun = start
             position = end
-        ids += self._backend.encode(text[begun:], add_special_tokens=False).ids
+        ids += _ids(self._backend, text[begun:])
         return np.array(ids, np.int32)
 
     def whole(self, text: str) -> TokenIds:
         """int32 ids of plain text with the tokens around it that the model expects; special tokens in it count."""
-        return np.array(self._backend.encode(text, add_special_tokens=True).ids, np.int32)
+        return np.array(_ids(self._backend, text, around=True), np.int32)
 
     def _literal(self, text: str, at_start: bool) -> list[int]:
         """Ids of text in which special tokens mean nothing."""
@@ -50,7 +50,7 @@ class Encoder:
         before = backend.encode_special_tokens
         backend.encode_special_tokens = True
         try:
-            return list(backend.encode(text, add_special_tokens=False).ids)
+            return _ids(backend, text)
         finally:
             backend.encode_special_tokens = before
 
@@ -64,6 +64,14 @@ class Encoder:
                 _never_prepend(settings["pre_tokenizer"])
                 self._inner = type(self._backend).from_str(json.dumps(settings))
         return self._inner
+
+
+def _ids(backend: Any, text: str, around: bool = False) -> list[int]:
+    """Ids of `text`; `around`: with the tokens around it that the model expects."""
+    # Trap: `encode` holds the GIL until it is done, so that on a thread too it stops the event loop. A batch lets it
+    # go; the fast one looks for no offsets, which took as long as the ids and were thrown away with the GIL held.
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=around)[0].ids
+    return ids
 
 
 def _never_prepend(settings: dict[str, Any]) -> None:

@@ -61,7 +61,7 @@ class TokenCache:
     def encode(self, text: str, mark: str = "", scope: str = "") -> TokenIds:
         """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
         begun = self.begin(text, mark, scope)
-        return self.end(begun, tokenize(begun, self.encoder))
+        return self.end(begun, self.tokenize(begun, self.encoder))
 
     def begin(self, text: str, mark: str = "", scope: str = "") -> Begun:
         """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile."""
@@ -69,24 +69,28 @@ class TokenCache:
         base, char, token = self._longest(text, scope)
         return Begun(text, mark, scope, base, char, token)
 
-    def end(self, begun: Begun, rest: TokenIds) -> TokenIds:
-        """The ids of the whole text, `rest` being those of what was not known; they are remembered."""
-        text, base, char, token = begun.text, begun.base, begun.char, begun.token
-        self.reused += char
-        self.tokenized += len(text) - char
-        ids = np.concatenate((base.ids[:token], rest)) if len(rest) else base.ids[:token]
-        self._store(begun.scope, text, ids, base, char, token)
-        return ids
+    def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
+        """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
+        ids = begun.base.ids[: begun.token]
+        if begun.char < len(begun.text):
+            ids = np.concatenate((ids, encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)))
+        return self._entry(begun.text, ids, begun.base, begun.char, begun.token)
+
+    def end(self, begun: Begun, entry: Entry) -> TokenIds:
+        """The ids of the whole text, which is remembered."""
+        self.reused += begun.char
+        self.tokenized += len(begun.text) - begun.char
+        self._store(begun.scope, entry, begun.base)
+        return entry.ids
 
     def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "") -> None:
         """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""
         ids = np.asarray(ids, np.int32)
         scope = f"{scope}\0{mark}"
         base, char, token = self._longest(text, scope)
-        if np.array_equal(base.ids[:token], ids[:token]):
-            self._store(scope, text, ids, base, char, token)
-        else:
-            self._store(scope, text, ids, _EMPTY, 0, 0)
+        if not np.array_equal(base.ids[:token], ids[:token]):
+            base, char, token = _EMPTY, 0, 0
+        self._store(scope, self._entry(text, ids, base, char, token), base)
 
     def _longest(self, text: str, scope: str) -> tuple[Entry, int, int]:
         """The entry that shares most with `text`, and where to cut: in characters and in tokens."""
@@ -115,14 +119,18 @@ class TokenCache:
                 return entry.chars[index], entry.tokens[index]
         return 0, 0
 
-    def _store(self, scope: str, text: str, ids: TokenIds, base: Entry, char: int, token: int) -> None:
-        """Keep an entry that is `base` up to the cut. A base that the text goes on from is contained in it."""
+    def _entry(self, text: str, ids: TokenIds, base: Entry, char: int, token: int) -> Entry:
+        """An entry that is `base` up to the cut."""
         known = bisect_left(base.chars, char)
         chars, tokens = self._cuts(text, ids, char, token)
-        if text.startswith(base.text):
+        return Entry(text, ids, base.chars[:known] + chars, base.tokens[:known] + tokens)
+
+    def _store(self, scope: str, entry: Entry, base: Entry) -> None:
+        """Keep an entry that was made of `base`. A base that the text goes on from is contained in it."""
+        if entry.text.startswith(base.text):
             self._entries.pop((scope, base.text), None)
-        self._entries.pop((scope, text), None)
-        self._entries[scope, text] = Entry(text, ids, base.chars[:known] + chars, base.tokens[:known] + tokens)
+        self._entries.pop((scope, entry.text), None)
+        self._entries[scope, entry.text] = entry
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
@@ -130,18 +138,11 @@ class TokenCache:
         """Where added tokens begin from `char` and `token` on, as far as text and ids agree about them."""
         if self.added.all is None:
             return [], []
-        found = [match for match in self.added.all.finditer(text, char) if match[0] in self.added.starts]
+        found = (match for match in self.added.all.finditer(text, char) if match[0] in self.added.starts)
         places = token + np.flatnonzero(np.isin(ids[token:], self._start_ids))
-        agreed = 0
-        for match, place in zip(found, places, strict=False):
+        chars: list[int] = []
+        for place, match in zip(places, found, strict=False):
             if ids[place] != self.added.starts[match[0]]:
                 break
-            agreed += 1
-        return [match.start() for match in found[:agreed]], places[:agreed].tolist()
-
-
-def tokenize(begun: Begun, encoder: Encoder) -> TokenIds:
-    """The ids of what is not known of a text. Touches nothing but the encoder."""
-    if begun.char == len(begun.text):
-        return _EMPTY.ids
-    return encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)
+            chars.append(match.start())
+        return chars, places[: len(chars)].tolist()

@@ -2,12 +2,17 @@
 
 import asyncio
 import threading
+import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import ContextLengthError
+from holdfast.replicas.config import POCKET, EngineConfig
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnavailableError
+from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.text import conversation
 from holdfast.replicas.text.conversation import TextSide
@@ -94,3 +99,113 @@ def test_what_can_never_fit_is_refused_without_being_tokenized(side: TextSide, m
                 await side.encoded(prompt)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_event_loop_goes_on_beside_a_million_characters(raw: bool) -> None:
+    side = TextSide(load_tokenizer(inspect_model(POCKET)), EngineConfig(context_length=1 << 20))
+
+    async def longest_wait(number: int) -> float:
+        """As a share of the time that the text took."""
+        text = f"{number} {'the weather in Paris is mild, said 42 people; ' * 21_000}"
+        turns = [time.perf_counter()]
+
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(0.001)
+                turns.append(time.perf_counter())
+
+        ticking = asyncio.create_task(tick())
+        assert len((await side.encoded(RawPrompt(text) if raw else chat(text))).tokens) > 500_000
+        ticking.cancel()
+        turns.append(time.perf_counter())
+        return max(after - before for before, after in pairwise(turns)) / (turns[-1] - turns[0])
+
+    # Other work on the machine makes a wait longer; holding the GIL makes all of them as long as the text takes.
+    assert any(asyncio.run(longest_wait(number)) < 0.5 for number in range(4))
+
+
+def test_those_that_wait_when_it_closes_are_refused(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        begun, goes_on, texts = held(monkeypatch)
+        asked = [asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(3)]
+        await asyncio.to_thread(begun.wait, 30)
+        side.close()
+        asked[1].cancel()
+        goes_on.set()
+        first, left, waited = await asyncio.gather(*asked, return_exceptions=True)
+        assert not isinstance(first, BaseException)
+        assert isinstance(left, asyncio.CancelledError)
+        assert isinstance(waited, UnavailableError)
+        assert waited.message == "the engine is not running"
+        for prompt in (chat("a later story " * 30), RawPrompt("another " * 30)):
+            with pytest.raises(UnavailableError, match="the engine is not running"):
+                await side.encoded(prompt)
+        assert len(texts) == 1
+
+    asyncio.run(main())
+
+
+UNKNOWN = "\U0010fffd\U0001f600"
+
+
+def words(**changed: Any) -> Tokenizer:
+    """A tokenizer of a word and what is no word, white space between them being nothing; or as `changed`."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name, value in changed.items():
+        setattr(tokenizer, name, value)
+    return tokenizer
+
+
+def letters(unknown: str = "", normalizer: Any = None, added: AddedToken | None = None, **options: Any) -> Tokenizer:
+    """A token for each character but those in `unknown`, which have none or one for a whole run, see `options`."""
+    known = [char for char in "\x00helox7. \n\t\x01\u0301\u200b\U0010fffd\U0001f600" if char not in unknown]
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(known)}, [], **options))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if added is not None:
+        tokenizer.add_special_tokens([added])
+    return tokenizer
+
+
+def cut_off() -> Tokenizer:
+    tokenizer = letters()
+    tokenizer.enable_truncation(100)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("backend", "between"),
+    [
+        (words(), " "),
+        (words(pre_tokenizer=pre_tokenizers.WhitespaceSplit()), "\n"),
+        (words(pre_tokenizer=pre_tokenizers.BertPreTokenizer()), "z"),
+        (letters(UNKNOWN, unk_token="\x00", fuse_unk=True), "\U0001f600"),
+        (letters(UNKNOWN), "\U0001f600"),
+        (letters(normalizer=normalizers.Replace(" ", "")), " "),
+        (letters(normalizer=normalizers.StripAccents()), "\u0301"),
+        (letters(normalizer=normalizers.Nmt()), "\x01"),
+        (letters(added=AddedToken("<mask>", lstrip=True)), " "),
+        (letters(added=AddedToken("<end>", rstrip=True)), " "),
+        (cut_off(), "x"),
+    ],
+)
+def test_what_is_dropped_or_squeezed_refuses_no_text(backend: Tokenizer, between: str) -> None:
+    side = TextSide(PreTrainedTokenizerFast(tokenizer_object=backend), EngineConfig(context_length=100))
+    text = f"hello{between * 100_000}hello"
+    tokens = asyncio.run(side.encoded(RawPrompt(text))).tokens
+    assert tokens.tolist() == backend.encode(text).ids
+
+
+def test_where_nothing_is_dropped_or_squeezed_it_is_refused(tokenizers: list[Any]) -> None:
+    for tokenizer in (*tokenizers, PreTrainedTokenizerFast(tokenizer_object=letters())):
+        side = TextSide(tokenizer, EngineConfig(context_length=100))
+        with pytest.raises(ContextLengthError):
+            asyncio.run(side.encoded(RawPrompt(" " * 100_000)))
+
+
+def test_what_is_dropped_altogether_is_an_empty_prompt() -> None:
+    side = TextSide(PreTrainedTokenizerFast(tokenizer_object=words()), EngineConfig(context_length=100))
+    with pytest.raises(InvalidRequestError, match="no tokens"):
+        asyncio.run(side.encoded(RawPrompt(" " * 100_000)))

@@ -127,7 +127,7 @@ def masks() -> Iterator[Figure]:
     """Which tokens a constrained reply may have next: one row, and a row for each of eight drafts."""
     if not AVAILABLE:
         return
-    (each,) = rounds(Scenario("masks", lanes=8, turns=1, tools=BURST_TOOLS, rounds=1, burst=True))
+    (each,) = rounds(Scenario("masks", lanes=1, turns=1, tools=BURST_TOOLS, rounds=1, burst=True))
     prompt = each.lanes[0][0]
     required = ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
     side = _text_side(EngineConfig())

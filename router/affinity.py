@@ -161,9 +161,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # program table's `last_replica` alone.
         if program := pending_request.metadata.session_id:
             self._pins.put(program, replica_id.unique_id)
-        # Trap: what the replica said on this was told just before, but not whom it answered. And of a call that does
-        # not stream it comes at the very end, after `on_request_completed`.
-        self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
+        # Trap: what the replica said on this was told just before, but not whom it answered: a control call may itself
+        # be what makes the number high. And of a call that does not stream it comes at the very end, after
+        # `on_request_completed`.
+        if _turn(pending_request) is not None:
+            self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         # Trap: also called for broadcasts, which take no slot, and of a rejected request perhaps after the next try.

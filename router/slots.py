@@ -64,10 +64,12 @@ class Slots:
         return self._close(replica_id, now) if ongoing >= capacity + self._control_calls else None
 
     def accepted(self, replica_id: str, request_id: str, now: float) -> float | None:
-        """What a replica said last came with its yes to this request; when to ask it again, where it has enough."""
-        # A control call has no slot: it may itself be what makes the number high. Nor has a request that has ended
-        # meanwhile: the number is as old as the request is long.
+        """What a replica said last came with its yes to this request; when to ask it again, where it has enough.
+
+        Of a request that has ended meanwhile the number is as old as the request is long, and says nothing.
+        """
         if not self._taken[replica_id, request_id]:
+            self._ongoing.pop(replica_id, None)
             return None
         enough = self._ongoing.get(replica_id, 0) >= self._capacity.get(replica_id, 0)
         return self._close(replica_id, now) if enough else None

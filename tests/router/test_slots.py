@@ -55,7 +55,6 @@ def test_control_calls_in_what_a_replica_says_do_not_close_it():
     made = slots(control_calls=2, a=2)
     made.take("a", "r1")
     assert made.told("a", 2, now=5.0) is None
-    assert made.accepted("a", "a control call", now=5.0) is None
     assert made.room("a", 5.0)
     assert made.told("a", 4, now=5.0) == 6.0, "it takes nothing any more"
     assert not made.room("a", 5.0)
@@ -71,13 +70,19 @@ def test_a_replica_that_took_a_request_as_its_last_is_asked_again_later():
     assert not made.room("a", 5.9)
 
 
-def test_what_a_replica_said_to_a_request_that_has_ended_does_not_close_it():
-    made = slots(control_calls=2, a=2)
-    made.take("a", "r1")
-    made.give_back("a", "r1")
-    made.told("a", 2, now=5.0)
-    assert made.accepted("a", "r1", now=5.0) is None
-    assert made.room("a", 5.0)
+def test_what_a_replica_said_to_requests_that_have_ended_says_nothing():
+    """Serve tells it at the end of those that do not stream."""
+    made = slots(control_calls=2, a=5)
+    requests = [f"r{i}" for i in range(5)]
+    for request in requests:
+        made.take("a", request)
+    for before, request in enumerate(requests, 1):
+        made.give_back("a", request)
+        made.told("a", before, now=5.0)
+        assert made.accepted("a", request, now=5.0) is None
+        made.ended("a")
+        assert made.load("a") == 5 - before
+        assert made.room("a", 5.0)
 
 
 def test_a_replica_that_has_gone_has_no_room():

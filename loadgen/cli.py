@@ -127,9 +127,9 @@ def _add_scheduling(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--prompt-tokens", type=int, default=600, help="words that tools tell a program in all (default: 600)")
     add("--turns-times", type=int, default=1, help="turns, multiplied (default: 1)")
     add("--max-tokens", type=int, default=96, help="of every answer (default: 96)")
-    add("--repetitions", type=int, default=3, help="each of other programs (default: 3)")
-    add("--seed", type=int, default=0, help="another seed, other programs (default: 0)")
-    add("--folder", type=Path, metavar="DIR", help="write small.json and large.json there, as compare does")
+    add("--repetitions", type=int, default=3, help="each of other programs, on servers started anew (default: 3)")
+    add("--seed", type=int, default=0, help="of the first repetition's programs (default: 0)")
+    add("--folder", type=Path, metavar="DIR", help="write small-0.json, small-1.json and so on, as compare does")
     add("--json", type=Path, metavar="FILE", help="write the ratios")
     scheduling.set_defaults(run=_scheduling)
 

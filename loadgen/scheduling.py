@@ -3,6 +3,9 @@
 A server for each policy, once with a KV cache that is too small for all programs and once with one that has room for
 them; the same agent programs to each, in turn, as `bench compare` sends them. What counts is how long a program takes
 from its first request to its last answer. Beside the targets: those of program-level scheduling on this engine.
+
+Every repetition starts its servers anew, another of them first: equal servers differ by several percent from one start
+to the next, and keep that difference for as long as they live.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -56,23 +59,26 @@ class Asked:
             raise ConfigError(f"two caches are compared, a small and a large one, not {len(self.cells)}", "cells")
         if not set(self.caches) <= set(TARGETS):
             raise ConfigError(f"a cache is {' or '.join(TARGETS)}", "cache")
+        if self.repetitions < 1:
+            raise ConfigError("a comparison needs one repetition at least", "repetitions")
         for name in self.policies:
             policy(name)
         self.options([(name, "") for name in self.policies], None)  # what it refuses, before a server is started
 
     @property
     def programs(self) -> int:
-        """What every server is to serve."""
-        parts = plan(self.options([(name, "") for name in self.policies], None))
+        """What every policy is to serve."""
+        named = [(name, "") for name in self.policies]
+        parts = [part for number in range(self.repetitions) for part in plan(self.options(named, None, number))]
         return sum(len(part.drawn.scripts) for part in parts if part.drawn.waves)
 
-    def options(self, servers: Sequence[tuple[str, str]], file: Path | None) -> Options:
-        """Of one comparison. Raises ConfigError."""
+    def options(self, servers: Sequence[tuple[str, str]], file: Path | None, number: int = 0) -> Options:
+        """Of one repetition. Raises ConfigError."""
         return Options(
             servers=tuple(servers),
             workloads=(self.workload,),
-            repetitions=self.repetitions,
-            seed=self.seed,
+            repetitions=1,
+            seed=self.seed + number,
             sizes=self.sizes,
             max_tokens=self.max_tokens,
             json_file=file,
@@ -127,15 +133,17 @@ def main(asked: Asked, json_file: Path | None = None) -> int:
     told: list[Faster] = []
     with TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
-        compare.check_writable(folder / f"{asked.caches[0]}.json", "folder")
+        compare.check_writable(folder / f"{asked.caches[0]}-0.json", "folder")
         for cache, cells in zip(TARGETS, asked.cells, strict=True):
             if cache not in asked.caches:
                 continue
-            file = folder / f"{cache}.json"
-            status = _measure(asked, cells, file)
-            if status:
-                return status
-            programs = group(read_rows(read_run(file)))
+            programs: list[Program] = []
+            for number in range(asked.repetitions):
+                file = folder / f"{cache}-{number}.json"
+                status = _measure(asked, number, cells, file)
+                if status:
+                    return status
+                programs += [replace(each, repetition=number) for each in group(read_rows(read_run(file)))]
             told += faster(programs, asked.programs, cache, cells, asked.policies, asked.seed)
     for line in told:
         print(line)
@@ -176,14 +184,15 @@ def faster(
     return found
 
 
-def _measure(asked: Asked, cells: int, file: Path) -> int:
-    """One comparison, all its servers beside each other: only one of them is sent anything at a time."""
+def _measure(asked: Asked, number: int, cells: int, file: Path) -> int:
+    """One repetition, all its servers beside each other: only one of them is sent anything at a time."""
+    first = number % len(asked.policies)
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(serving(asked.model, engine(policy(name), asked, cells))))
-            for name in asked.policies
+            for name in (*asked.policies[first:], *asked.policies[:first])
         ]
-        return compare.main(asked.options(servers, file))
+        return compare.main(asked.options(servers, file, number))
 
 
 def _content(asked: Asked, told: Sequence[Faster]) -> dict[str, Any]:

@@ -122,17 +122,20 @@ def test_both_caches_are_measured_and_the_ratios_written(
             yield stub.url
 
     monkeypatch.setattr(scheduling, "serving", pretending)
-    asked = scheduling.Asked(sizes=SMALL, cells=(64, 128), repetitions=1, folder=tmp_path)
+    asked = scheduling.Asked(workload="arrivals", sizes=SMALL, cells=(64, 128), repetitions=2, folder=tmp_path)
     scheduling.main(asked, tmp_path / "ratios.json")
     assert [(each["order"], each["cells"]) for each in started] == [
-        ("request", 64), ("program", 64), ("request", 128), ("program", 128)
+        ("request", 64), ("program", 64), ("program", 64), ("request", 64),
+        ("request", 128), ("program", 128), ("program", 128), ("request", 128),
     ]  # fmt: skip
     told = json.loads((tmp_path / "ratios.json").read_text())["faster"]
     assert [(line["cache"], line["policy"], len(line["each"])) for line in told] == [
-        ("small", "continuum", 1), ("large", "continuum", 1)
+        ("small", "continuum", 2), ("large", "continuum", 2)
     ]  # fmt: skip
     assert "large cache, 128 cells: continuum" in capsys.readouterr().out
-    assert json.loads((tmp_path / "small.json").read_text())["complete"]
+    files = [json.loads((tmp_path / f"small-{number}.json").read_text()) for number in range(2)]
+    assert all(each["complete"] for each in files)
+    assert files[0]["options"]["seed"] != files[1]["options"]["seed"]
 
 
 def _calling(asked: Asked) -> Answer:

@@ -9,7 +9,6 @@ written by its sequence alone. Where `n_shared` lies inside a page, that slot is
 shared cells before were copied.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.replicas.kv.node import Node
@@ -53,17 +52,6 @@ class Pin:
 
     node: Node = field(repr=False)  # leased; ends at `length`
     length: int
-
-
-def pinned_pages(pins: Iterable[Pin]) -> int:
-    """Pages that `pins` keep in the tree, those that several of them keep counted once."""
-    seen: set[Node] = set()
-    for pin in pins:
-        node: Node | None = pin.node
-        while node is not None and node not in seen:
-            seen.add(node)
-            node = node.parent
-    return sum(node.owned for node in seen)
 
 
 @dataclass(frozen=True, slots=True)

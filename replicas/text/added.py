@@ -14,8 +14,8 @@ class AddedTokens:
     """Patterns over a text.
 
     `all` finds every added token; the ones in `starts` (text to id) begin where a text may be cut in two that are
-    tokenized apart. `control` finds the special ones, with the white space they swallow; `control_json` finds their
-    strings inside JSON text. Patterns are None where there is no such token.
+    tokenized apart. `control` finds the special ones, with the white space they swallow; `control_word` finds their
+    contents alone, as they stand inside JSON text. Patterns are None where there is no such token.
     """
 
     ids: dict[str, int]

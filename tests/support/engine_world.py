@@ -6,6 +6,7 @@ from itertools import count
 import numpy as np
 from fake_runner import EOS, VOCABULARY, complete
 from late_runner import LateRunner
+from pinned_pages import pinned_pages
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
@@ -24,7 +25,6 @@ from holdfast.replicas.events import (
     Terminal,
     Tokens,
 )
-from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.sequences.pool import Region
 
 

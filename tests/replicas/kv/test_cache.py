@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache, Label, in_use
-from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.kv.radix import PLAIN
 from holdfast.replicas.scheduling.plan import PageCopy
 from holdfast.replicas.tokens import TokenIds

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from pinned_pages import pinned_pages
 
 from holdfast.replicas.kv.cache import Holding, KVCache, in_use, to_be_had
-from holdfast.replicas.kv.holding import pinned_pages
 from holdfast.replicas.tokens import TokenIds
 
 

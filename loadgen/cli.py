@@ -69,6 +69,8 @@ def _add_measuring(command: argparse.ArgumentParser, repetitions: int, max_token
     add("--max-tokens", type=int, help=max_tokens)
     add("--timeout", type=float, default=300.0, help="seconds a request may take (default: 300)")
     add("--warm-up", type=int, default=1, help="programs sent to each server before (default: 1)")
+    text = "before a server begins after another one, which may be busy for a while (default: 1.5)"
+    add("--pause", type=float, default=1.5, metavar="SECONDS", help=text)
     add("--api-key-file", type=Path, help="file with the API key, sent to every server")
     text = "API key of a tenant: of noisy, quiet-0, ..., or of the trace's"
     add("--tenant-key-file", action="append", default=[], metavar="NAME=FILE", help=text)
@@ -250,6 +252,7 @@ def _options(options: argparse.Namespace, **more: Any) -> "Options":
         max_tokens=_MAX_TOKENS if options.max_tokens is None else options.max_tokens,
         timeout_s=options.timeout,
         warm_up=options.warm_up,
+        pause_s=options.pause,
         api_key=read_key(options.api_key_file) if options.api_key_file else "",
         tenant_keys=tuple(parse_tenant_key(text) for text in options.tenant_key_file),
         json_file=options.json,

@@ -73,7 +73,7 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
     planned: list[Part] = [*plan(options), *more]
     _check_tenants(options, planned)
     runner, about = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About()
-    runner.record = options.record is not None
+    runner.record, runner.pause_s = options.record is not None, options.pause_s
     status = 0
     try:
         asyncio.run(_measure(options, planned, runner, about))

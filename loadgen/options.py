@@ -16,6 +16,8 @@ from holdfast.replicas.errors import ConfigError
 
 NOVEL = ("agents", "bugfix", "webapp", "burst", "concurrency")
 """Where nothing is asked twice: what a comparison runs unless told otherwise."""
+PAUSE_S = 1.5
+"""Before a server begins where another one has ended: vLLM looks for more work in a busy loop for a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Options:
     max_tokens: int = 128
     timeout_s: float = 300.0
     warm_up: int = 1  # programs of six turns
+    pause_s: float = PAUSE_S
     api_key: str = field(default="", repr=False)
     json_file: Path | None = None
     record: Path | None = None  # the trace of the run goes there
@@ -67,6 +70,8 @@ class Options:
             raise ConfigError("max-tokens must be at least 1", "max-tokens")
         if self.warm_up < 0:
             raise ConfigError("warm-up must be at least 0", "warm-up")
+        if not 0 <= self.pause_s < inf:
+            raise ConfigError("pause must be a number of seconds, 0 or more", "pause")
         if not 0 < self.timeout_s < inf:
             raise ConfigError("timeout must be a number of seconds above 0", "timeout")
 

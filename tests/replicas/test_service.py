@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -236,3 +238,31 @@ def test_the_actor_tells_its_metrics_and_load():
             await replica.shutdown()
 
     asyncio.run(main())
+
+
+THREADS_SCRIPT = """
+import asyncio, os, torch
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import GenerateRequest, RawPrompt
+from holdfast.replicas.service import Service
+
+async def main():
+    service = Service.load(EngineConfig(cells=1024, threads=2))
+    await service.generate(GenerateRequest("r", RawPrompt("Hello"), Sampling(4)))
+    before = len(os.listdir("/proc/self/task"))
+    torch.ones(1 << 22).add_(1)
+    print(len(os.listdir("/proc/self/task")) - before)
+    await service.close()
+
+asyncio.run(main())
+"""
+
+
+def test_loading_leaves_no_team_of_threads_beside_the_engines() -> None:
+    """OpenMP's threads sleep wherever they wait once there are more of them than cores; steps took 1.7 times as long.
+
+    The loop's thread has no team yet: its first parallel work makes one.
+    """
+    told = subprocess.run([sys.executable, "-c", THREADS_SCRIPT], capture_output=True, text=True, check=True)
+    assert told.stdout.split()[-1] == "1"

@@ -44,11 +44,19 @@ class _Side(Protocol):
 
 
 class _Thread:
-    """A thread, for a store in host memory."""
+    """A thread, for a store in host memory. It copies alone: a second team of threads would slow the engine's down."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
+        threads = torch.get_num_threads()
+        self._executor = ThreadPoolExecutor(1, "host-tier", self._alone)
+        self._executor.submit(int).result()
+        torch.set_num_threads(threads)  # for this thread and later ones; that one's stays
         self._begun: list[Future[float]] = []
+
+    @staticmethod
+    def _alone() -> None:
+        torch.get_num_threads()  # a thread that asks for the first time takes what was set last
+        torch.set_num_threads(1)
 
     def do(self, work: Callable[[], None]) -> None:
         def timed() -> float:

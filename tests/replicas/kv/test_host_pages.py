@@ -1,5 +1,8 @@
 """Copies between the store and host memory: what comes back is what left, and a failed one is told."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -87,3 +90,23 @@ def test_a_step_without_moves_takes_no_time():
     tier.save(NO_MOVES)
     tier.load(NO_MOVES)
     assert tier.wait().load_s == 0.0
+
+
+def test_copies_take_one_thread_and_leave_the_others_as_they_were() -> None:
+    """A team of its own would be one more than there are cores for: see `test_service`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1 << 22).add_(1)  # this thread's team
+        kv = KVTensors(SHAPE, 4096, 16, torch.float32)
+        host = HostPages(kv, 4096)
+        threads = len(os.listdir("/proc/self/task"))
+        pages = list(range(4096))
+        host.load(moves(pages, pages))
+        assert host.wait().ok
+        assert len(os.listdir("/proc/self/task")) == threads
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -58,7 +58,7 @@ class Runner:
         forced = self.forced or drawn.forced
         talks = {server.name: [Conversation(script, forced) for script in drawn.scripts] for server in self.servers}
         turns = Counter(turn.script for wave in waves for lane in wave for turn in lane)
-        last: Server | None = None
+        last: Server | None = None  # also before the first: others were sent something a moment ago
         for number, wave in enumerate(waves):
             for place in range(len(self.servers)):
                 server = self.servers[(number + told.repetition + place) % len(self.servers)]

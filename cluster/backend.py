@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
-from holdfast.replicas.status import ReplicaStatus
+from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
 from holdfast.router.backend import Batch, Routed
 

@@ -140,7 +140,7 @@ def _key(options: argparse.Namespace) -> int:
 
 
 def _inflate(options: argparse.Namespace) -> int:
-    from holdfast.replicas.pocket import inflate
+    from holdfast.loadgen.pocket import inflate
 
     return inflate.main(options.rest)
 

@@ -19,7 +19,7 @@ from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
-from holdfast.replicas.status import ReplicaStatus
+from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig

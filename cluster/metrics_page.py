@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.replicas.metrics import listed as replica
-from holdfast.replicas.metrics.definition import Metric
+from holdfast.replicas import metrics as replica
+from holdfast.replicas.metrics import Metric
 from holdfast.router import metric_list as router
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.kernels.attention_plan import GpuPlan, make_plan, plan_key, tile_of
-from holdfast.kernels.attention_work import NARROW_ROWS, WIDE_ROWS
+from holdfast.kernels.attention_plan import NARROW_ROWS, WIDE_ROWS, GpuPlan, make_plan, plan_key, tile_of
 from holdfast.kernels.paging import PagedBatch
 
 _LOG2E = 1.4426950408889634

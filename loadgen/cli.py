@@ -221,7 +221,7 @@ def _overhead(options: argparse.Namespace) -> int:
 
 
 def _ablation(options: argparse.Namespace) -> int:
-    from holdfast.replicas.ablation import __main__ as ablation
+    from holdfast.loadgen.bench.ablation import __main__ as ablation
 
     return ablation.main(options.rest)
 
@@ -235,7 +235,7 @@ def _generator(options: argparse.Namespace) -> int:
 
 
 def _drafts(options: argparse.Namespace) -> int:
-    from holdfast.loadgen import drafts
+    from holdfast.loadgen.bench import drafts
 
     return drafts.main(options.trace, options.tools, options.tokenizer, options.cut, options.json)
 

@@ -15,12 +15,11 @@ from typing import Any
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.serving import serving
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 
 UNCACHED = {"cache-control": "no-cache"}
 PATH = "/v1/chat/completions"

@@ -86,7 +86,7 @@ def llama_cpp(wanted: Wanted) -> Peer:
     calls as text and tells no token counts. Raises ConfigError for what is no GGUF file.
     """
     if not wanted.model.endswith(".gguf"):
-        hint = "python -m holdfast.replicas.pocket.gguf_file MODEL --out FILE.gguf"
+        hint = "python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE.gguf"
         raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
     _refuse_parser("llama.cpp", wanted)
     options = ["--model", wanted.model, "--model_alias", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]

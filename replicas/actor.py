@@ -14,16 +14,12 @@ from prometheus_client.registry import Collector
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import ProgramEnded, ToolLatencies
-from holdfast.replicas.histogram import Histogram
-from holdfast.replicas.metrics.definition import OWNER, Kind
-from holdfast.replicas.metrics.definition import Metric as Definition
-from holdfast.replicas.metrics.listed import ALL
-from holdfast.replicas.metrics.process_usage import process_usage
-from holdfast.replicas.metrics.reading import Reading, Value
+from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
+from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
-from holdfast.replicas.status import ReplicaStatus, replica_status
+from holdfast.replicas.stats import Histogram, ReplicaStatus, replica_status
 
 
 class Replica:

@@ -1,12 +1,124 @@
 """Settings of one replica's engine. Frozen: what depends on hardware is filled in by `resolve`, into a new object."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.retention.config import RetentionConfig
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.speculation.ngrams import WINDOW
+
+# ---- Settings of the drafter. Frozen; every source of drafts has a switch.
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """Counts are in tokens, weights and thresholds in [0, 1], memory in bytes."""
+
+    enabled: bool = True  # tokens are drafted and verified together; off: one by one
+    prompt_lookup: bool = True  # drafts from the sequence itself
+    memory: bool = True  # drafts from earlier turns of the tenant
+    skeleton: bool = True  # drafts from the declared tools: names, keys and signs of a call
+
+    max_draft: int = 16  # drafts a sequence may have in one step
+    min_n: int = 1  # shortest match in the sequence itself that is drafted from
+    memory_min_n: int = 2  # shortest match in the memory
+
+    # Inside a tool call.
+    raw_length: int = 24  # a match this long is trusted over the skeleton
+    own_value_length: int = (
+        3  # a match this long in the sequence itself fills a value before a longer one in the memory
+    )
+
+    # The gate: stateful inference, section 3.6, which leaves the values open.
+    ema_weight: float = 0.1  # of the newest step in the acceptance averages
+    confidence: float = 0.35  # acceptance of single drafts below which only `floor` are drafted
+    floor: int = 4  # drafts of a sequence whose acceptance is below `confidence`
+    verify_rows: int = 256  # rows one step may verify, over all decoding sequences
+    cost_gate: bool = True  # draft only what verifying pays for, by the cost of steps; off: by acceptance alone
+    shared_budget: bool = True  # the drafts of all sequences compete for a step's rows; off: all draft alike
+    explore_every: int = 64  # steps after which one verifies some drafts though they may not pay, to know the cost
+
+    memory_bytes: int = 64 << 20  # of all tenants together
+    scope_bytes: int = 4 << 20  # of one tenant
+    memory_context: int = 16  # tokens before a turn that are remembered with it, so that its start can be found
+
+    def __post_init__(self) -> None:
+        # Written as what has to hold: no comparison with NaN does, so NaN fails.
+        for name in (
+            "max_draft",
+            "min_n",
+            "memory_min_n",
+            "explore_every",
+            "memory_bytes",
+            "scope_bytes",
+        ):
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        if not self.verify_rows >= 2:  # a sequence's own row and a draft's
+            raise ConfigError(f"verify_rows must be at least 2, not {self.verify_rows}", "verify_rows")
+        for name in ("floor", "memory_context", "own_value_length", "raw_length"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        for name in ("ema_weight", "confidence"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}", name)
+        for name in ("min_n", "memory_min_n"):
+            if getattr(self, name) > WINDOW:
+                raise ConfigError(f"{name} must be at most {WINDOW}, not {getattr(self, name)}", name)
+
+
+# ---- Settings of retention: how long a program's cells are kept while its tools run, and how many of them.
+
+
+PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"]
+
+_RETENTION_NOT_NEGATIVE = ("fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
+_RETENTION_POSITIVE = ("tool_samples", "overall_samples", "trusted_samples", "wait_window")
+_RETENTION_SHARES = ("share", "tenant_share")
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionConfig:
+    """`policy` says for how long; the constants after it belong to the policy named. Times in seconds."""
+
+    policy: PolicyName = "infercept"  # none: nothing is kept; infercept: while keeping wastes less than computing again
+    most_s: float = 60.0  # no pin lasts longer, whatever the policy says
+    settle_s: float = 1.0  # a turn's cells are kept so long until it is known what the turn called
+    share: float = 1.0  # of all cells that pins may keep; who began earlier takes what it needs of them
+    tenant_share: float = 1.0  # of all cells that the pins of one tenant may keep
+
+    fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
+
+    # bernstein (Continuum's first version; the paper leaves the values open)
+    delta: float = 0.05  # bernstein: the mean of a tool's times is above its bound with this probability at most
+    tool_samples: int = 10  # bernstein: from so many calls on a tool's own bound counts
+    overall_samples: int = 10  # bernstein: from so many calls on that of all tools counts
+    unknown_s: float = 2.0  # bernstein: the bound until then
+    turns_weight: float = 1.0  # bernstein: how much longer a program is kept at the beginning of its turns
+
+    # continuum
+    trusted_samples: int = 100  # continuum: a tool with so many calls or fewer is taken for the average tool
+    wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
+
+    def __post_init__(self) -> None:
+        policies = get_args(PolicyName)
+        if self.policy not in policies:
+            raise ConfigError(f"policy must be one of {', '.join(policies)}, not {self.policy!r}", "policy")
+        # Written as what has to hold: no comparison with NaN does, so NaN fails.
+        for name in _RETENTION_NOT_NEGATIVE:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        for name in _RETENTION_POSITIVE:
+            if not getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        for name in _RETENTION_SHARES:
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}", name)
+        if not 0.0 < self.delta < 1.0:
+            raise ConfigError(f"delta must be in (0, 1), not {self.delta}", "delta")
+
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from holdfast.replicas.constraints.matcher import Matcher
+from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.records import record
 from holdfast.replicas.retention.latency import LatencySnapshot
-from holdfast.replicas.speculation.skeleton import SkeletonSet
-from holdfast.replicas.tokens import TokenIds as TokenIds
+from holdfast.replicas.speculation.skeletons import SkeletonSet
+from holdfast.replicas.types import TokenIds, record
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -36,6 +35,26 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
+
+    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
+    on is drawn, and the output is the accepted drafts plus one token.
+    """
+
+    sampling: Sampling
+    seed: int
+    drafts: int = 0
+    history: TokenIds | None = None  # generated so far; given only when a penalty needs it
+    masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
+
+    @property
+    def plain(self) -> bool:
+        """Whether one token comes of it, and none before that is needed to know what comes after."""
+        return self.drafts == 0 and self.history is None and self.masks is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ third of the time of a plain loop.
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 OFFSET_BASIS = 0xCBF29CE484222325
 PRIME = 0x100000001B3

@@ -31,11 +31,9 @@ from holdfast.replicas.events import (
     Usage,
 )
 from holdfast.replicas.kv.radix import NO_TOKENS
-from holdfast.replicas.scheduling.places import Places
-from holdfast.replicas.sequences.parking import Owner
-from holdfast.replicas.sequences.sequence import Sequence, Status
-from holdfast.replicas.tokens import TokenIds
-from holdfast.replicas.validation import to_be_kept
+from holdfast.replicas.retention.rows import Places
+from holdfast.replicas.sequences import Owner, Sequence, Status
+from holdfast.replicas.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +219,15 @@ def _promised(session: Session) -> int:
 
 def _done(request_id: str, accepted: float, now: float) -> Finished:
     return Finished(request_id, "stop", Usage(), Timing(accepted, finished=now))
+
+
+def to_be_kept(submit: Submit, n_history: int) -> int:
+    """Cells that a session's operation may add to those of its history; `submit` has all the tokens, history first."""
+    return len(submit.tokens) - n_history + submit.sampling.max_tokens if submit.keep else 0
+
+
+def check_room(submit: Submit, n_history: int, room: int) -> None:
+    """Raise OverloadedError for a session's operation that may leave more cells to be kept than the `room` there is."""
+    more, room = to_be_kept(submit, n_history), max(room, 0)
+    if more > room:
+        raise OverloadedError(f"the open sessions have room for {room} more cells, not {more}", "session_id")

@@ -1,4 +1,4 @@
-"""A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/fold.py`."""
+"""A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/requests.py`."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from holdfast.replicas.requests import (
     ToolCall,
     ToolCallDelta,
 )
-from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.latency import Called
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
-from holdfast.replicas.status import ReplicaStatus
+from holdfast.replicas.stats import ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)

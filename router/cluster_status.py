@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.status import ReplicaStatus
+from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.backend import Backend
 from holdfast.router.http import caller, json_response
 from holdfast.router.programs import ProgramTable

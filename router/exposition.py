@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from holdfast.replicas.metrics.definition import Kind, Metric
+from holdfast.replicas.metrics import Kind, Metric
 
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")  # of samples, after their family's name
 

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.metrics.definition import Metric
-from holdfast.replicas.metrics.process_usage import process_usage
+from holdfast.replicas.metrics import Metric, process_usage
 from holdfast.router import metric_list as listed
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Read, Watched, own_exposition

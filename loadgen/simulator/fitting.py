@@ -24,11 +24,10 @@ from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.replica import Bulk
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
-from holdfast.replicas.retention.least_squares import not_negative
+from holdfast.replicas.retention.policy import not_negative
 from holdfast.replicas.scheduling.plan import Runner, StepOutput, StepPlan
-from holdfast.replicas.speculation.config import DraftConfig
 
 MEASURED = Bulk(free=0, blind=1)
 FIT_ON = Workload("bfcl", 12, 1.0, turns_times=2, scale=0.1, context=6000)

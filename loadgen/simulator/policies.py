@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import CONTEXT
-from holdfast.replicas.config import EngineConfig, OrderName
+from holdfast.replicas.config import DraftConfig, EngineConfig, OrderName, PolicyName, RetentionConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.retention.config import PolicyName, RetentionConfig
-from holdfast.replicas.speculation.config import DraftConfig
 
 PAGE = 16
 _ENDLESS = 1e12  # seconds, and requests: what comes waits as long as it has to

@@ -20,7 +20,7 @@ import numpy as np
 from holdfast.loadgen.workloads.papers import BFCL, SWE, Figures
 from holdfast.loadgen.workloads.tooltime import log_normal
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 CONTEXT = 1 << 17  # no program has more tokens; texts of neighbouring programs are so far apart
 MAX_TOKENS = 2048  # of a reply, as the client asks for it; where it ends nobody knows beforehand

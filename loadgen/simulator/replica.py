@@ -21,7 +21,7 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Event, Finished, Notice, Submit, Terminal, Tokens
 from holdfast.replicas.kv.cache import to_be_had
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from holdfast.loadgen.simulator.runner import CostRunner, Machine
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Finished, Sampling, Submit, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 STALE_S = 1.0
 

@@ -10,9 +10,8 @@ from collections.abc import Collection
 import numpy as np
 
 from holdfast.replicas.kv.holding import Holding, Pin
-from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import RadixTree
+from holdfast.replicas.kv.radix import Node, RadixTree
 
 
 def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:

@@ -14,14 +14,23 @@ import numpy as np
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin
-from holdfast.replicas.kv.host_tier import HostTier
-from holdfast.replicas.kv.node import Node
-from holdfast.replicas.kv.pages import NO_PAGES, PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree, owned_to
-from holdfast.replicas.scheduling.plan import PageCopy, PageIds
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
+from holdfast.replicas.kv.radix import PLAIN, Label, Match, Node, RadixTree, owned_to
+from holdfast.replicas.types import TokenIds
 
-__all__ = ["Acquired", "CacheStats", "Holding", "KVCache", "Label", "Pin"]
+# ---- What is held of the KV cache: by a running sequence, or by a pin. Data only: `cache` alone changes it.
+#
+#     tokens       |<------ shared ------>|<------- own ------->|
+#                  0                   n_shared              capacity
+#     page slots   | tree | tree | tree | own | own | own | own |
+#
+# Cells below `n_shared` are the tree's: read through the row, protected by a lease, never written. The rest of the row
+# is
+# written by its sequence alone. Where `n_shared` lies inside a page, that slot is the sequence's own page, into which
+# the
+# shared cells before were copied.
+
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

@@ -11,9 +11,8 @@ shared cells before were copied.
 
 from dataclasses import dataclass, field
 
-from holdfast.replicas.kv.node import Node
-from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.scheduling.plan import PageCopy, PageIds
+from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds
+from holdfast.replicas.kv.radix import Node
 
 
 @dataclass(slots=True, eq=False)

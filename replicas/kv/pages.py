@@ -4,9 +4,39 @@ Here: handing pages out and taking them back, as array operations. Not here: wha
 tokens, `tensors` the numbers) and whom to take pages from when none is free (`cache`).
 """
 
-import numpy as np
+from dataclasses import dataclass
 
-from holdfast.replicas.scheduling.plan import PageIds
+import numpy as np
+import numpy.typing as npt
+
+PageIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `cells` cells of page `source` to page `target` in every layer, before the forward."""
+
+    source: int
+    target: int
+    cells: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageMoves:
+    """Whole pages between the two tiers: `device[i]` of the KV store and `host[i]` of host memory.
+
+    In one step no page is the target of two moves.
+    """
+
+    device: PageIds
+    host: PageIds
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+
+NO_MOVES = PageMoves(np.empty(0, np.int32), np.empty(0, np.int32))
+
 
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 

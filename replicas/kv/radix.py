@@ -8,17 +8,99 @@ counted along the path to the root, so whether a node may go, and how many pages
 a search.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.replicas.kv.node import Node
-from holdfast.replicas.kv.order import EvictionOrder
-from holdfast.replicas.kv.pages import NO_PAGES, PagePool
-from holdfast.replicas.records import record
-from holdfast.replicas.scheduling.plan import PageIds
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
+from holdfast.replicas.types import TokenIds, record
+
+# ---- A node of the radix tree: a run of tokens and the pages that hold their cells. Data only.
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Tokens at absolute positions [start, end), below the parent that ends at `start`.
+
+    `pages[i]` is the page of page slot `start // page_size + i`; together they cover [start, end):
+
+        page slot   |    0    |    1    |    2    |    3    |
+        parent      |--------------|                          pages for slots 0 1
+        node                       |-------------------|      pages for slots 1 2 3
+
+    Where `start` lies inside a page, the first page also holds the path's cells before `start` in that slot,
+    so on a path the deeper node's page stands for the slot. It is either the parent's last page itself or a copy of
+    it that a writer went on with. No page of a node is ever written again.
+    """
+
+    tokens: TokenIds
+    start: int
+    pages: PageIds
+    owned: int  # pages counted for this node: all, less the first where the parent refers to it too
+    parent: "Node | None" = field(default=None, repr=False)
+    touched: float = 0.0
+    tag: str = ""
+    priority: int = 0  # tier of eviction: lower goes first
+    leases: int = 0  # holders of this node or one below it
+    pins: int = 0  # of these, programs between two turns (`pinned` counts them)
+    children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+# ---- The order in which tree nodes are evicted: lower priority tier first, then oldest use first, leaves only.
+#
+# A use ends when the last lease on a node is released, and releasing goes from a leaf towards the root. So within a
+# tier
+# every node stands behind all its descendants, the head of the queue is a leaf unless more valuable nodes
+# hang from it, and no search is needed.
+
+
+class EvictionOrder:
+    """Nodes without leases, one queue a tier. Every operation takes constant time, amortised."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[int, OrderedDict[Node, None]] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._tiers.get(node.priority, ())
+
+    def append(self, node: Node) -> None:
+        """`node` was just used, after all its descendants in the order were."""
+        tier = self._tiers.setdefault(node.priority, OrderedDict())
+        tier[node] = None
+        tier.move_to_end(node)
+
+    def discard(self, node: Node) -> None:
+        """`node` is in use; it may have been missing here (see `pop`)."""
+        if (tier := self._tiers.get(node.priority)) is not None:
+            tier.pop(node, None)
+
+    def pop(self) -> Node | None:
+        """Take out the leaf to evict next; None when there is none.
+
+        Inner nodes met on the way wait for descendants in a higher tier. They leave the queue as well, so that
+        they are met only once, and `leaf` brings them back.
+        """
+        for priority in sorted(self._tiers):
+            tier = self._tiers[priority]
+            while tier:
+                node, _ = tier.popitem(last=False)
+                if not node.children:
+                    return node
+        return None
+
+    def leaf(self, node: Node) -> None:
+        """`node` lost its last child. If `pop` had passed it over it goes to the head, where it was then."""
+        tier = self._tiers.setdefault(node.priority, OrderedDict())
+        if node not in tier:
+            tier[node] = None
+            tier.move_to_end(node, last=False)
+
 
 _GROWN = 512  # tokens up to which a leaf grows in place: a leaf is evicted whole
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
@@ -258,3 +340,56 @@ class RadixTree:
         node.owned = len(lower) - (1 if at % size else 0)
         self.nodes += 1
         return upper
+
+
+# ---- How many pages the programs' pins keep in the tree: counted as pins come and go, so that nobody has to search.
+#
+#     pins    = 0          none of these pages is counted here
+#     leases  > pins > 0   kept by pins, and by sequences or sessions that read them
+#     leases == pins > 0   kept by pins alone: `RadixTree.paused`
+#
+# Pages that several pins keep are counted once. No page of a pinned node comes or goes while the pin is held: a node
+# is
+# only cut in two, and both halves are pinned then.
+
+
+class PinnedPages:
+    """Pages by scope. `Node.pins` counts the pins at a node or below it; changed here, and where a node is cut."""
+
+    def __init__(self, tree: RadixTree) -> None:
+        self._tree = tree
+        self._pages: dict[str, int] = {}
+        self.total = 0
+
+    def of(self, scope: str) -> int:
+        return self._pages.get(scope, 0)
+
+    def add(self, scope: str, node: Node) -> None:
+        """A pin at the end of `node`, which has its lease."""
+        gained, step = 0, node
+        while step.parent is not None:
+            step.pins += 1
+            if step.pins == 1:
+                gained += step.owned
+            if step.pins == step.leases:
+                self._tree.paused += step.owned
+            step = step.parent
+        self._count(scope, gained)
+
+    def remove(self, scope: str, node: Node) -> None:
+        """That pin goes; its lease is given back after it."""
+        lost, step = 0, node
+        while step.parent is not None:
+            if step.pins == step.leases:
+                self._tree.paused -= step.owned
+            step.pins -= 1
+            if step.pins == 0:
+                lost += step.owned
+            step = step.parent
+        self._count(scope, -lost)
+
+    def _count(self, scope: str, pages: int) -> None:
+        self.total += pages
+        left = self._pages.pop(scope, 0) + pages
+        if left:
+            self._pages[scope] = left

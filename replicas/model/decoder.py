@@ -15,9 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.batch import StepBatch
-from holdfast.replicas.model.face import AttentionShape
-from holdfast.replicas.model.fused_weights import (
+from holdfast.replicas.model.batch import AttentionShape, StepBatch
+from holdfast.replicas.model.weights import (
     DecoderShape,
     DecoderWeights,
     LayerWeights,

@@ -6,19 +6,25 @@ sums inside of the products (`kernels.stream_gpu`): four launches and attention'
 Triton's interpreter, which is how it is tested.
 """
 
-from collections.abc import Container
+import logging
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.kernels.mlp import silu_and_mul
 from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
-from holdfast.kernels.stream_gpu import streamed
+from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
 from holdfast.replicas.model.batch import StepBatch
 from holdfast.replicas.model.decoder import Decoder, Layer
+
+log = logging.getLogger(__name__)
 
 
 class GpuDecoder(Decoder):
@@ -86,3 +92,117 @@ def weight_of(matrix: Matrix | GatedMatrix) -> Tensor:
     """The plain weight of a matrix on a GPU."""
     assert matrix.plain is not None  # only a CPU packs
     return matrix.plain
+
+
+# ---- Which way products of few rows take on a GPU, torch's or our own (`kernels.stream_gpu`): timed at the start.
+#
+# Decoding and verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the
+# size
+# of a matrix and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a
+# whole layer but for its attention, apart or with norms, activation and sums inside of our products.
+
+
+_ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # from, up to; timed in the most
+_GAIN = 1.02  # what ours must be faster by
+_CHAIN = 8  # matrices of a size that are timed behind each other: of one alone the two events are a part of the time
+_CLOSE = 0.03  # relative error between two ways in 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Seconds of one product [rows, inputs] x [inputs, outputs], by our kernel and by torch: the mean of a chain."""
+
+    outputs: int
+    inputs: int
+    rows: int
+    ours_s: float
+    torchs_s: float
+
+    @property
+    def ours_is_faster(self) -> bool:
+        return self.ours_s * _GAIN < self.torchs_s
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Seconds of one layer but for its attention: in launches of their own, and fused into our products."""
+
+    rows: int
+    apart_s: float
+    fused_s: float
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two ways gave the same, but for what 16 bits round; the log says so where not."""
+    error = float((a.float() - b.float()).norm() / a.float().norm())
+    if not error <= _CLOSE:  # nor a NaN
+        log.error("products are left to torch: ours are off by %.2g", error)
+    return error <= _CLOSE
+
+
+Seconds: TypeAlias = Callable[[Callable[[], object]], float]
+"""Times a call on the device."""
+
+
+def choose_ways(model: GpuDecoder, seconds: Seconds) -> tuple[list[Product], list[LayerTimes]]:
+    """Let products and layers of few rows take the faster way; what was timed."""
+    products = choose_products(model.matrices, seconds)
+    return products, _choose_fused(model, seconds)
+
+
+@torch.inference_mode()
+def _choose_fused(model: GpuDecoder, seconds: Seconds) -> list[LayerTimes]:
+    layer, eps = model.layers[0], 1e-6
+    weight = layer.out.plain
+    if weight is None or weight.dtype == torch.float16:  # a residual times the norm's weight may leave its range
+        return []
+    timed, chosen = [], set[int]()
+    for least, most in _ROWS:
+        mixed = torch.randn(most, weight.shape[1], device=weight.device).to(weight.dtype)
+        residual = torch.randn(most, weight.shape[0], device=weight.device).to(weight.dtype)
+
+        def apart(into: Tensor = residual, mixed: Tensor = mixed) -> tuple[Tensor, Tensor]:
+            qkv = layer.qkv(normed(None, into, layer.input_norm, eps))
+            h = normed(layer.out(mixed), into, layer.post_norm, eps)
+            return qkv, layer.down(silu_and_mul(layer.gate_up.both(h)))
+
+        def fused(into: Tensor = residual, mixed: Tensor = mixed) -> Tensor:
+            qkv = qkv_fused(layer, into, eps)
+            rest_fused(layer, mixed, into, eps)
+            return qkv
+
+        one, other = residual.clone(), residual.clone()
+        (qkv, change), same_qkv = apart(one), fused(other)
+        alike = _alike(qkv, same_qkv) and _alike(one + change, other)
+        timed.append(LayerTimes(most, seconds(apart), seconds(fused)))
+        if alike and timed[-1].fused_s * _GAIN < timed[-1].apart_s:
+            chosen.update(range(least, most + 1))
+    model.fuse(frozenset(chosen))
+    log.info("layers of %d row counts of %d have their norms and sums inside of products", len(chosen), MOST_ROWS)
+    return timed
+
+
+@torch.inference_mode()
+def choose_products(matrices: Sequence[Matrix | GatedMatrix], seconds: Seconds) -> list[Product]:
+    """Time every size of matrix that is not packed and let its products take the faster way; what was timed."""
+    sizes: dict[torch.Size, list[Matrix | GatedMatrix]] = {}
+    for matrix in matrices:
+        if matrix.plain is not None:
+            sizes.setdefault(matrix.plain.shape, []).append(matrix)
+    timed = []
+    for (outputs, inputs), alike in sizes.items():
+        weights, chosen = [each.plain for each in alike[:_CHAIN] if each.plain is not None], set[int]()
+        weight = weights[0]
+        for least, most in _ROWS:
+            x = torch.randn(most, inputs, device=weight.device).to(weight.dtype)
+            ours, torchs = (
+                seconds(lambda way=way, x=x, chain=weights: [way(x, each) for each in chain]) / len(weights)  # type: ignore[misc]
+                for way in (streamed, linear)
+            )
+            timed.append(Product(outputs, inputs, most, ours, torchs))
+            if timed[-1].ours_is_faster and _alike(linear(x, weight), streamed(x, weight)):
+                chosen.update(range(least, most + 1))
+        for matrix in alike:
+            matrix.stream(frozenset(chosen))
+        log.info("products with %d x %d: %d row counts of %d by our kernel", outputs, inputs, len(chosen), MOST_ROWS)
+    return timed

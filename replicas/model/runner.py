@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,29 +19,73 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.replicas.config import EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.kv.host_pages import HostPages
-from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import AnyModel
-from holdfast.replicas.model.batch import build_batch
-from holdfast.replicas.model.beside import Beside
-from holdfast.replicas.model.check import check_model
-from holdfast.replicas.model.cost import measure_cost
+from holdfast.replicas.model.batch import Model, PageTable, build_batch
 from holdfast.replicas.model.decoder import Decoder
-from holdfast.replicas.model.face import Model
-from holdfast.replicas.model.memory import GpuMemory, MemorySource, cells_left, measure
-from holdfast.replicas.model.page_table import PageTable
-from holdfast.replicas.model.probe import faster_dtype
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.model.start import agree, graph_bytes, graph_tokens, largest_step, pages_to_measure
-from holdfast.replicas.model.step_errors import STEP_ERRORS
+from holdfast.replicas.model.startup import (
+    GpuMemory,
+    MemorySource,
+    agree,
+    cells_left,
+    check_model,
+    faster_dtype,
+    graph_bytes,
+    graph_tokens,
+    largest_step,
+    measure,
+    measure_cost,
+    pages_to_measure,
+)
+from holdfast.replicas.model.steps import STEP_ERRORS
 from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer, served_name
-from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, StepOutput, StepPlan
+from holdfast.replicas.scheduling.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 
 log = logging.getLogger(__name__)
 
+
+# ---- Steps in a thread of their own, so that the next one can be planned meanwhile: for a device that is this
+# machine.
+#
+# torch lets go of the interpreter while it computes. Whether that pays depends on cores to spare; a GPU needs none of
+# it.
+
+
+class _Begun:
+    def __init__(self, future: "Future[StepOutput]") -> None:
+        self._future = future
+
+    def land(self) -> StepOutput:
+        return self._future.result()
+
+
+class Beside:
+    """`scheduling.plan.PipelinedRunner` over any runner. Steps happen one after the other, in the order of `begin`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self._drawn: tuple[Drawn | None, ...] = ()  # by the last step; the thread's own
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run one step, after those that have begun."""
+        return self.begin(plan).land()
+
+    def begin(self, plan: StepPlan) -> _Begun:
+        """Begin a step; what it raises is raised by `land`."""
+        return _Begun(self._executor.submit(self._step, plan))
+
+    def _step(self, plan: StepPlan) -> StepOutput:
+        before, self._drawn = self._drawn, ()  # nothing, should this step fail
+        output = self._runner.run(plan.after(before))
+        self._drawn = output.drawn
+        return output
+
+
 if TYPE_CHECKING:
-    from holdfast.replicas.model.step_graphs import Capture, GraphRoom
+    from holdfast.replicas.model.graphs import Capture, GraphRoom
 
 
 class ModelRunner:
@@ -68,7 +113,7 @@ class ModelRunner:
         self._pipeline: PipelinedRunner = Beside(self)
         self._on_device = on_device or (on_device is None and self._cuda and device_sampling)
         if self._on_device:
-            from holdfast.replicas.model.device_steps import DeviceSteps  # Triton comes with torch for a GPU alone
+            from holdfast.replicas.model.steps import DeviceSteps  # Triton comes with torch for a GPU alone
 
             self._pipeline = DeviceSteps(model, kv, self._table, host)
 
@@ -87,8 +132,8 @@ class ModelRunner:
 
     def capture(self, capture: "Capture", room: "GraphRoom", say: Callable[[str], None]) -> bool:
         """Capture the forwards of decoding and verifying as graphs; False where this model or store has none."""
-        from holdfast.replicas.model.device_steps import DeviceSteps
-        from holdfast.replicas.model.step_graphs import StepGraphs
+        from holdfast.replicas.model.graphs import StepGraphs
+        from holdfast.replicas.model.steps import DeviceSteps
 
         model, scratch, pipeline = self._model, self.kv.scratch_cell, self._pipeline
         if not isinstance(pipeline, DeviceSteps) or model.attention is None or scratch is None:
@@ -100,7 +145,7 @@ class ModelRunner:
 
     def believe(self, config: EngineConfig) -> bool:
         """Keep the graphs if they compute what steps compute without them; whether they do."""
-        from holdfast.replicas.model.device_steps import DeviceSteps
+        from holdfast.replicas.model.steps import DeviceSteps
 
         pipeline = self._pipeline
         if not isinstance(pipeline, DeviceSteps):
@@ -118,7 +163,7 @@ class ModelRunner:
     @property
     def replayed(self) -> int:
         """Steps that ran in a graph so far."""
-        from holdfast.replicas.model.device_steps import DeviceSteps
+        from holdfast.replicas.model.steps import DeviceSteps
 
         return self._pipeline.replayed if isinstance(self._pipeline, DeviceSteps) else 0
 
@@ -241,8 +286,7 @@ def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: Memor
 def _choose_ways(model: Model) -> None:
     """Time products and let them take the faster way, or torch's where ours fails."""
     from holdfast.kernels.ceilings import Clock
-    from holdfast.replicas.model.decoder_gpu import GpuDecoder
-    from holdfast.replicas.model.products import choose_ways
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 
     if not isinstance(model, GpuDecoder):
         return
@@ -257,7 +301,7 @@ def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
     tokens = graph_tokens(config)
     if model.attention is None or not tokens:
         return
-    from holdfast.replicas.model.step_graphs import gpu_capture, room_for
+    from holdfast.replicas.model.graphs import gpu_capture, room_for
 
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     try:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.kernels.paging import sent
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
-from holdfast.kernels.sending import sent
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
-from holdfast.replicas.model.packing import Array
+from holdfast.replicas.model.graphs import Array
 from holdfast.replicas.model.sampler import Rows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 

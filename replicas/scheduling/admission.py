@@ -1,20 +1,97 @@
 """From waiting to running: who is started in a step, who waits for a leader, who has waited too long."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
 from holdfast.replicas.kv.cache import KVCache, claimed, found, running, to_be_had
-from holdfast.replicas.kv.radix import Match
-from holdfast.replicas.scheduling.budget import Budget
-from holdfast.replicas.scheduling.builder import PlanBuilder
-from holdfast.replicas.scheduling.ends import Ends
-from holdfast.replicas.scheduling.grouping import Following, find_leader
-from holdfast.replicas.scheduling.running import Running
-from holdfast.replicas.scheduling.waiting import WaitingQueue
-from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.kv.radix import Match, common_prefix
+from holdfast.replicas.scheduling.queue import WaitingQueue
+from holdfast.replicas.scheduling.running import Ends, PlanBuilder, Running
+from holdfast.replicas.sequences import Sequence, Status, decoded
 from holdfast.replicas.stats import EngineStats
+
+# ---- How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic.
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The cells that admitted requests may have at their ends, and how a request's need is estimated.
+
+    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
+    that does not is covered by preemption.
+    """
+
+    ceiling: int
+    reserve: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Budget":
+        return cls(
+            ceiling=int(config.cells * config.admission_ceiling),
+            reserve=config.completion_reserve,
+        )
+
+    def need(self, sequence: Sequence, n_cached: int) -> int:
+        """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
+        completion = len(sequence.buffer) - sequence.length
+        return sequence.length - n_cached + min(completion, self.reserve)
+
+    def committed(self, running: Iterable[Sequence]) -> int:
+        """The cells that all these may come to need beyond what they have computed."""
+        reserve = self.reserve
+        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
+
+    def admits(self, committed: int, need: int, *, alone: bool) -> bool:
+        """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.
+
+        A request that runs alone always fits.
+        """
+        return alone or committed + need <= self.ceiling
+
+
+# ---- Grouped prefill: a prefix that several waiting prompts share is computed by one of them (stateful inference,
+# 3.2).
+#
+# The leader is a running sequence in the middle of its prompt. A follower waits until the leader's cells reach the end
+# of what they share, and then aliases them through the tree like any cached prefix.
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """`follower` gains `gain` tokens by waiting until `leader` has computed `shared`."""
+
+    follower: Sequence
+    leader: Sequence
+    shared: int
+    gain: int
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to wait for: the shared tokens are computed, or the leader has gone."""
+        return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.shared
+
+
+def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> Following | None:
+    """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
+    tokens = sequence.tokens[:-1]
+    window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
+    best: Following | None = None
+    for leader in running:
+        if decoded(leader) or leader.submit.scope != sequence.submit.scope:
+            continue
+        if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
+            continue
+        shared = common_prefix(tokens, leader.tokens)
+        gain = shared - n_cached
+        if shared > leader.n_computed and gain >= max(least, best.gain + 1 if best else 0):
+            best = Following(sequence, leader, shared, gain)
+    return best
+
 
 _TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 

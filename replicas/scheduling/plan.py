@@ -3,18 +3,18 @@
 The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
-from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Sampling, TokenIds, TokenLogprobs
-from holdfast.replicas.records import record
-
-PageIds = npt.NDArray[np.int32]
+from holdfast.replicas.events import Draw, TokenLogprobs
+from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
+from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.types import TokenIds, record
 
 
 @record
@@ -24,52 +24,6 @@ class RowWrite:
     row: int
     first: int
     pages: PageIds
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Copy the first `cells` cells of page `source` to page `target` in every layer, before the forward."""
-
-    source: int
-    target: int
-    cells: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageMoves:
-    """Whole pages between the two tiers: `device[i]` of the KV store and `host[i]` of host memory.
-
-    In one step no page is the target of two moves.
-    """
-
-    device: PageIds
-    host: PageIds
-
-    def __len__(self) -> int:
-        return len(self.device)
-
-
-NO_MOVES = PageMoves(np.empty(0, np.int32), np.empty(0, np.int32))
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
-
-    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
-    on is drawn, and the output is the accepted drafts plus one token.
-    """
-
-    sampling: Sampling
-    seed: int
-    drafts: int = 0
-    history: TokenIds | None = None  # generated so far; given only when a penalty needs it
-    masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
-
-    @property
-    def plain(self) -> bool:
-        """Whether one token comes of it, and none before that is needed to know what comes after."""
-        return self.drafts == 0 and self.history is None and self.masks is None
 
 
 @record
@@ -136,7 +90,7 @@ class StepPlan:
         once = not self.moves and self.times == 1
         return once and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
 
-    def after(self, drawn: "Sequence[Drawn | None]") -> "StepPlan":
+    def after(self, drawn: "Iterable[Drawn | None]") -> "StepPlan":
         """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
         if all(chunk.follows is None for chunk in self.chunks):
             return self
@@ -191,3 +145,61 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose steps can be begun before the one before is over. They happen in the order they were begun in."""
 
     def begin(self, plan: StepPlan) -> Flight: ...
+
+
+# ---- A planned step and whom it is for; and how the next one is planned while it is still running.
+#
+# A step in flight leaves no doubt about what it computes: which cells are filled when it is over, which sequences have
+# one more token. Only the tokens are not known, and whether one of them ends its sequence. So the next step is planned
+# as
+# if this one were over, and whoever runs it puts the drawn tokens in (`Chunk.follows`). Where that turns out to have
+# been
+# in vain, because the sequence ended, was aborted or preempted meanwhile, what the later step draws for it is
+# nobody's:
+# the sequence does not have the holding any more that the step was planned for. Its cells went back when it left, and
+# whatever is written to them later was planned, and runs, later.
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A sequence's cells up to `end` are brought back from the host."""
+
+    sequence: Sequence
+    end: int
+    moves: PageMoves
+
+
+@record
+class Step:
+    """A plan and whom it is for: `sequences[i]` has `held[i]` and belongs to `plan.chunks[i]`.
+
+    `loads` are what is brought back; `begun` is when it was planned. `open`: the next step may be planned before this
+    one is over. It may not where tokens are needed first: to draft, to mask, to count penalties from.
+    """
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+    loads: tuple[Load, ...] = ()
+    held: tuple[Holding | None, ...] = ()
+    begun: float = 0.0
+    open: bool = False
+
+    def present(self) -> Iterator[tuple[int, Sequence]]:
+        """The sequences that are still as they were when the step was planned, each with its chunk's number."""
+        for i, (sequence, held) in enumerate(zip(self.sequences, self.held, strict=True)):
+            if sequence.holding is held:
+                yield i, sequence
+
+
+@contextmanager
+def as_if_over(step: Step) -> Iterator[None]:
+    """Let the sequences of a step in flight look as if it were over, but for what it draws."""
+    try:
+        for i, sequence in step.present():
+            chunk = step.plan.chunks[i]
+            sequence.ahead = len(chunk.tokens)
+            sequence.awaited = i if chunk.draw is not None else None
+        yield
+    finally:
+        for sequence in step.sequences:
+            sequence.ahead, sequence.awaited = 0, None

@@ -3,24 +3,105 @@
 import logging
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
-from holdfast.replicas.kv.cache import Holding, KVCache, Pin
-from holdfast.replicas.kv.pages import NO_PAGES
+import numpy as np
+
+from holdfast.replicas.constraints.matcher import RowMasks
+from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError
+from holdfast.replicas.events import Aborted, Draw, Event, Finished, FinishReason
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.holding import Holding, Pin
+from holdfast.replicas.kv.host import Reloads
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
 from holdfast.replicas.kv.radix import Match, common_prefix
-from holdfast.replicas.kv.reloads import Reloads
-from holdfast.replicas.scheduling.builder import Load, PlanBuilder
-from holdfast.replicas.scheduling.keeping import Keeping
-from holdfast.replicas.scheduling.order import Order
-from holdfast.replicas.scheduling.places import Places, surely
-from holdfast.replicas.sequences.ahead import closing
-from holdfast.replicas.sequences.histories import Histories
-from holdfast.replicas.sequences.parking import Owner, Place
-from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.retention.pins import Keeping
+from holdfast.replicas.retention.rows import Place, Places, surely
+from holdfast.replicas.scheduling.drafts import Speculation
+from holdfast.replicas.scheduling.plan import Chunk, Load, RowWrite, StepPlan
+from holdfast.replicas.scheduling.queue import Order, WaitingQueue
+from holdfast.replicas.sequences import Histories, Owner, Sequence, Status, closing, reach
+from holdfast.replicas.speculation.drafter import NO_DRAFT
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
+
+
+# ---- A step's plan in the making: what has been planned for which sequence, and how to take it back.
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """`sequences[i]` belongs to `chunks[i]`."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    writes: list[RowWrite] = field(default_factory=list)
+    copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
+    loads: list[Load] = field(default_factory=list)
+    times: int = 1  # steps that it may stand for, as long as all that is planned is to decode
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence gets on."""
+        return bool(self.chunks or self.loads)
+
+    def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
+        """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
+        start = sequence.n_computed + sequence.ahead
+        end = start + size
+        tokens = sequence.buffer[start:end]  # a view: they never change any more
+        if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
+            tokens = np.append(tokens[:-1], np.int32(0))
+        draw = None
+        if end == reach(sequence) and end < len(sequence.buffer):
+            draw = sequence.draw
+            if draw is None or len(drafts):
+                draw = _draw(sequence, drafts)
+                tokens = np.concatenate((tokens, drafts))
+        if draw is None or draw is not sequence.draw:
+            self.times = 1
+        assert sequence.row is not None, sequence.request_id
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
+        self.sequences.append(sequence)
+
+    def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
+        if len(pages):
+            self.writes.append(RowWrite(sequence.the_row, first, pages))
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
+        row = sequence.the_row
+        self.copies.pop(row, None)
+        self.writes = [write for write in self.writes if write.row != row]
+        self.loads = [load for load in self.loads if load.sequence is not sequence]
+        if sequence in self.sequences:
+            i = self.sequences.index(sequence)
+            del self.sequences[i], self.chunks[i]
+
+    def plan(self, saves: PageMoves) -> StepPlan:
+        """The step. `saves` are the copies of what was evicted for it."""
+        copies = tuple(copy for some in self.copies.values() for copy in some)
+        loads = NO_MOVES
+        if self.loads:
+            device = np.concatenate([load.moves.device for load in self.loads])
+            loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
+        times = 1 if len(saves) or self.loads or not self.chunks else self.times
+        return StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads, times)
+
+
+def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
+    """What to draw after a sequence's last token. Where that is the same in every step the sequence keeps it."""
+    sampling, matcher = sequence.sampling, sequence.matcher
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
+    history = sequence.generated.copy() if penalised else None
+    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
+    draw = Draw(sampling, sequence.seed, len(drafts), history, masks)
+    if draw.plain:
+        sequence.draw = draw
+    return draw
 
 
 class BooksError(Exception):
@@ -208,3 +289,71 @@ class Running:
             self._stats.tokens_continued += n_cached
         if owner is not None and not owner.session:
             self._stats.tokens_rewritten += self._histories.rewritten(owner, sequence.tokens, n_cached)
+
+
+# ---- How sequences leave: finished, preempted, or failed; and the events that tell of it.
+#
+# An event is noted before rows and cells are given back, so a request has its terminal event even where that fails.
+
+
+class Ends:
+    """Takes sequences out, wherever they are. `events` belongs to the engine: it outlives these books."""
+
+    def __init__(
+        self,
+        running: Running,
+        waiting: WaitingQueue,
+        speculation: Speculation,
+        stats: EngineStats,
+        events: list[Event],
+    ) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._speculation = speculation
+        self._stats = stats
+        self.events = events
+
+    def end(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
+        """Take a sequence out. Its terminal event has been noted. Raises BooksError."""
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self._running.leave(sequence, now, leaving)
+        self._speculation.close(sequence)
+        sequence.move(Status.ENDED)
+
+    def abort(self, sequence: Sequence, now: float) -> None:
+        self.events.append(Aborted(sequence.request_id, sequence.usage, sequence.timing(now)))
+        self.end(sequence, now, Leaving.ABORTED)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self.events.append(Finished(sequence.request_id, reason, sequence.usage, sequence.timing(now)))
+        self.end(sequence, now, Leaving.FINISHED)
+
+    def fail(self, sequence: Sequence, error: ErrorInfo, now: float) -> None:
+        self.events.append(sequence.failed(error))
+        self.end(sequence, now, Leaving.FAILED)
+
+    def preempt(self, builder: PlanBuilder | None, sequence: Sequence, now: float) -> None:
+        """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
+
+        Nothing is lost: noise is keyed by position, so the recomputed sequence goes on as it would have.
+        """
+        self._stats.preemptions += 1
+        sequence.n_before = sequence.n_computed
+        if builder is not None:
+            builder.forget(sequence)
+        self._running.leave(sequence, now, Leaving.PREEMPTED)
+        sequence.preempted = True
+        sequence.move(Status.WAITING)
+        self._waiting.push(sequence)
+
+    def fault(self, builder: PlanBuilder | None, sequence: Sequence, failure: Exception, now: float) -> None:
+        """The supervisor of planning and commit: what was raised for one sequence fails that sequence alone."""
+        if isinstance(failure, BooksError) or sequence.status is Status.ENDED:
+            raise failure
+        log.error("%s failed", sequence.request_id, exc_info=failure)
+        if builder is not None and sequence.status is Status.RUNNING:
+            builder.forget(sequence)
+        known = failure if isinstance(failure, InvalidRequestError) else EngineError(f"the engine failed: {failure}")
+        self.fail(sequence, known.info, now)

@@ -8,25 +8,34 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import Event, FinishReason, Tokens
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.retention.learned import Learned
+from holdfast.replicas.retention.pins import Keeping
+from holdfast.replicas.retention.policy import Learned
+from holdfast.replicas.retention.rows import Places
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.builder import PlanBuilder
-from holdfast.replicas.scheduling.chunks import chunk_size
-from holdfast.replicas.scheduling.constrained import check, fitting
-from holdfast.replicas.scheduling.ends import Ends
-from holdfast.replicas.scheduling.keeping import Keeping
-from holdfast.replicas.scheduling.order import Order
-from holdfast.replicas.scheduling.places import Places
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
-from holdfast.replicas.scheduling.running import Running
-from holdfast.replicas.scheduling.speculation import Speculation
-from holdfast.replicas.scheduling.step import Step, as_if_over
-from holdfast.replicas.scheduling.waiting import WaitingQueue
-from holdfast.replicas.sequences.ahead import reach
-from holdfast.replicas.sequences.pool import SequencePool
-from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.scheduling.drafts import Speculation, check, fitting
+from holdfast.replicas.scheduling.plan import Chunk, Drawn, Step, StepOutput, as_if_over
+from holdfast.replicas.scheduling.queue import Order, WaitingQueue
+from holdfast.replicas.scheduling.running import Ends, PlanBuilder, Running
+from holdfast.replicas.sequences import Sequence, SequencePool, Status, reach
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats, Occupancy
+
+# ---- How many prompt tokens each prefilling sequence computes in a step (stateful inference, section 3.2). Pure.
+
+
+def chunk_size(remaining: int, active: int, latency_sensitive: bool, config: EngineConfig) -> int:
+    """min(remaining, step_tokens // active prefills), at most `latency_chunk` beside a latency-sensitive request.
+
+    Never 0, so that every prefill makes progress however many there are. Without `adaptive_chunks` every prefill may
+    fill a step by itself.
+    """
+    if not config.adaptive_chunks:
+        return max(1, min(remaining, config.step_tokens))
+    share = config.step_tokens // active
+    if latency_sensitive:
+        share = min(share, config.latency_chunk)
+    return max(1, min(remaining, share))
+
 
 _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 

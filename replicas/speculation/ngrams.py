@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 WINDOW = 32
 """Longest match that is measured, in tokens."""

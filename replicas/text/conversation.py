@@ -3,9 +3,12 @@
 Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 """
 
+import json
 import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from operator import index
 from typing import Any
@@ -14,30 +17,65 @@ import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.library import AVAILABLE
+from holdfast.replicas.constraints.grammar import declared_rule, reply_rule
+from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.constraints.rules import declared_rule, reply_rule
-from holdfast.replicas.constraints.vocabulary import Vocabulary
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
-from holdfast.replicas.speculation.skeleton import SkeletonSet
+from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.after_thinking import AfterThinking
-from holdfast.replicas.text.detokenize import StreamDecoder
-from holdfast.replicas.text.encoder import Encoder
-from holdfast.replicas.text.formats import MARKERS, ToolFormat, detect_format
-from holdfast.replicas.text.long_texts import LONG, LongTexts
-from holdfast.replicas.text.pieces import Pieces
+from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.decode import Pieces, StreamDecoder
+from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, TokenCache
 from holdfast.replicas.text.render import Renderer
-from holdfast.replicas.text.reply import Reply, Stages
-from holdfast.replicas.text.skeletons import CallSkeletons
-from holdfast.replicas.text.stops import StopMatcher
-from holdfast.replicas.text.thinking import CLOSER, OPENER, Opening, ThinkingReader, opening
-from holdfast.replicas.text.tokens import TokenCache
-from holdfast.replicas.text.tool_calls import ToolCallParser
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.text.reply import Reply, Stages, StopMatcher
+from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
+from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
+
+
+# ---- The fixed text of the calls to declared tools, as tokens: made once for a list of tools, shared by its requests.
+
+
+_ENTRIES = 256  # lists of tools whose skeletons are kept
+
+
+class CallSkeletons:
+    """Skeletons for one tokenizer. Only the Hermes format has one text for a call; for others there are none."""
+
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
+        self._tokenizer = tokenizer
+        self._form: CallFormat | None = None
+        if tool_format is ToolFormat.HERMES:
+            self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
+        self._sets: OrderedDict[str, SkeletonSet] = OrderedDict()
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> SkeletonSet | None:
+        """The skeletons of `tools`, in OpenAI's format."""
+        if self._form is None:
+            return None
+        key = json.dumps(tools)
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = compile_tools(tools, self._encode, self._endings, self._form)
+            if len(self._sets) > _ENTRIES:
+                self._sets.popitem(last=False)
+        else:
+            self._sets.move_to_end(key)
+        return found
+
+    def _encode(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _endings(self) -> ValueEndings:
+        backend = self._tokenizer.backend_tokenizer
+        ids = range(backend.get_vocab_size())
+        texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        return value_endings(zip(ids, texts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

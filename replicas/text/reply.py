@@ -4,7 +4,7 @@ tokens -> characters -> after the thinking -> before the stop string -> text and
 back, and the log probabilities of its tokens, come out with a later piece or at the end.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -12,15 +12,95 @@ from typing import TypeAlias
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.events import FinishReason, TokenIds, TokenLogprobs
-from holdfast.replicas.requests import ReasoningDelta, ReplyReason, TextDelta
-from holdfast.replicas.text.detokenize import StreamDecoder
-from holdfast.replicas.text.logprobs import WaitingLogprobs
-from holdfast.replicas.text.pieces import Pieces
-from holdfast.replicas.text.stops import StopMatcher
+from holdfast.replicas.events import FinishReason, TokenLogprobs
+from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta
+from holdfast.replicas.text.calls.readers import ToolCallParser, merged
+from holdfast.replicas.text.calls.tracker import Delta
+from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.thinking import ThinkingReader
-from holdfast.replicas.text.tool_calls import ToolCallParser, merged
-from holdfast.replicas.text.tracker import Delta
+from holdfast.replicas.types import TokenIds
+
+# ---- Stop strings in a streamed text: nothing that may be the beginning of one is let out.
+
+
+class StopMatcher:
+    """Cuts a text before the stop string that is complete first (of those ending together, the longest)."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+        self.passed = 0  # characters let out: where there was a stop string, its beginning
+        self.stopped = False
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to send, and whether a stop string was reached; after that, nothing more."""
+        if self.stopped:
+            return "", True
+        if not self._stops:
+            self.passed += len(text)
+            return text, False
+        text = self._held + text
+        cut = self._first(text)
+        if cut is not None:
+            self.stopped, self._held = True, ""
+            self.passed += cut
+            return text[:cut], True
+        safe = len(text) - self._suffix(text)
+        self._held = text[safe:]
+        self.passed += safe
+        return text[:safe], False
+
+    def flush(self) -> str:
+        """The text is over: what was held back."""
+        held, self._held = self._held, ""
+        self.passed += len(held)
+        return held
+
+    def _first(self, text: str) -> int | None:
+        """Where the stop string that ends first begins."""
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _suffix(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
+
+
+# ---- Log probabilities of a reply's tokens, which wait for the text that they come out with.
+
+
+class WaitingLogprobs:
+    """Each with the character of the reply that its token begins at, in order."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._begins: list[int] = []
+        self._entries: list[LogprobText] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, begin: int, entry: TokenLogprobs) -> None:
+        top = tuple(self._one(token, logprob) for token, logprob in entry.top)
+        self._begins.append(begin)
+        self._entries.append(replace(self._one(entry.token, entry.logprob), top=top))
+
+    def take(self, end: int | None = None) -> tuple[LogprobText, ...]:
+        """Those of tokens that begin before character `end`, or all. They wait no longer."""
+        count = len(self._begins) if end is None else bisect_left(self._begins, end)
+        taken = tuple(self._entries[:count])
+        del self._begins[:count], self._entries[:count]
+        return taken
+
+    def _one(self, token: int, logprob: float) -> LogprobText:
+        content = self._pieces.of(token)
+        return LogprobText(content.decode("utf-8", "replace"), content, logprob)
+
 
 ReplyDelta: TypeAlias = Delta | ReasoningDelta
 

@@ -19,7 +19,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, ErrorInfo, ErrorKind
 from holdfast.replicas.logs import About
 from holdfast.replicas.requests import Completed, Errored, GenerateRequest
-from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.service import Service
 from holdfast.router import spans as spans_module
 from holdfast.router import tracing

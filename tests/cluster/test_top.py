@@ -16,9 +16,8 @@ from terminal import COLUMNS, ROWS, Terminal
 
 from holdfast.cluster import cli, status_view, top
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.retention.calls import Called
-from holdfast.replicas.stats import EngineStats, Occupancy
-from holdfast.replicas.status import ReplicaStatus, replica_status
+from holdfast.replicas.retention.latency import Called
+from holdfast.replicas.stats import EngineStats, Occupancy, ReplicaStatus, replica_status
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 

@@ -6,7 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from paged_world import PagedWorld, relative_error
 
-from holdfast.kernels import attention_work
+from holdfast.kernels import attention_plan as attention_work
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention_work import SHARED, SPLIT, attention_work, spread
+from holdfast.kernels.attention_plan import SHARED, SPLIT, attention_work, spread
 from holdfast.kernels.paging import PagedBatch, page_runs
 
 span = st.tuples(st.integers(0, 5000), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 3000)), st.booleans())

@@ -10,11 +10,10 @@ import pytest
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 
 from holdfast.replicas.bridge import Bridge, EngineThread
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
 from holdfast.replicas.events import Failed, Finished, Sampling, Submit, Tokens
-from holdfast.replicas.retention.config import RetentionConfig
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 

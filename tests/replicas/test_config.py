@@ -4,10 +4,8 @@ import math
 
 import pytest
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.retention.config import RetentionConfig
-from holdfast.replicas.speculation.config import DraftConfig
 
 KINDS = (EngineConfig, RetentionConfig, DraftConfig)
 NUMBERS = [

@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.fold import Fold
 from holdfast.replicas.requests import (
     Answer,
     ChatPrompt,
     Completed,
     Errored,
+    Fold,
     GenerateRequest,
     JsonOutput,
     ToolCallDelta,
 )
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 
 DRAFTS, NO_DRAFTS = DraftConfig(), DraftConfig(enabled=False)
 CONFIG = EngineConfig(cells=8192, threads=1, speculation=NO_DRAFTS)

@@ -7,6 +7,7 @@ from fake_runner import VOCABULARY, complete
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import (
     Abort,
@@ -18,7 +19,6 @@ from holdfast.replicas.events import (
     Stop,
     Submit,
 )
-from holdfast.replicas.speculation.config import DraftConfig
 
 
 def test_a_request_is_completed_and_its_usage_counted():

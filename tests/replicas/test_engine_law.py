@@ -9,12 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.replicas.config import OrderName
+from holdfast.replicas.config import DraftConfig, OrderName
 from holdfast.replicas.events import Abort, Finished, Stop
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.sequences.sequence import Sequence
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.sequences import Sequence
 
 sessions = st.sampled_from("stu")
 lengths = st.integers(1, 24)

@@ -14,7 +14,7 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.scheduling.plan import StepOutput
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.sequences import Sequence
 
 
 class Faults:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.histogram import Histogram
+from holdfast.replicas.stats import Histogram
 
 BOUNDS = st.lists(st.floats(0.0, 100.0), min_size=1, unique=True).map(sorted).map(tuple)
 

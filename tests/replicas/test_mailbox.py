@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.replicas.bridge import Mailbox
 from holdfast.replicas.events import Finished, Timing, Tokens, Usage
-from holdfast.replicas.mailbox import Mailbox
 
 END = Finished("a", "stop", Usage(), Timing(0.0))
 

@@ -7,12 +7,11 @@ from fake_runner import FakeRunner, complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Sampling, Stop, Submit
 from holdfast.replicas.kv.radix import RadixTree
-from holdfast.replicas.speculation.config import DraftConfig
 
 PLAIN = DraftConfig(enabled=False)
 

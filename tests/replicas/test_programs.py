@@ -7,9 +7,9 @@ import pytest
 from engine_world import World, words
 from fake_runner import VOCABULARY
 
+from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import Abort, Stop
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.retention.config import RetentionConfig
 
 # As Qwen3's: what was thought before the last question is dropped.
 DROPS_THOUGHTS = jinja2.Template(

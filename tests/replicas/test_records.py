@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from holdfast.replicas.events import Tokens
-from holdfast.replicas.records import record
+from holdfast.replicas.types import record
 
 
 @record

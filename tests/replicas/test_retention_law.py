@@ -10,13 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.replicas.config import OrderName
+from holdfast.replicas.config import DraftConfig, OrderName, PolicyName, RetentionConfig
 from holdfast.replicas.events import Abort, Finished, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.retention.config import PolicyName, RetentionConfig
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.sequences.parking import Owner
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.sequences import Owner
 
 programs = st.sampled_from([(scope, program) for scope in ("", "other") for program in "pqrs"])
 NEVER = 1e9

@@ -10,13 +10,11 @@ from dataclasses import replace
 import pytest
 
 from holdfast.replicas.actor import Replica
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.fold import Fold
-from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, RawPrompt, TextDelta
+from holdfast.replicas.requests import ChatPrompt, Completed, Errored, Fold, GenerateRequest, RawPrompt, TextDelta
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 
 CONFIG = EngineConfig(cells=8192, threads=1, max_sequences=40)
 TOOLS = [

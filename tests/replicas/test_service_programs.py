@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import ProgramEnded, Sampling, ToolLatencies
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
-from holdfast.replicas.retention.calls import Called
-from holdfast.replicas.retention.config import RetentionConfig
-from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import Called, LatencySnapshot, ToolLatency
 from holdfast.replicas.service import Service
 
 TOOL = {

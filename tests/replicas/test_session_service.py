@@ -14,9 +14,8 @@ from holdfast.replicas.errors import (
     error_of,
 )
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.fold import Fold
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.requests import ChatPrompt, Fold, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 
 CONFIG = EngineConfig(cells=4096, threads=1, max_sequences=8, session_rows=2, context_length=512)

@@ -16,12 +16,11 @@ from pathlib import Path
 from engine_world import World, words
 from fake_runner import complete
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.events import Abort, Finished, Sampling, Stop, Submit
 from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.requests import Completed, Errored, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 
 MINUTES = float(os.environ.get("HOLDFAST_SOAK_MINUTES", "0"))
 STEPS = 1200

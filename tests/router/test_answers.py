@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.fold import Fold
 from holdfast.replicas.requests import (
     Answer,
     Completed,
     Errored,
+    Fold,
     LogprobText,
     TextDelta,
     ToolCall,

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from fake_backend import CALL, FakeBackend, World, chat_body
 
-from holdfast.replicas.retention.calls import Called
-from holdfast.replicas.stats import EngineStats, Occupancy
-from holdfast.replicas.status import replica_status
+from holdfast.replicas.retention.latency import Called
+from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 PATH = "/v1/cluster/status"

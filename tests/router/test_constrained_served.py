@@ -9,10 +9,9 @@ import pydantic
 import pytest
 from fake_backend import FakeBackend, World
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 from holdfast.router.backend import Batch
 
 CONFIG = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))

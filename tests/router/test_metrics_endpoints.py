@@ -6,7 +6,7 @@ import pytest
 from fake_backend import World, chat_body
 
 from holdfast.replicas.requests import Completed
-from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 

@@ -4,7 +4,7 @@ from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
-from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 

@@ -8,8 +8,7 @@ from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Usage
-from holdfast.replicas.fold import Fold
-from holdfast.replicas.requests import Answer, Completed, Errored, LogprobText, ReasoningDelta, TextDelta
+from holdfast.replicas.requests import Answer, Completed, Errored, Fold, LogprobText, ReasoningDelta, TextDelta
 from holdfast.router.protocol.chat import chat_reply
 from holdfast.router.protocol.usage import completion_logprobs
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder

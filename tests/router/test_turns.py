@@ -4,7 +4,7 @@ import pytest
 from fake_backend import DONE, FakeBackend, World
 
 from holdfast.replicas.requests import Completed, TextDelta, ToolCallDelta
-from holdfast.replicas.retention.calls import Called
+from holdfast.replicas.retention.latency import Called
 
 TEXT = (TextDelta("Here you are."),)
 CALL = (ToolCallDelta(0, "call_1", "ls", "{}"),)

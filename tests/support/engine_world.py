@@ -25,7 +25,7 @@ from holdfast.replicas.events import (
     Terminal,
     Tokens,
 )
-from holdfast.replicas.sequences.pool import Region
+from holdfast.replicas.sequences import Region
 
 
 class World:

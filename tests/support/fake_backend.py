@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.fold import Fold
 from holdfast.replicas.requests import (
     Answer,
     ChatPrompt,
     Completed,
     Errored,
+    Fold,
     GenerateRequest,
     ModelCard,
     Piece,
@@ -26,7 +26,7 @@ from holdfast.replicas.requests import (
     TextDelta,
     ToolCallDelta,
 )
-from holdfast.replicas.status import ReplicaStatus
+from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.app import create_app
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig

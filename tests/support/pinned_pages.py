@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.node import Node
+from holdfast.replicas.kv.radix import Node
 
 
 def pinned_pages(pins: Iterable[Pin]) -> int:

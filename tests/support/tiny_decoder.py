@@ -8,16 +8,15 @@ import numpy as np
 import torch
 import transformers as tf
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.model.device_steps import DeviceSteps
+from holdfast.replicas.model.graphs import GraphRoom
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.model.step_graphs import GraphRoom
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.model.steps import DeviceSteps
 
 VOCABULARY = 61
 CONTEXT = 128

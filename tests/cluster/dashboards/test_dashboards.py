@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cluster.dashboards.board import WIDTH, Board, Kind, Panel
 from holdfast.cluster.dashboards.listed import BOARDS
-from holdfast.replicas.metrics import listed as replica
+from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 
 FOLDER = Path(__file__).parents[3] / "helm" / "holdfast" / "files" / "dashboards"

@@ -13,7 +13,7 @@ from holdfast.cluster.config import Settings
 from holdfast.cluster.rules.alerts import ALERTS
 from holdfast.cluster.rules.files import RUNBOOK, files
 from holdfast.cluster.rules.recording import RECORDINGS
-from holdfast.replicas.metrics import listed as replica
+from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from holdfast.loadgen.bench.ablation.compare import Comparison
 from holdfast.loadgen.report.ablation import HEADS, ablation_grid, read_ablation
-from holdfast.replicas.ablation.compare import Comparison
 
 
 def test_what_the_ablation_writes_is_what_the_table_reads(tmp_path: Path) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.replicas.constraints import library
+from holdfast.replicas.constraints import compiler as library
 from holdfast.replicas.constraints.compiler import Compiler, NotCompiledError
-from holdfast.replicas.constraints.library import GrammarError, Grammars
-from holdfast.replicas.constraints.rules import ReplyRule, Schema, ToolRule, declared_rule, reply_rule
-from holdfast.replicas.constraints.vocabulary import Vocabulary
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule, declared_rule, reply_rule
+from holdfast.replicas.constraints.guidance import GrammarError, Grammars, Vocabulary
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
-from holdfast.replicas.text.formats import ToolFormat
+from holdfast.replicas.text.calls.formats import ToolFormat
 
 USER = [{"role": "user", "content": "hi"}]
 GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}

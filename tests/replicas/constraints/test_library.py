@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.library import GrammarError, Grammars
+from holdfast.replicas.constraints.guidance import GrammarError, Grammars, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
-from holdfast.replicas.constraints.vocabulary import Vocabulary
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
 LARK = f'start: "<tool_call>" body "</tool_call>"\nbody: %json {json.dumps(SCHEMA)}\n'

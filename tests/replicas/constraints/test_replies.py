@@ -10,12 +10,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
+from holdfast.replicas.constraints.guidance import Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.constraints.rules import ReplyRule, Schema, ToolRule
-from holdfast.replicas.constraints.vocabulary import Vocabulary
 from holdfast.replicas.requests import TextDelta
-from holdfast.replicas.text.formats import MARKERS, ToolFormat
-from holdfast.replicas.text.tool_calls import ToolCallParser
+from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.library import Grammars
+from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema
+from holdfast.replicas.constraints.guidance import Grammars, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.constraints.rules import ReplyRule, Schema
-from holdfast.replicas.constraints.threads import CompilerThreads
-from holdfast.replicas.constraints.vocabulary import Vocabulary
 from holdfast.replicas.errors import OverloadedError, UnavailableError
-from holdfast.replicas.text.formats import ToolFormat
+from holdfast.replicas.text.calls.formats import ToolFormat
 
 PATIENT = 20.0
 
@@ -162,7 +160,7 @@ def test_what_waits_for_a_place_when_it_closes_is_refused(slow: Slow) -> None:
 def test_the_process_ends_beside_a_grammar_that_is_never_ready() -> None:
     script = """
 import asyncio, threading
-from holdfast.replicas.constraints import threads
+from holdfast.replicas.constraints import compiler as threads
 from holdfast.replicas.constraints.compiler import NotCompiledError
 threads._GRACE_S = 0.01
 begun = threading.Event()

@@ -7,10 +7,11 @@ import pytest
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import Holding, KVCache, Label, in_use
+from holdfast.replicas.kv.cache import KVCache, Label, in_use
+from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.kv.radix import PLAIN
-from holdfast.replicas.scheduling.plan import PageCopy
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.types import TokenIds
 
 
 def _ids(*tokens: int) -> TokenIds:

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from holdfast.replicas.kv.cache import Holding, KVCache, Label, Pin
-from holdfast.replicas.kv.host_tier import HostTier
-from holdfast.replicas.kv.reloads import Reloads
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.kv.cache import KVCache, Label
+from holdfast.replicas.kv.holding import Holding, Pin
+from holdfast.replicas.kv.host import HostTier, Reloads
+from holdfast.replicas.types import TokenIds
 
 GARBAGE = -1
 tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from pinned_pages import pinned_pages
 
-from holdfast.replicas.kv.cache import Holding, KVCache, in_use, to_be_had
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.kv.cache import KVCache, in_use, to_be_had
+from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.types import TokenIds
 
 
 def _count(start: int, n: int) -> TokenIds:

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.kv.host_pages import HostPages
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
-from holdfast.replicas.scheduling.plan import NO_MOVES, PageMoves
+from holdfast.replicas.kv.pages import NO_MOVES, PageMoves
+from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
 
 SHAPE = CellShape(layers=3, kv_heads=2, head_dim=8)
 PAGES = 12

@@ -3,8 +3,7 @@
 import numpy as np
 
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.host_tier import HostTier
-from holdfast.replicas.kv.reloads import Reloads, ReloadSpeed
+from holdfast.replicas.kv.host import HostTier, Reloads, ReloadSpeed
 
 SIZE = 4
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from holdfast.replicas.kv.node import Node
-from holdfast.replicas.kv.order import EvictionOrder
+from holdfast.replicas.kv.radix import EvictionOrder, Node
 
 
 def _node(priority: int = 0, parent: Node | None = None) -> Node:

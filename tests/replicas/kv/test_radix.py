@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.kv.node import Node
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Match, RadixTree, common_prefix
-from holdfast.replicas.tokens import TokenIds
+from holdfast.replicas.kv.radix import PLAIN, Label, Match, Node, RadixTree, common_prefix
+from holdfast.replicas.types import TokenIds
 
 
 def _ids(*tokens: int) -> TokenIds:

@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers as tf
 
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.scheduling.plan import Chunk, Draw, Drawn, PageCopy, RowWrite, StepPlan
+from holdfast.replicas.scheduling.plan import Chunk, Drawn, RowWrite, StepPlan
 
 VOCABULARY = 97
 _COMMON = {

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model import any_model
-from holdfast.replicas.model.batch import build_batch
-from holdfast.replicas.model.page_table import PageTable
+from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, RowWrite
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2"]
 COUNT = 12

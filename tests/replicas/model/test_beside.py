@@ -9,14 +9,13 @@ from engine_world import words
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 
 from holdfast.replicas.bridge import Bridge
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
-from holdfast.replicas.model.beside import Beside
+from holdfast.replicas.events import Draw, Finished, Sampling, Submit, Tokens
+from holdfast.replicas.model.runner import Beside
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
-from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite, StepPlan
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 from holdfast.replicas.service import Service
-from holdfast.replicas.speculation.config import DraftConfig
 
 PLAIN = DraftConfig(enabled=False)
 TOOL = {

@@ -9,13 +9,12 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
-from holdfast.replicas.model.batch import build_batch
+from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.model.page_table import PageTable
-from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
 COMMON = {
     "vocab_size": 97,

@@ -5,8 +5,9 @@ import pytest
 from tiny_decoder import TinyEngine, prompt
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.plan import Chunk, Draw, PageCopy, PageMoves, RowWrite, StepPlan
+from holdfast.replicas.events import Draw, Sampling, Submit
+from holdfast.replicas.kv.pages import PageCopy, PageMoves
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 SAMPLINGS = [
     Sampling(max_tokens=4),

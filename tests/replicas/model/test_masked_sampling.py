@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.sampler import sample, unpacked_on_device
-from holdfast.replicas.scheduling.plan import Chunk, Draw
+from holdfast.replicas.scheduling.plan import Chunk
 
 VOCABULARY = 70
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.model.memory import MemoryUse, cells_left, measure
+from holdfast.replicas.model.startup import MemoryUse, cells_left, measure
 
 GIB = 2**30
 

@@ -5,7 +5,7 @@ import torch
 import transformers as tf
 
 from holdfast.kernels import linear
-from holdfast.replicas.model import probe
+from holdfast.replicas.model import startup as probe
 
 SMALL = tf.LlamaConfig(hidden_size=64, intermediate_size=128)
 LARGE = tf.LlamaConfig(hidden_size=1024, intermediate_size=1024)

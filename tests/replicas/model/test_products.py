@@ -5,8 +5,7 @@ import torch
 from tiny_decoder import decoder
 
 from holdfast.kernels.linear import GatedMatrix, Matrix
-from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.model.products import LayerTimes, Product, choose_products, choose_ways
+from holdfast.replicas.model.decoder_gpu import GpuDecoder, LayerTimes, Product, choose_products, choose_ways
 
 
 def clock(*seconds):
@@ -34,7 +33,7 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
 
 
 def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
-    from holdfast.replicas.model import products
+    from holdfast.replicas.model import decoder_gpu as products
 
     calls = []
     monkeypatch.setattr(products, "streamed", lambda x, w: calls.append(w) or x @ w.T)
@@ -75,7 +74,7 @@ def test_layers_are_fused_in_as_many_rows_as_that_is_faster():
 
 
 def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypatch, caplog):
-    from holdfast.replicas.model import products
+    from holdfast.replicas.model import decoder_gpu as products
 
     model, _ = decoder(GpuDecoder, 8, 16)
     sizes = len({matrix.plain.shape for matrix in model.matrices})

@@ -5,7 +5,8 @@ import pytest
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.scheduling.plan import Chunk, PageCopy, RowWrite, StepPlan
+from holdfast.replicas.kv.pages import PageCopy
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 
 def test_a_failed_step_leaves_the_runner_usable(tiny):

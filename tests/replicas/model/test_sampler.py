@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.scheduling.plan import Chunk, Draw
+from holdfast.replicas.scheduling.plan import Chunk
 
 VOCABULARY = 40
 

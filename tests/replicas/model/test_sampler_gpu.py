@@ -7,12 +7,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model import sampler_gpu
-from holdfast.replicas.model.packing import Mailer
+from holdfast.replicas.model.graphs import Mailer
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.model.step_errors import STEP_ERRORS
-from holdfast.replicas.scheduling.plan import Chunk, Draw
+from holdfast.replicas.model.steps import STEP_ERRORS
+from holdfast.replicas.scheduling.plan import Chunk
 
 VOCABULARY = 70
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)

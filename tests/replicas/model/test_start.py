@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 from tiny_decoder import ROOM, TinyEngine, decoder, replayed
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.runner import fill_memory
-from holdfast.replicas.model.start import graph_bytes, graph_tokens, largest_step, pages_to_measure, plans_to_compare
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.model.startup import graph_bytes, graph_tokens, largest_step, pages_to_measure, plans_to_compare
 
 CONFIG = EngineConfig(
     cells=64, page_size=4, context_length=128, step_tokens=20, max_sequences=6, session_rows=0, device="cpu"

@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, decoder, prompt, replayed
 
-from holdfast.replicas.events import Sampling
-from holdfast.replicas.model.attention_plans import window_works
-from holdfast.replicas.model.batch import build_batch, lay_out, pages_of
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.model.batch import AttentionShape, PageTable, build_batch, lay_out, pages_of
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.model.face import AttentionShape
-from holdfast.replicas.model.packing import Mailer
-from holdfast.replicas.model.page_table import PageTable
-from holdfast.replicas.model.step_graphs import Bucket, GraphRoom, StepGraphs, room_for
-from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite
+from holdfast.replicas.model.graphs import Bucket, GraphRoom, Mailer, StepGraphs, room_for, window_works
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
 PAGES, PAGE, GROUP = 80, 16, 2
 

@@ -11,12 +11,11 @@ import transformers as tf
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import Decoder
-from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import inspect_model, load_model
-from holdfast.replicas.scheduling.plan import Chunk, Draw, RowWrite, StepPlan
+from holdfast.replicas.model.weights import inspect_model, load_model, model_folder
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 
 def add_tokenizer(folder, size):

@@ -1,6 +1,6 @@
 import pytest
 
-from holdfast.replicas.retention.calls import Called, called, commands
+from holdfast.replicas.retention.latency import Called, called, commands
 
 
 @pytest.mark.parametrize(

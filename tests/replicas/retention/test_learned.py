@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Sampling
-from holdfast.replicas.retention.learned import Learned, Turns
-from holdfast.replicas.retention.restore import PrefillFit, RestoreCost
-from holdfast.replicas.scheduling.plan import Chunk, Draw, StepPlan
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.retention.policy import Learned, PrefillFit, RestoreCost, Turns
+from holdfast.replicas.scheduling.plan import Chunk, StepPlan
 
 
 def prefill(start: int, n: int) -> StepPlan:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.least_squares import not_negative
+from holdfast.replicas.retention.policy import not_negative
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))

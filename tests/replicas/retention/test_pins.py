@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.node import Node
+from holdfast.replicas.kv.radix import Node
 from holdfast.replicas.retention.pins import Held, Pins
-from holdfast.replicas.sequences.parking import Owner
+from holdfast.replicas.sequences import Owner
 
 NODE = Node(np.empty(0, np.int32), 0, np.empty(0, np.int32), 0)
 names = st.sampled_from("abcdefgh")

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, ToolLatency
-from holdfast.replicas.retention.restore import RestoreCost
-from holdfast.replicas.retention.ttl import Conditions, Pause, best_time, policy_of, upper_bound
+from holdfast.replicas.retention.policy import Conditions, Pause, RestoreCost, best_time, policy_of, upper_bound
 
 PAUSE = Pause("acme", "grep", cells=1000, turn=1)
 COST = RestoreCost(a=1e-6, b=1e-3, c=0.5)  # 1,000 cells: 1 + 1 + 0.5 s

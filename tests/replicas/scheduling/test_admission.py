@@ -6,9 +6,9 @@ import pytest
 from engine_world import World, words
 from fake_runner import complete
 
+from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import TurnEnded
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.retention.config import RetentionConfig
 
 KEEPS = RetentionConfig(policy="fixed", fixed_s=9000.0, most_s=9000.0, settle_s=9000.0)
 

@@ -5,8 +5,8 @@ import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.constrained import check, fitting
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.scheduling.drafts import check, fitting
+from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 
 

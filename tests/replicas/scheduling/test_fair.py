@@ -9,12 +9,11 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Sampling, Submit, TurnEnded
-from holdfast.replicas.retention.config import RetentionConfig
-from holdfast.replicas.scheduling.order import FairOrder
 from holdfast.replicas.scheduling.plan import Chunk
-from holdfast.replicas.sequences.sequence import Sequence
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.scheduling.queue import FairOrder
+from holdfast.replicas.sequences import Sequence
 
 
 def one_row() -> World:

@@ -4,7 +4,7 @@ from enum import Enum
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.scheduling.infercept import Pause, preserve_until
+from holdfast.replicas.retention.policy import Pause, preserve_until
 
 seconds = st.floats(0.001, 100.0)
 pauses = st.builds(

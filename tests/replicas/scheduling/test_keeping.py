@@ -4,12 +4,11 @@ import pytest
 from engine_world import World, words
 from fake_runner import complete
 
+from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.retention.config import RetentionConfig
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
-from holdfast.replicas.retention.restore import RestoreCost
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.retention.policy import RestoreCost
 
 
 def make(policy: str = "fixed", cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, **settings) -> World:

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import EngineConfig, OrderName
+from holdfast.replicas.config import EngineConfig, OrderName, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.retention.config import RetentionConfig
-from holdfast.replicas.scheduling.order import PlasOrder, order_of
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.scheduling.queue import PlasOrder, order_of
+from holdfast.replicas.sequences import Sequence
 
 _numbers = count()
 

@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.budget import Budget
-from holdfast.replicas.scheduling.chunks import chunk_size
-from holdfast.replicas.scheduling.grouping import find_leader
-from holdfast.replicas.sequences.sequence import Sequence, Status
+from holdfast.replicas.scheduling.admission import Budget, find_leader
+from holdfast.replicas.scheduling.scheduler import chunk_size
+from holdfast.replicas.sequences import Sequence, Status
 
 CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admission_ceiling=0.5, completion_reserve=100)
 

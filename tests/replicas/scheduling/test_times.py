@@ -6,8 +6,8 @@ from fake_runner import complete
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.speculation.config import DraftConfig
 
 SILENT = DraftConfig(enabled=False)
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.order import PlasOrder, ProgramOrder, RequestOrder
-from holdfast.replicas.scheduling.waiting import WaitingQueue
-from holdfast.replicas.sequences.sequence import Sequence
+from holdfast.replicas.scheduling.queue import PlasOrder, ProgramOrder, RequestOrder, WaitingQueue
+from holdfast.replicas.sequences import Sequence
 
 _numbers = count()
 

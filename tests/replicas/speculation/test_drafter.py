@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.config import DraftConfig
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost, agreement
-from holdfast.replicas.speculation.skeleton import Skeleton, SkeletonSet
+from holdfast.replicas.speculation.skeletons import Skeleton, SkeletonSet
 
 ALL = DraftConfig(memory_context=2)
 OPEN, NAME, END, QUOTE = 1, 2, 3, 4

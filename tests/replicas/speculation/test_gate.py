@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.speculation.config import DraftConfig
 from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, alike, cap, draft_length, shares
 
 CONFIG = DraftConfig(verify_rows=64)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.memory import TurnMemory
+from holdfast.replicas.speculation.drafter import TurnMemory
 from holdfast.replicas.speculation.ngrams import GAP
 
 

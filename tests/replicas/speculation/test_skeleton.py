@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.speculation.ngrams import NGramIndex
-from holdfast.replicas.speculation.skeleton import HOLE, Place, Skeleton, SkeletonCursor, SkeletonSet
+from holdfast.replicas.speculation.skeletons import HOLE, Place, Skeleton, SkeletonCursor, SkeletonSet
 
 OPEN, NAME, END, QUOTE, STOP = 1, 2, 3, 4, 5
 #   two tools: OPEN NAME 10 20 _ QUOTE 21 _ END,  OPEN NAME 11 22 _ END

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.gate import VerificationCost
-from holdfast.replicas.speculation.step_cost import StepCost
+from holdfast.replicas.speculation.gate import StepCost, VerificationCost
 
 MEASURED = VerificationCost((1, 4, 16), (1.0, 2.0, 4.0))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.templates import CallFormat, call_template, compile_tools, value_endings
+from holdfast.replicas.speculation.skeletons import CallFormat, call_template, compile_tools, value_endings
 
 PLAIN = CallFormat('{"name": "', '", "arguments": ', "}")
 

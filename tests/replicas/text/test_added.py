@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
 
-from holdfast.replicas.text.added import read_added_tokens
+from holdfast.replicas.text.encode import read_added_tokens
 
 CONTENT = st.text("<|a>\n.", min_size=1, max_size=5)
 

@@ -14,8 +14,8 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
+from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.formats import ToolFormat
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get_weather", "search")]
 ASK = {"role": "user", "content": "the weather in Paris"}

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from holdfast.replicas.text.added import read_added_tokens
-from holdfast.replicas.text.detokenize import StreamDecoder
-from holdfast.replicas.text.pieces import Pieces
+from holdfast.replicas.text.decode import Pieces, StreamDecoder
+from holdfast.replicas.text.encode import read_added_tokens
 
 SAMPLES = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("e\u0301👩‍👩‍👧日本 \n")), max_size=30)
 

@@ -16,7 +16,7 @@ from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.text import conversation
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.encoder import Encoder
+from holdfast.replicas.text.encode import Encoder
 
 
 @pytest.fixture(autouse=True)

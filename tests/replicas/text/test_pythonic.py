@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.replicas.text.formats import ToolFormat
-from holdfast.replicas.text.tool_calls import ToolCallParser
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
 
 NAMES = frozenset({"f", "get-weather", "2fa-send_1"})
 

@@ -7,8 +7,7 @@ import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.messages import normalised
-from holdfast.replicas.text.render import Renderer
+from holdfast.replicas.text.render import Renderer, normalised
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

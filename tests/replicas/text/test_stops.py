@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.text.stops import StopMatcher
+from holdfast.replicas.text.reply import StopMatcher
 
 TEXT = st.text("ab\nc", max_size=30)
 STOPS = st.lists(st.text("ab\nc", min_size=1, max_size=4), max_size=3)

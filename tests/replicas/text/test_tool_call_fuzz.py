@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
-from holdfast.replicas.text.formats import ToolFormat
-from holdfast.replicas.text.tool_calls import ToolCallParser
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
 
 NAMES = frozenset({"get_weather", "search", "f"})
 MARKERS = (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
-from holdfast.replicas.text.formats import ToolFormat, detect_format
-from holdfast.replicas.text.tool_calls import ToolCallParser
+from holdfast.replicas.text.calls.formats import ToolFormat, detect_format
+from holdfast.replicas.text.calls.readers import ToolCallParser
 
 NAMES = frozenset({"get_weather", "search", "f"})
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]

@@ -1,0 +1,324 @@
+"""How many tokens a forward pass would yield with drafts: an OpenAI-format trace replayed teacher-forced, no model.
+
+Each assistant turn is "generated" token by token as the trace has it; a draft counts as right where the trace goes on
+with it. Conversations come in file order and as one tenant, so the memory knows only turns that came before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from holdfast.loadgen.pocket.conversations import Conversation
+from holdfast.loadgen.pocket.render import END, spans
+from holdfast.loadgen.progress import bar
+from holdfast.loadgen.traces import logs
+from holdfast.loadgen.traces.history import prompts
+from holdfast.loadgen.traces.model import Program
+from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.gate import agreement
+from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, compile_tools, value_endings
+from holdfast.replicas.types import TokenIds
+
+VOCABULARY = 16000
+CALL_FORMAT = CallFormat(after="}\n</tool_call>" + END)
+
+_MARKS = ("<|im_start|>", END, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS = {
+    "pocket": r"""\p{L}+|\p{N}|[\s"{}\[\]:,]+|[^\p{L}\p{N}\s"{}\[\]:,]""",
+    "qwen": _QWEN,
+    "llama": _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+"""How text is cut into words before the BPE merges, as the tokenizers of these models do."""
+
+SWITCHES: tuple[tuple[str, DraftConfig], ...] = (
+    ("off", DraftConfig(enabled=False)),
+    ("lookup", DraftConfig(memory=False, skeleton=False)),
+    ("lookup+memory", DraftConfig(skeleton=False)),
+    ("lookup+skeleton", DraftConfig(memory=False)),
+    ("lookup+memory+skeleton", DraftConfig()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: how long its prompt is in the conversation's tokens, and where the turn ends in them."""
+
+    start: int
+    end: int
+    calls: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One conversation, rendered and encoded."""
+
+    ids: TokenIds
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One replay. Tokens per forward are of all turns' tokens together, no mean of turns; times are this thread's."""
+
+    drafters: str
+    tokens_per_forward: float
+    tokens_per_forward_tool_calls: float
+    acceptance: float  # of proposed drafts
+    drafted: int
+    forwards: int
+    drafting_us: float  # a sequence and step, learning included
+    open_ms: float  # a turn, indexing its whole prompt
+    close_ms: float  # a turn, remembering it
+    memory_bytes: int  # most held for earlier turns
+
+
+@dataclass(slots=True)
+class _Count:
+    forwards: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, other: _Count) -> None:
+        self.forwards += other.forwards
+        self.tokens += other.tokens
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / self.forwards if self.forwards else 0.0
+
+
+def main(
+    trace: Path, tools: Path | None = None, tokenizer: Path | None = None, cut: str = "pocket", as_json: bool = False
+) -> int:
+    """Replay `trace` once for each combination of drafters and print what each yields.
+
+    `tokenizer` is a folder with a tokenizer.json; without one, a byte-level BPE is trained on the trace, over words
+    as `cut` cuts them. Raises ConfigError for files that are missing or not what they should be.
+    """
+    declared = read_tools(tools) if tools else []
+    conversations = read_trace(trace, declared)
+    encoder = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(conversations, cut)
+    tokens = [encoded(conversation, encoder) for conversation in conversations]
+    skeletons = skeletons_of(declared, encoder)
+    with bar("conversations", len(SWITCHES) * len(tokens)) as shown:
+        reports = [replay(tokens, skeletons, config, name, shown.advance) for name, config in SWITCHES]
+    turns = [turn for conversation in tokens for turn in conversation.turns]
+    about = {
+        "trace": trace.name,
+        "conversations": len(tokens),
+        "turns": len(turns),
+        "tool_call_turns": sum(turn.calls for turn in turns),
+        "tokens": sum(turn.end - turn.start for turn in turns),
+        "tokenizer": str(tokenizer) if tokenizer else f"bpe-{cut}",
+        "vocabulary": encoder.get_vocab_size(),
+        "max_draft": DraftConfig().max_draft,
+    }
+    print(json.dumps({**about, "runs": [asdict(report) for report in reports]}) if as_json else _table(about, reports))
+    return 0
+
+
+def replay(
+    conversations: Iterable[Tokens],
+    skeletons: SkeletonSet | None,
+    config: DraftConfig,
+    name: str = "",
+    done: Callable[[], None] = lambda: None,
+) -> Report:
+    """Draft through all turns of `conversations` with one drafter; `done` is called after each conversation."""
+    drafter = Drafter(config)
+    every, calling, watch = _Count(), _Count(), _Stopwatch()
+    memory = turns = 0
+    for conversation in conversations:
+        for turn in conversation.turns:
+            count = _replay_turn(drafter, conversation.ids, turn, skeletons, watch)
+            every.add(count)
+            if turn.calls:
+                calling.add(count)
+            memory, turns = max(memory, drafter.memory_bytes), turns + 1
+        done()
+    return Report(
+        drafters=name,
+        tokens_per_forward=round(every.tokens_per_forward, 3),
+        tokens_per_forward_tool_calls=round(calling.tokens_per_forward, 3),
+        acceptance=round(every.accepted / max(every.drafted, 1), 3),
+        drafted=every.drafted,
+        forwards=every.forwards,
+        drafting_us=round(watch.drafting / max(every.forwards, 1) * 1e6, 1),
+        open_ms=round(watch.opening / max(turns, 1) * 1e3, 3),
+        close_ms=round(watch.closing / max(turns, 1) * 1e3, 3),
+        memory_bytes=memory,
+    )
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Seconds of this thread's processor time; what else the machine does is not counted."""
+
+    opening: float = 0.0
+    drafting: float = 0.0
+    closing: float = 0.0
+
+
+def _replay_turn(
+    drafter: Drafter, ids: TokenIds, turn: Turn, skeletons: SkeletonSet | None, watch: _Stopwatch
+) -> _Count:
+    count, truth = _Count(tokens=turn.end - turn.start), ids[turn.start : turn.end].tolist()
+    begin = time.thread_time()
+    state = drafter.open("trace", ids[: turn.start], skeletons)
+    opened = time.thread_time()
+    done = 0
+    # The clock is read around the turn: a reading costs as much as a draft. So comparing counts as drafting here.
+    while done < len(truth):
+        draft = drafter.propose(state, len(truth)).tolist()
+        right = agreement(draft, truth[done : done + len(draft)])
+        drawn = truth[done : done + right + 1]
+        drafter.learn(state, drawn)
+        done += len(drawn)
+        count.forwards += 1
+        count.drafted += len(draft)
+        count.accepted += right
+    drafted = time.thread_time()
+    drafter.close(state, turn.start)
+    watch.opening += opened - begin
+    watch.drafting += drafted - opened
+    watch.closing += time.thread_time() - drafted
+    return count
+
+
+def read_trace(path: Path, tools: Sequence[dict[str, Any]]) -> list[Conversation]:
+    """Conversations of a JSONL file with OpenAI `messages`; a line's own `tools` go before `tools`."""
+    try:
+        return [_conversation(program) for program in logs.read_openai(path, tuple(tools)).programs]
+    except ConfigError as error:
+        raise ConfigError(error.message, "trace") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not conversations in OpenAI's format: {error}", "trace") from error
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of tool schemas in OpenAI's format."""
+    try:
+        return list(logs.read_tools(path))
+    except ConfigError as error:
+        raise ConfigError(error.message, "tools") from error
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's folder."""
+    file = folder / "tokenizer.json"
+    _read(file, "tokenizer")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(f"{file} is not a tokenizer: {error}", "tokenizer") from error
+
+
+def train_tokenizer(conversations: Iterable[Conversation], cut: str, vocabulary: int = VOCABULARY) -> Tokenizer:
+    """A byte-level BPE of at most `vocabulary` tokens, trained on the conversations' own text."""
+    if cut not in CUTS:
+        raise ConfigError(f"cut must be one of {', '.join(CUTS)}, not {cut}", "cut")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(_MARKS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_unmarked(conversations), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in _MARKS])
+    return tokenizer
+
+
+def _unmarked(conversations: Iterable[Conversation]) -> Iterator[str]:
+    for conversation in conversations:
+        for span in spans(conversation):
+            text = span.text
+            for mark in _MARKS:
+                text = text.replace(mark, "")
+            yield text
+
+
+def encoded(conversation: Conversation, tokenizer: Tokenizer) -> Tokens:
+    """Rendered span by span, so that a turn begins and ends between two tokens, as where a model generates it."""
+    ids: list[int] = []
+    turns = []
+    for span in spans(conversation):
+        start = len(ids)
+        ids += tokenizer.encode(span.text, add_special_tokens=False).ids
+        if span.learned:
+            turns.append(Turn(start, len(ids), "<tool_call>" in span.text))
+    return Tokens(np.array(ids, np.int32), tuple(turns))
+
+
+def skeletons_of(tools: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> SkeletonSet:
+    """The calls of `tools` in the tokens of `tokenizer`."""
+
+    def encode(text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    ids = range(tokenizer.get_vocab_size())
+    texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+    return compile_tools(tools, encode, value_endings(zip(ids, texts, strict=True)), CALL_FORMAT)
+
+
+def _conversation(program: Program) -> Conversation:
+    last = program.turns[-1]
+    *_, prompt = prompts(program)
+    messages = (*prompt, *((last.output.answer,) if last.output.answer else ()), *program.closing)
+    return Conversation(tuple(_message(message) for message in messages), last.tools)
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """With the arguments of calls as objects, and text where a client may leave it out or send it in parts."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    calls = [{"function": _call(call["function"])} for call in message.get("tool_calls") or ()]
+    return {"role": message["role"], "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _call(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments") or {}
+    return {"name": function["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+
+
+def _read(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", field) from error
+
+
+def _table(about: dict[str, Any], reports: Sequence[Report]) -> str:
+    head = "drafters                 tokens/forward  tool calls  acceptance  us/step  open ms  memory KiB"
+    lines = [
+        f"{r.drafters:<24} {r.tokens_per_forward:>14.2f} {r.tokens_per_forward_tool_calls:>11.2f} {r.acceptance:>11.2f}"
+        f" {r.drafting_us:>8.1f} {r.open_ms:>8.2f} {r.memory_bytes >> 10:>11}"
+        for r in reports
+    ]
+    title = ", ".join(f"{key} {value}" for key, value in about.items())
+    return "\n".join([title, head, *lines])

@@ -1,0 +1,198 @@
+"""How near a step comes to what the machine allows: ``python -m holdfast.loadgen.bench.forwards --model DIR``.
+
+For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
+matrices of the model's sizes. Beside them the time that streaming every weight once takes at the bandwidth measured
+here. Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.weights import DecoderShape, inspect_model
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+
+_BANDWIDTH_BYTES = 256 << 20  # beyond any cache
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A step of `sequences` chunks of `window` tokens, each after `context` cached ones.
+
+    `drawn`: every token is drawn from, as in decoding and verifying; else the last one only, as in a prefill.
+    """
+
+    name: str
+    sequences: int
+    window: int
+    context: int
+    drawn: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Medians in milliseconds. `weights_ms`: the bytes of all weights at the measured bandwidth."""
+
+    name: str
+    step_ms: float
+    chain_ms: float
+    weights_ms: float
+
+    @property
+    def over_chain(self) -> float:
+        return self.step_ms / self.chain_ms
+
+    @property
+    def over_weights(self) -> float:
+        return self.step_ms / self.weights_ms
+
+
+SHAPES = (
+    StepShape("decode, 300 cached", 1, 1, 300),
+    StepShape("decode, 3000 cached", 1, 1, 3000),
+    *(StepShape(f"verify {n}, 300 cached", 1, n, 300) for n in (4, 8, 16)),
+    StepShape("verify 8, 3000 cached", 1, 8, 3000),
+    StepShape("8 decode, 300 cached", 8, 1, 300),
+    StepShape("8 decode, 3000 cached", 8, 1, 3000),
+    StepShape("8 verify 4, 300 cached", 8, 4, 300),
+    StepShape("8 verify 8, 300 cached", 8, 8, 300),
+    *(StepShape(f"prefill {n}", 1, n, 0, drawn=False) for n in (64, 256, 1024)),
+    StepShape("prefill 64, 3000 cached", 1, 64, 3000, drawn=False),
+)
+
+
+def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool) -> StepPlan:
+    """The plan of a shape, over pages that hold nothing; `scattered`: no two neighbouring pages belong together.
+
+    Raises ConfigError where `pages` are too few.
+    """
+    each = -(-(shape.context + shape.window) // page_size)
+    if shape.sequences * each > pages:
+        raise ConfigError(f"{shape.name!r} needs {shape.sequences * each * page_size} cells", "cells")
+    order = np.random.default_rng(0).permutation(pages) if scattered else np.arange(pages)
+    rows = order[: shape.sequences * each].astype(np.int32).reshape(shape.sequences, each)
+    draw = Draw(Sampling(), 0, drafts=shape.window - 1 if shape.drawn else 0)
+    tokens = np.ones(shape.window, np.int32)
+    chunks = tuple(Chunk(row, shape.context, tokens, draw) for row in range(shape.sequences))
+    return StepPlan(chunks, tuple(RowWrite(row, 0, numbers) for row, numbers in enumerate(rows)))
+
+
+class Floors:
+    """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: str) -> None:
+        sizes = [(shape.q_width + 2 * shape.kv_width, shape.hidden), (shape.hidden, shape.q_width)]
+        sizes += [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
+        layers = sizes * shape.layers
+        self._layers = [torch.full(size, 0.01, dtype=dtype, device=device) for size in layers]
+        self._head = torch.full((shape.vocabulary, shape.hidden), 0.01, dtype=dtype, device=device)
+        self._stream = torch.ones(_BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)
+
+    def chain(self, tokens: int, drawn: int) -> Callable[[], None]:
+        """One product with every matrix, of `tokens` rows; with the head of `drawn`."""
+        widths = {weight.shape[1] for weight in (*self._layers, self._head)}
+        x = {width: self._head.new_ones((tokens, width)) for width in widths}
+
+        @torch.inference_mode()
+        def run() -> None:
+            for weight in self._layers:
+                linear(x[weight.shape[1]], weight)
+            _wait(linear(x[self._head.shape[1]][:drawn], self._head))
+
+        return run
+
+    def weights_s(self) -> float:
+        """Seconds to read every weight once, from the best of five reads of a large buffer."""
+        read = min(_seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
+        size = sum(weight.nbytes for weight in (*self._layers, self._head))
+        return read * size / self._stream.nbytes
+
+
+def measure(
+    loaded: LoadedRunner, floors: Floors, shapes: Sequence[StepShape], repeat: int, scattered: bool
+) -> Iterator[Timing]:
+    """Time each shape, step and chain by turns; the first of each warms up."""
+    kv = loaded.runner.kv
+    for shape in shapes:
+        plan = step_plan(shape, kv.page_size, kv.pages, scattered)
+        tokens = shape.sequences * shape.window
+        chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
+        steps, chains = [], []
+        for _ in range(repeat + 1):
+            steps.append(_seconds(lambda plan=plan: loaded.runner.run(plan)))  # type: ignore[misc]
+            chains.append(_seconds(chain))
+        step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
+        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _wait(result: Tensor) -> None:
+    """Return once the device has computed `result`."""
+    if result.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench", description="Steps of a model against the machine's floors.")
+    parser.add_argument("--model", required=True, help="'pocket' or a model folder")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cells", type=int, default=32768)
+    parser.add_argument("--scattered", action="store_true", help="no two neighbouring pages belong together")
+    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--json", type=Path, help="write the timings here as well")
+    return parser
+
+
+def _line(timing: Timing) -> str:
+    milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.weights_ms:10.2f}"
+    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Exit status 2 for a model that our decoder does not know. Raises ConfigError like `load_runner`."""
+    options = _parser().parse_args(argv)
+    config = EngineConfig(model=options.model, dtype=options.dtype, threads=options.threads, cells=options.cells)
+    shape = decoder_shape(inspect_model(options.model).config)
+    if shape is None:
+        print("bench: our decoder does not know this model", file=sys.stderr)
+        return 2
+    loaded = load_runner(replace(config, speculation=DraftConfig(enabled=False)))
+    floors = Floors(shape, loaded.runner.kv.data.dtype, loaded.config.device)
+    print(f"{loaded.config.dtype}, {loaded.config.threads} threads")
+    print(f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}")
+    timings = []
+    shapes = [one for one in SHAPES if options.only in one.name]
+    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered):
+        timings.append(timing)
+        print(_line(timing), flush=True)
+    if options.json:
+        rows = [asdict(one) | {"over_chain": one.over_chain, "over_weights": one.over_weights} for one in timings]
+        head = {"model": options.model, "dtype": loaded.config.dtype, "threads": loaded.config.threads}
+        options.json.write_text(json.dumps(head | {"steps": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

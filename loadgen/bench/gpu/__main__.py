@@ -1,0 +1,150 @@
+"""``python -m holdfast.loadgen.bench.gpu [--json FILE] [--seconds N]``: the engine's figures on a GPU, in one call.
+
+Single steps of a Llama 3.1 8B with random weights, then whole workflows on Pocket inflated to that shape, by our engine
+and by transformers; on nothing but torch, triton, transformers and numpy. Each part is measured by itself: one that
+fails, or for which there is no time left, is written down as such and leaves the others their figures.
+On a machine without a GPU, with TRITON_INTERPRET=1 set, the same runs over models of a few numbers, to see that it
+runs; its figures say nothing.
+"""
+
+import argparse
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+
+from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
+from holdfast.loadgen.bench.gpu import steps, workflows
+from holdfast.loadgen.bench.gpu.host import host_time
+from holdfast.loadgen.bench.gpu.served import Stage, free_device, full_turns, small_turns
+from holdfast.loadgen.bench.gpu.world import World, full_size, small_size
+from holdfast.loadgen.bench.report import Deadline, Lines, Part, Report
+from holdfast.loadgen.bench.supervise import RESUME, module_command, supervised
+
+_SECONDS = 440.0  # after which no other part begins
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; exit status 1 when a part failed."""
+    parser = argparse.ArgumentParser(prog="gpu_bench", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
+    parser.add_argument("--only", choices=("steps", "turns"), help="single steps, or whole workflows")
+    parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
+    parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    gpu = torch.cuda.is_available()
+    if gpu and not options.resume:
+        given = [f"--seconds={options.seconds}", *(["--no-peers"] if options.no_peers else [])]
+        given += [f"--only={options.only}"] if options.only else []
+        return supervised(module_command("holdfast.loadgen.bench.gpu", given), options.json)
+    report = Report(options.json, options.seconds, options.resume)
+    report.found |= {"machine": _machine(gpu), "versions": _versions()}
+    print(report.found["machine"]["device"], report.found["versions"], flush=True)
+    if options.only == "steps":
+        _steps(report, _ceilings(report, gpu), gpu)
+    else:
+        stage = Stage(full_turns() if gpu else small_turns(), _ceilings(report, gpu))
+        workflows.remember(stage, report.found["parts"])
+        try:
+            if options.only is None:
+                _steps(report, stage.ceilings, gpu)  # while the model is being written
+            workflows.run_ours(stage, report)
+            if not options.no_peers:
+                workflows.run_peers(stage, report)
+        finally:
+            stage.close()
+    report.write()
+    return 1 if report.found["failed"] else 0
+
+
+def _ceilings(report: Report, gpu: bool) -> Ceilings:
+    """Measured once, also where several processes come to share the parts."""
+    if "ceilings" in report.found:
+        return Ceilings(**report.found["ceilings"])
+    ceilings = measure_ceilings(Clock()) if gpu else Ceilings(1e12, 1e13)
+    report.found["ceilings"] = asdict(ceilings)
+    report.write()
+    return ceilings
+
+
+def _machine(gpu: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
+    if not gpu:
+        return {"device": "CPU, interpreter: the figures say nothing", **found}
+    seen = torch.cuda.get_device_properties(0)
+    memory = {"memory_bytes": seen.total_memory, "multiprocessors": seen.multi_processor_count}
+    return {"device": torch.cuda.get_device_name(), **memory, **found}
+
+
+def _versions() -> dict[str, str]:
+    try:
+        import triton
+
+        version = str(triton.__version__)
+    except ImportError:  # a torch for CPUs comes without
+        version = "none"
+    versions = {"torch": str(torch.__version__), "triton": version, "transformers": tf.__version__}
+    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {"python": platform.python_version(), "numpy": np.__version__, **versions, **cuda}
+
+
+def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
+    """Single steps: without graphs, then with them. Each process has to choose products and capture graphs itself."""
+    worlds: list[World] = []
+
+    def part(call: Callable[[World], Lines]) -> Part:
+        def run(deadline: Deadline) -> Lines:
+            if not worlds:
+                worlds.append(World(full_size() if gpu else small_size(), ceilings))
+            return call(worlds[0])
+
+        return run
+
+    launched = {"decode, launched": (steps.decode_shares, 90.0), "verify, launched": (steps.verify_cost, 30.0)}
+    in_graphs = {
+        "decode": steps.decode_shares,
+        "verify": steps.verify_cost,
+        "prefill": steps.prefill_share,
+        "alias": steps.alias,
+        "host tier": steps.host_tier,
+        "host": host_time,
+    }
+    if report.wants((*launched, *in_graphs)):
+        report.run_anew("products", part(steps.products), 60.0)
+    for name, (call, budget) in launched.items():
+        report.run(name, part(call), budget)
+    if report.wants(in_graphs):
+        report.run_anew("graphs", part(_graphs), 60.0)
+    for name, call in in_graphs.items():
+        report.run(name, part(call), 20.0)
+    worlds.clear()
+    free_device()
+
+
+def _graphs(world: World) -> Lines:
+    """Capture graphs, so that the parts after this one replay them, and see whether they compute the same."""
+    from holdfast.replicas.model.graphs import gpu_capture, room_for
+
+    shape = world.decoder.attention
+    before = world.now()
+    if world.sizes.device == "cuda":
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        world.runner.capture(gpu_capture(), room_for(256, shape, processors), print)
+    else:
+        world.runner.capture(lambda call: call, room_for(4, shape, 1, 1 << 20), print)
+    seconds = world.now() - before
+    yield "graphs", {"seconds": seconds, "believed": int(world.runner.believe(world.config))}
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the model's folder is removed
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Inflated Pocket, loaded as an engine loads what it serves: it says what Pocket says, at the cost of a large model.
+
+It is written to a folder first, beside whatever is measured meanwhile: there is one way to load a model, and
+transformers reads the same files.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.kernels.ceilings import Ceilings
+from holdfast.loadgen.bench.gpu.bounds import Bounds
+from holdfast.loadgen.bench.gpu.dialogues import Dialogue, dialogues
+from holdfast.loadgen.bench.gpu.watch import Watched
+from holdfast.loadgen.pocket.export import WEIGHTS
+from holdfast.loadgen.pocket.inflate import inflate
+from holdfast.replicas.config import POCKET, EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+
+_THREADS = 4  # that write the model beside a measurement
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSizes:
+    """What the workflows are. `shape`: a name that `inflate` knows, or a configuration."""
+
+    shape: str | dict[str, Any]
+    device: str
+    dtype: torch.dtype
+    turns: tuple[int, ...] = (6, 35)
+    rows: tuple[int, ...] = (1, 32)
+    most_tokens: int = 5000  # of a conversation
+    warm_turns: int = 3
+    peer_seconds: float = 90.0  # for each of transformers' ways with all workflows
+    peer_blocks: int | None = None  # of continuous batching's cache; None: what it takes by default, here as there
+    peer_step: int | None = None  # tokens of one of its steps
+
+
+def full_turns() -> TurnSizes:
+    """Llama 3.1 8B's shape on a large GPU."""
+    return TurnSizes("llama-3.1-8b", "cuda", torch.bfloat16)
+
+
+def small_turns() -> TurnSizes:
+    """A little more than Pocket itself, on a CPU."""
+    shape = json.loads((WEIGHTS / "config.json").read_text())
+    shape["hidden_size"] += 8 * shape["num_attention_heads"]
+    shape |= {"vocab_size": shape["vocab_size"] + 64, "tie_word_embeddings": False}
+    return TurnSizes(
+        shape,
+        "cpu",
+        torch.float32,
+        turns=(1, 2),
+        rows=(1, 2),
+        most_tokens=1000,
+        warm_turns=1,
+        peer_blocks=16,
+        peer_step=256,
+    )
+
+
+@dataclass(slots=True)
+class Stage:
+    """The model on disk, on the device and in transformers, each made when it is first wanted; and what was played.
+
+    Call `close` in the end: the folder is as large as the model.
+    """
+
+    sizes: TurnSizes
+    ceilings: Ceilings
+    ours: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # seconds of turns, by (turns, programs)
+    _recorded: dict[tuple[int, int, int], list[Dialogue]] = field(default_factory=dict)
+    _loaded: LoadedRunner | None = None
+    _failure: Exception | None = None  # of loading: it would not go better the next time
+    _tokenizer: Any = None
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inflate"))
+    _made: "tempfile.TemporaryDirectory[str]" = field(init=False)
+    _folder: Any = field(init=False)  # a future of Path
+
+    def __post_init__(self) -> None:
+        """Begin to inflate."""
+        self._made = tempfile.TemporaryDirectory(prefix="gpu_bench.")
+        shape, base = self.sizes.shape, Path(self._made.name)
+        if isinstance(shape, dict):
+            (base / "shape.json").write_text(json.dumps(shape))
+            shape = str(base / "shape.json")
+        self._folder = self._thread.submit(_inflated, shape, base / "model", self.sizes)
+
+    def folder(self, seconds: float | None = None) -> Path:
+        """Where the model lies, once it is written. Raises TimeoutError after `seconds`, InflateError."""
+        path: Path = self._folder.result(seconds)
+        return path
+
+    @property
+    def tokenizer(self) -> Any:
+        """Pocket's own, which is there at once."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(inspect_model(POCKET))
+        return self._tokenizer
+
+    def dialogues(self, turns: int, rows: int, seed: int = 0) -> list[Dialogue]:
+        """The same conversations for whoever asks."""
+        key = (turns, rows, seed)
+        if key not in self._recorded:
+            self._recorded[key] = dialogues(self.tokenizer, rows, turns, self.sizes.most_tokens, seed)
+        return self._recorded[key]
+
+    def loaded(self) -> LoadedRunner:
+        """The model with its graphs. Raises ConfigError where it does not fit."""
+        if self._loaded is None:
+            sizes, most = self.sizes, max(self.sizes.rows)
+            defaults = EngineConfig()
+            pages = -(-sizes.most_tokens // defaults.page_size) + 1
+            config = EngineConfig(
+                model=str(self.folder()),
+                dtype="auto" if sizes.device != "cpu" else "float32",
+                device=sizes.device,
+                threads=0 if sizes.device != "cpu" else 1,
+                cells=int(most * pages * defaults.page_size / defaults.admission_ceiling),
+                session_rows=most,
+                max_sequences=max(2 * most, 2),
+            )
+            if self._failure is not None:
+                raise RuntimeError("the model does not load") from self._failure
+            try:
+                self._loaded = load_runner(config)
+            except Exception as failure:  # one that was broken off may have the time of another part
+                self._failure = failure
+                raise
+        return self._loaded
+
+    @property
+    def bounds(self) -> Bounds:
+        shape = decoder_shape(inspect_model(str(self.folder())).config)
+        assert shape is not None  # a Llama
+        kv = self.loaded().runner.kv
+        return Bounds(shape, kv.data.dtype.itemsize, kv.cell_bytes, self.ceilings)
+
+    def engine(self, speculation: bool = True) -> tuple[Engine, Watched]:
+        """An engine with nothing cached and nothing remembered, as it is served; or without drafts."""
+        loaded = self.loaded()
+        config = loaded.config
+        config = replace(config, speculation=replace(config.speculation, enabled=speculation))
+        watched = Watched(loaded.runner)
+        return Engine(config, watched, loaded.eos, loaded.vocabulary, loaded.cost), watched
+
+    def release(self) -> None:
+        """Give the device's memory back; the next engine loads again."""
+        self._loaded = None
+        free_device()
+
+    def close(self) -> None:
+        """Remove what is on disk."""
+        self.release()
+        self._thread.shutdown(wait=True)
+        self._made.cleanup()
+
+
+def _inflated(shape: str, folder: Path, sizes: TurnSizes) -> Path:
+    """Write the model. Beside a GPU in a process of its own, since the host's time is measured meanwhile."""
+    if sizes.device == "cpu":
+        return inflate(POCKET, shape, folder, dtype=sizes.dtype, pad_vocabulary=True)
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    options = ["--shape", shape, "--out", str(folder), "--dtype", dtype, "--pad-vocabulary"]
+    command = ["env", f"OMP_NUM_THREADS={_THREADS}", "CUDA_VISIBLE_DEVICES=", sys.executable]
+    command += ["-m", "holdfast.loadgen.pocket.inflate", POCKET, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the model could not be written: {done.stderr[-500:]}")
+    return folder
+
+
+def free_device() -> None:
+    """Hand memory that nobody holds back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

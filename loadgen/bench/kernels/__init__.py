@@ -1,0 +1,1 @@
+"""Verifies the GPU kernels and times them against measured ceilings."""

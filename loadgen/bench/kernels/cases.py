@@ -1,0 +1,242 @@
+"""The verified half of `check`: every kernel at odd sizes, against the same maths in float64."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.kernels.attention import paged_attention_reference
+from holdfast.loadgen.bench.kernels.worlds import Paged, paged, relative_error
+
+TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A case's relative error, and whether the same call twice gave the same bits."""
+
+    error: float
+    tolerance: float
+    same_bits: bool
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.tolerance and self.same_bits  # a NaN is not good
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {
+            "verdict": "ok" if self.good else "WRONG",
+            "error": self.error,
+            "tolerance": self.tolerance,
+            "same_bits": int(self.same_bits),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`make` gives the kernel's call and the exact one; tensors are made in it, so that each case has its own fate."""
+
+    name: str
+    tolerance: float
+    make: Callable[[], tuple[Callable[[], Tensor], Callable[[], Tensor]]]
+
+    def verify(self) -> Verified:
+        """Run twice and compare."""
+        call, exact = self.make()
+        first, second = call(), call()
+        return Verified(relative_error(first, exact()), self.tolerance, torch.equal(first, second))
+
+
+def cases(device: str, large: bool) -> Iterator[Case]:
+    """All of them: those of bfloat16 first, which is what models run in."""
+    for dtype, tolerance in TOLERANCES.items():
+        for name, make in (*_attention_cases(dtype, device, large), *_layer_cases(dtype, device)):
+            yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", tolerance, make)
+    yield Case("draw and verify", 0.0, partial(_draw, device))
+    yield Case("cutoffs of top_k, top_p and min_p", 0.0, partial(_cut, device))
+
+
+Calls = tuple[Callable[[], Tensor], Callable[[], Tensor]]
+Named = tuple[str, Callable[[], Calls]]
+
+
+# ---- attention ----
+
+
+def _attention_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[Named]:
+    scale = 8 if large else 1
+    mixed = [(37 * scale, 1), (300 * scale, 1), (0, 41 * scale), (90 * scale, 7), (5, 1)]
+    common = [(620, 1), (700, 1), (530, 3)]
+    spans: dict[str, tuple[list[tuple[int, int]], dict[str, int], int, float]] = {
+        "mixed": (mixed, {"page_size": 16}, 0, 0.0),
+        "pages of 1": (mixed, {"page_size": 1}, 0, 0.0),
+        "window": (mixed, {}, 33, 0.0),
+        "softcap": (mixed, {}, 0, 5.0),
+        "prefix in common": (common, {"common": 512}, 0, 0.0),
+    }
+    for shape in ((2, 4, 128), (3, 1, 64)) if large else ((1, 3, 16),):
+        for name, (each, how, window, softcap) in spans.items():
+            full = f"attention, {name}, {' x '.join(map(str, shape))}"
+            made = partial(paged, each, *shape, dtype, device, **how)
+            yield full, partial(_attention, made, window, softcap, False)
+            if not window and not softcap and (large or name == "mixed"):
+                yield f"{full}, as in a graph", partial(_attention, made, 0, 0.0, True)
+
+
+def _attention(make: Callable[[], Paged], window: int, softcap: float, in_a_graph: bool) -> Calls:
+    from holdfast.kernels.attention_gpu import attend_gpu
+
+    world = make()
+
+    def call() -> Tensor:
+        if in_a_graph:
+            return _as_in_a_graph(world)
+        return attend_gpu(world.q, world.kv, 0, world.batch, 0.2, window, softcap)
+
+    def exact() -> Tensor:
+        return paged_attention_reference(
+            world.q, world.kv, 0, world.batch, 0.2, window or None, softcap or None, torch.float64
+        )
+
+    return call, exact
+
+
+def _as_in_a_graph(world: Paged) -> Tensor:
+    """Attention with room for more items and merges than there are, and few programs that share them."""
+    from holdfast.kernels.attention_gpu import launch_items
+    from holdfast.kernels.attention_plan import make_plan
+
+    plan = make_plan(world.q, world.batch, world.kv.shape[4], 0)
+    counts = [
+        torch.tensor([len(items)], dtype=torch.int32, device=world.q.device) for items in (plan.narrow, plan.wide)
+    ]
+    more = torch.full((5, 6), 1 << 20, dtype=torch.int32, device=world.q.device)  # would lead far outside
+    plan.narrow, plan.wide = torch.cat((plan.narrow, more)), torch.cat((plan.wide, more))
+    plan.merges = torch.cat((plan.merges, torch.zeros_like(plan.merges[:1]).expand(3, -1)))
+    plan.counts, plan.programs = (counts[0], counts[1]), (3, 3)
+    out = torch.full_like(world.q, torch.nan)
+    launch_items(world.q, world.kv, 0, world.batch, plan, out, 0.2, 0, 0.0)
+    return out
+
+
+# ---- what is around it ----
+
+
+def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
+    yield "norm of a sum", partial(_norm, dtype, device)
+    yield "silu and multiply", partial(_silu, dtype, device)
+    yield "rotate and store", partial(_rotate, dtype, device, False)
+    yield "rotate and store, normed", partial(_rotate, dtype, device, True)
+    for rows in (1, 5, 16):
+        yield f"product of {rows} rows", partial(_product, dtype, device, rows, False)
+        yield f"product of {rows} rows, normed, gated and added", partial(_product, dtype, device, rows, True)
+
+
+def _norm(dtype: torch.dtype, device: str) -> Calls:
+    from holdfast.kernels.norm import add_norm, add_norm_reference
+
+    x, change = torch.randn(2, 13, 1000, device=device).to(dtype).unbind(0)
+    weight = torch.randn(1000, device=device).to(dtype)
+
+    def normed(how: Callable[..., Tensor]) -> Tensor:
+        residual = change.clone()
+        return torch.cat([how(x, residual, weight, 1e-6), residual])
+
+    return partial(normed, add_norm), partial(normed, add_norm_reference)
+
+
+def _silu(dtype: torch.dtype, device: str) -> Calls:
+    from holdfast.kernels.mlp import silu_and_mul, silu_and_mul_reference
+
+    x = torch.randn(13, 1000, device=device).to(dtype)
+    return partial(silu_and_mul, x), partial(silu_and_mul_reference, x)
+
+
+def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
+    from holdfast.kernels.rope_gpu import rotate_and_store, rotate_and_store_reference
+
+    world = paged([(40, 9), (3, 4)], 2, 3, 64, dtype, device)
+    qkv = torch.randn(13, 10, 64, device=device).to(dtype)
+    cos, sin = torch.randn(2, 64, 32, device=device).unbind(0)
+    positions = torch.tensor([*range(40, 49), *range(3, 7)], device=device)
+    weights = (torch.randn(64, device=device).to(dtype), torch.randn(64, device=device).to(dtype))
+
+    def stored(how: Callable[..., Tensor]) -> Tensor:
+        norms = weights if normed else None
+        q = how(qkv.clone(), 6, cos, sin, positions, world.kv, 0, world.batch.cells, norms, 1e-6)
+        return torch.cat([q.flatten(), world.kv[0].flatten(1, 2)[:, world.batch.cells].flatten()])
+
+    return partial(stored, rotate_and_store), partial(stored, rotate_and_store_reference)
+
+
+def _product(dtype: torch.dtype, device: str, rows: int, everything: bool) -> Calls:
+    from holdfast.kernels.stream_gpu import streamed, streamed_reference
+
+    inputs, outputs = 300, 40
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = (torch.randn(outputs * (1 + everything), inputs, device=device) * inputs**-0.5).to(dtype)
+    bias, norm, residual = None, None, None
+    if everything:
+        norm = (torch.randn(inputs, device=device).to(dtype), 1e-6)
+        residual = torch.randn(rows, outputs, device=device).to(dtype)
+    else:
+        bias = torch.randn(outputs, device=device).to(dtype)
+
+    def call() -> Tensor:
+        return streamed(x, weight, bias, norm, everything, None if residual is None else residual.clone())
+
+    return call, partial(streamed_reference, x, weight, bias, norm, everything, residual)
+
+
+# ---- drawing ----
+
+
+def _logits() -> Tensor:
+    return 3 * torch.randn(7, 5000, generator=torch.Generator().manual_seed(1))
+
+
+def _draw(device: str) -> Calls:
+    """Drawn tokens and accepted drafts."""
+    from holdfast.kernels.sampling import gumbel_argmax_reference, row_keys
+    from holdfast.kernels.sampling_gpu import draw_and_verify, draw_and_verify_reference
+
+    logits, hot, seeds = _logits(), torch.tensor([0.7, 0.9, 1.3, 0.7, 1.0, 0.5, 2.0]), list(range(7))
+    keys = torch.from_numpy(row_keys(seeds, seeds))
+    first = torch.tensor([0, 1, 4, 7], dtype=torch.int32)
+    drawn = gumbel_argmax_reference(logits, hot[:, None], keys).int()
+    drafts = drawn.clone()
+    drafts[2] += 1
+
+    def draw() -> Tensor:
+        settings = (hot.to(device), keys.to(device))
+        return torch.cat(draw_and_verify(logits.to(device), first.to(device), drafts.to(device), *settings)).double()
+
+    def exact() -> Tensor:
+        scores = torch.nn.functional.one_hot(drawn.long(), 5000).float()
+        return torch.cat(draw_and_verify_reference(logits, first, drafts, scores)).to(device).double()
+
+    return draw, exact
+
+
+def _cut(device: str) -> Calls:
+    """How many tokens the filters keep, against a sort."""
+    from holdfast.kernels.sampling import Filters, filter_logits
+    from holdfast.kernels.sampling_gpu import cutoffs
+
+    logits = _logits()
+    top_k, top_p = torch.tensor([0, 3, 50, 0, 1, 0, 9]), torch.tensor([1.0, 1.0, 0.8, 0.5, 0.9, 0.2, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3])
+
+    def kept() -> Tensor:
+        found = cutoffs(logits.to(device), *(each.to(device) for each in (top_k.int(), top_p, min_p)))
+        return (logits.to(device) >= found[:, None]).sum(1).double()
+
+    def sorted_kept() -> Tensor:
+        filters = Filters(top_k[:, None], top_p[:, None], min_p[:, None])
+        return filter_logits(logits, filters).isfinite().sum(1).to(device).double()
+
+    return kept, sorted_kept

@@ -1,0 +1,241 @@
+"""The timed half of `check`: each kernel at the sizes of an 8B model, as a share of what the machine allows.
+
+Shapes: 32 query heads over 8 KV heads of 128, bfloat16. A share of bandwidth counts the bytes that must be read and
+written, a share of the rate the multiplications that a causal mask leaves. Products with the model's matrices, which
+take most of a step, stand beside torch's.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from holdfast.kernels.attention_gpu import attend_gpu, launch_items
+from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
+from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
+from holdfast.kernels.mlp import silu_and_mul
+from holdfast.kernels.norm import add_norm
+from holdfast.kernels.rope_gpu import rotate_and_store
+from holdfast.kernels.sampling import row_keys
+from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
+from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
+from holdfast.loadgen.bench.kernels.worlds import Paged, paged
+from holdfast.loadgen.bench.report import Deadline, Figures, Lines, Report
+
+HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
+_SCALE = DIM**-0.5
+_PART_S = 30.0
+
+Measure: TypeAlias = Callable[[Clock, Ceilings], Figures]
+
+DECODES = {  # sequences of (cached, new), cells of a page, cells that all have in common
+    "decode, 1 at 1k": ([(1023, 1)], 16, 0),
+    "decode, 1 at 4k": ([(4095, 1)], 16, 0),
+    "decode, 64 at 4k": ([(4095, 1)] * 64, 16, 0),
+    "decode, 16 at 32k": ([(32767, 1)] * 16, 16, 0),
+    "decode, 16 at 32k, pages of 1": ([(32767, 1)] * 16, 1, 0),
+    "verify 8, 1 at 4k": ([(4088, 8)], 16, 0),
+    "verify 8, 16 at 32k": ([(32760, 8)] * 16, 16, 0),
+    "decode, 32 at 8k, 7k in common": ([(8191, 1)] * 32, 16, 7168),
+}
+NARROW_TILES = tuple(Tile(*each) for each in ((64, 4, 3), (64, 2, 5), (32, 2, 5), (32, 4, 7), (128, 8, 3), (128, 8, 5)))
+WIDE_TILES = tuple(Tile(*each) for each in ((64, 8, 3), (32, 8, 5), (32, 8, 7), (64, 16, 5), (128, 8, 3), (128, 16, 3)))
+
+
+def time_kernels(report: Report) -> None:
+    """Measure the ceilings, then every kernel, each as a part of its own."""
+    clocks: list[Clock] = []
+
+    def clock() -> Clock:
+        if not clocks:
+            clocks.append(Clock())
+        return clocks[0]
+
+    def ceilings(deadline: Deadline) -> Lines:
+        yield "ceilings", asdict(measure_ceilings(clock()))
+
+    def part(name: str, measure: Measure) -> Lines:
+        yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
+
+    report.run("ceilings", ceilings, _PART_S)
+    for name, measure in (*_decodes(), *_chunks(), *_products(), *_layers(), *_draws()):
+        report.run(name, lambda deadline, name=name, measure=measure: part(name, measure), _PART_S)  # type: ignore[misc]
+
+
+def time_tiles(report: Report) -> None:
+    """Attention in other tiles than its own, as shares of the same ceilings."""
+    spans = {"decode, 16 at 32k": [(32767, 1)] * 16, "decode, 1 at 4k": [(4095, 1)], "8192 over 0": [(0, 8192)]}
+    for name, each in spans.items():
+        wide = each[0][1] > 1
+        own = tile_of(WIDE_ROWS if wide else 16, DIM, False)
+        for tile in (own, *(WIDE_TILES if wide else NARROW_TILES)):
+            full = f"attention, {name}, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
+            report.run(full, lambda deadline, n=full, s=each, t=tile: _in_tile(report, n, s, t), _PART_S)  # type: ignore[misc]
+
+
+def _in_tile(report: Report, name: str, spans: list[tuple[int, int]], tile: Tile) -> Lines:
+    ceilings, world = Ceilings(**report.found["parts"]["ceilings"]["ceilings"]), _world(spans)
+    plan = make_plan(world.q, world.batch, KV_HEADS, 0)
+    plan.tiles = (tile, tile)
+    out = torch.empty_like(world.q)
+    seconds = Clock().seconds(lambda: launch_items(world.q, world.kv, 0, world.batch, plan, out, _SCALE, 0, 0.0))
+    (cached, new), bound = spans[0], "bandwidth"
+    share = _read(spans) / seconds / ceilings.bandwidth
+    if new > 1:
+        bound, share = "rate", _multiplied(cached, new) / seconds / ceilings.rate
+    yield name, {"seconds": seconds, "share": share, "of": bound}
+
+
+def _world(spans: list[tuple[int, int]], page_size: int = 16, common: int = 0) -> Paged:
+    return paged(spans, KV_HEADS, HEADS // KV_HEADS, DIM, torch.bfloat16, "cuda", page_size, common)
+
+
+def _read(spans: list[tuple[int, int]], common: int = 0) -> int:
+    """Bytes of keys and values, those in common once."""
+    return 4 * KV_HEADS * DIM * (sum(start + length - common for start, length in spans) + common)
+
+
+def _multiplied(cached: int, new: int) -> float:
+    return 4.0 * HEADS * DIM * (new * cached + new * (new + 1) / 2)
+
+
+def _attend(world: Paged) -> Callable[[], Tensor]:
+    return lambda: attend_gpu(world.q, world.kv, 0, world.batch, _SCALE, 0, 0.0)
+
+
+def _of_bandwidth(seconds: float, moved: float, ceilings: Ceilings) -> Figures:
+    return {"seconds": seconds, "share": moved / seconds / ceilings.bandwidth, "of": "bandwidth"}
+
+
+def _of_rate(seconds: float, operations: float, ceilings: Ceilings) -> Figures:
+    return {"seconds": seconds, "share": operations / seconds / ceilings.rate, "of": "rate"}
+
+
+def _decodes() -> Iterator[tuple[str, Measure]]:
+    """Decoding and verifying read every cached key and value once."""
+    for name, (spans, page_size, common) in DECODES.items():
+
+        def measure(
+            clock: Clock,
+            ceilings: Ceilings,
+            spans: list[tuple[int, int]] = spans,
+            page_size: int = page_size,
+            common: int = common,
+        ) -> Figures:
+            seconds = clock.seconds(_attend(_world(spans, page_size, common)))
+            return _of_bandwidth(seconds, _read(spans, common), ceilings)
+
+        yield f"attention, {name}", measure
+
+
+def _chunks() -> Iterator[tuple[str, Measure]]:
+    """Chunks are bound by the matrix units; torch's own attention over the same tensors, not paged, is beside them."""
+    for cached, new in ((0, 8192), (0, 2048), (28672, 4096), (3000, 64), (3000, 256)):
+
+        def measure(clock: Clock, ceilings: Ceilings, cached: int = cached, new: int = new) -> Figures:
+            seconds = clock.seconds(_attend(_world([(cached, new)])))
+            figures = _of_rate(seconds, _multiplied(cached, new), ceilings)
+            return figures if cached else figures | _by_torch(clock, new, seconds)
+
+        yield f"attention, {new} over {cached}", measure
+
+
+def _by_torch(clock: Clock, new: int, ours: float) -> dict[str, Any]:
+    q = torch.randn(1, HEADS, new, DIM, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, 1, KV_HEADS, new, DIM, dtype=torch.bfloat16, device="cuda").unbind(0)
+    torchs = clock.seconds(partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True))
+    return {"torchs_seconds": torchs, "over_torch": ours / torchs}
+
+
+def _products() -> Iterator[tuple[str, Measure]]:
+    """Products with the matrices of a layer and the output layer: few rows read them, many multiply.
+
+    The share is ours up to the rows that our kernel takes, beyond it is torch's.
+    """
+    widths = {
+        "query, key, value": (HIDDEN, (HEADS + 2 * KV_HEADS) * DIM),
+        "output of attention": (HEADS * DIM, HIDDEN),
+        "gate and up": (HIDDEN, 2 * INNER),
+        "down": (INNER, HIDDEN),
+        "output layer": (HIDDEN, VOCABULARY),
+    }
+    for rows in (1, 8, 16, 64, 4096):
+        for name, (inputs, outputs) in widths.items():
+            if rows > 64 and outputs == VOCABULARY:
+                continue  # a chunk draws once
+
+            def measure(
+                clock: Clock, ceilings: Ceilings, rows: int = rows, inputs: int = inputs, outputs: int = outputs
+            ) -> Figures:
+                weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda")
+                x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+                torchs = clock.seconds(lambda: linear(x, weight))
+                if rows > 64:
+                    return _of_rate(torchs, 2.0 * rows * inputs * outputs, ceilings)
+                if rows > MOST_ROWS:
+                    return _of_bandwidth(torchs, weight.nbytes, ceilings)
+                ours = clock.seconds(lambda: streamed(x, weight))
+                share = weight.nbytes / torchs / ceilings.bandwidth
+                return _of_bandwidth(ours, weight.nbytes, ceilings) | {
+                    "torchs_share": share,
+                    "over_torch": ours / torchs,
+                }
+
+            yield f"product{'' if rows <= MOST_ROWS else ' by torch'}, {name}, {rows} rows", measure
+
+
+def _layers() -> Iterator[tuple[str, Measure]]:
+    for tokens in (1, 64, 4096):
+        yield f"norm of a sum, {tokens} tokens", partial(_norm, tokens)
+        yield f"silu and multiply, {tokens} tokens", partial(_silu, tokens)
+        yield f"rotate and store, {tokens} tokens", partial(_rotate, tokens)
+
+
+def _norm(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
+    x, residual = torch.randn(2, tokens, HIDDEN, dtype=torch.bfloat16, device="cuda").unbind(0)
+    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
+    seconds = clock.seconds(partial(add_norm, x, residual, weight, 1e-6))
+    return _of_bandwidth(seconds, 4 * x.nbytes, ceilings)
+
+
+def _silu(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
+    fused = torch.randn(tokens, 2 * INNER, dtype=torch.bfloat16, device="cuda")
+    return _of_bandwidth(clock.seconds(partial(silu_and_mul, fused)), fused.nbytes * 3 / 2, ceilings)
+
+
+def _rotate(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
+    world = _world([(0, tokens)])
+    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    cos, sin = torch.randn(2, tokens, DIM // 2, device="cuda").unbind(0)
+    table = (cos, sin, torch.arange(tokens, device="cuda"))
+    seconds = clock.seconds(partial(rotate_and_store, qkv, HEADS, *table, world.kv, 0, world.batch.cells))
+    return _of_bandwidth(seconds, 2 * qkv.nbytes, ceilings)
+
+
+def _draws() -> Iterator[tuple[str, Measure]]:
+    """Drawing, beside torch's argmax or sort over the same logits."""
+    yield "draw 64 rows, greedy", partial(_draw, False)
+    yield "draw 64 rows, sampled", partial(_draw, True)
+    yield "cutoffs of 64 rows, top_k and top_p", _cut
+
+
+def _draw(sampled: bool, clock: Clock, ceilings: Ceilings) -> Figures:
+    rows, logits = 64, torch.randn(64, VOCABULARY, device="cuda")
+    first = torch.arange(0, rows + 1, 8, dtype=torch.int32, device="cuda")
+    drafts = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    keys = torch.from_numpy(row_keys(list(range(rows)), list(range(rows)))).cuda()
+    settings = (torch.full((rows,), 0.8, device="cuda"), keys) if sampled else ()
+    ours = clock.seconds(partial(draw_and_verify, logits, first, drafts, *settings))
+    return {"seconds": ours, "over_torchs_argmax": ours / clock.seconds(lambda: logits.argmax(-1))}
+
+
+def _cut(clock: Clock, ceilings: Ceilings) -> Figures:
+    rows, logits = 64, torch.randn(64, VOCABULARY, device="cuda")
+    top_k = torch.full((rows,), 50, dtype=torch.int32, device="cuda")
+    settings = (top_k, torch.full((rows,), 0.8, device="cuda"), torch.zeros(rows, device="cuda"))
+    ours = clock.seconds(partial(cutoffs, logits, *settings))
+    return {"seconds": ours, "over_torchs_sort": ours / clock.seconds(lambda: logits.sort(dim=-1, descending=True))}

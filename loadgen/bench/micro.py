@@ -1,0 +1,286 @@
+"""What the pieces around the model cost, against their bars: ``python -m holdfast.loadgen.bench.micro [--json FILE]``.
+
+No model is run. Each figure is processor time, the best of a few rounds: whatever else the machine does only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, cycle
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from holdfast.loadgen.bench.ablation.workload import BURST_TOOLS, Scenario, rounds
+from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
+from holdfast.replicas.constraints.guidance import AVAILABLE
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit, TurnEnded
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
+from holdfast.replicas.speculation.drafter import Drafter, DraftState
+from holdfast.replicas.speculation.gate import VerificationCost, agreement
+from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.types import TokenIds
+
+PAGE = 16
+NODES = 100_000
+_ROUNDS = 5
+_REPLY = 128  # tokens of a turn that are replayed
+_COST = VerificationCost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One cost. `bar`: what it may be at most; None where nothing was asked."""
+
+    name: str
+    value: float
+    unit: str
+    bar: float | None = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print all; exit status 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="microbench", description="Costs of the pieces around the model.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    options = parser.parse_args(argv)
+    figures = []
+    for figure in chain(restoring(), tree(), drafting(), scheduling(), text(), masks()):
+        figures.append(figure)
+        bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'met' if figure.value <= figure.bar else 'MISSED'}"
+        print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    return int(any(figure.bar is not None and figure.value > figure.bar for figure in figures))
+
+
+def restoring() -> Iterator[Figure]:
+    """Aliasing a cached prefix, short and long, and finding it."""
+    cache = KVCache(3 * 65536 // PAGE, PAGE)
+    rng = np.random.default_rng(0)
+    short, long = (rng.integers(0, 30000, n + 1).astype(np.int32) for n in (1024, 65536))
+    for tokens in (short, long):
+        _save(cache, tokens, 0.0)
+    walk = [_best(partial(cache.peek, "", tokens), 20) for tokens in (short, long)]
+    whole = [_best(partial(_restore, cache, tokens), 20) for tokens in (short, long)]
+    alias = [max(a - w, 1e-9) for a, w in zip(whole, walk, strict=True)]
+    yield Figure("restore 1k cached tokens, match included", whole[0] * 1e6, "us")
+    yield Figure("restore 64k cached tokens, match included", whole[1] * 1e6, "us")
+    yield Figure("  64k over 1k, without the match", alias[1] / alias[0], "times", 1.3)
+    yield Figure("match, of 64k tokens", walk[1] * 1e6 / 65536, "us/token", 1.0)
+
+
+def tree() -> Iterator[Figure]:
+    """A tree of many nodes: matching, saving a new branch (which evicts one) and continuing one."""
+    cache = KVCache(NODES, PAGE)
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 30000, (NODES + 4000, PAGE + 1)).astype(np.int32)
+    for now, tokens in enumerate(prompts[:NODES]):
+        _save(cache, tokens, float(now))
+    fresh = iter(prompts[NODES:])
+    late = iter(prompts[NODES - 3000 : NODES])
+    yield Figure(f"match among {NODES:,} nodes", _best(lambda: cache.peek("", next(late)), 200) * 1e6, "us", 100)
+    yield Figure("  save a branch, evicting one", _best(lambda: _save(cache, next(fresh), 1e9), 200) * 1e6, "us", 100)
+    yield Figure("  restore and drop", _best(lambda: _restore(cache, next(late)), 200) * 1e6, "us", 100)
+
+
+def drafting() -> Iterator[Figure]:
+    """Proposing, gating and learning, over conversations replayed with the answers they have."""
+    side = _text_side(EngineConfig())
+    turns = [
+        (side.tokenize(lane[i]), side.tokenize(lane[i + 1]), lane[i])
+        for each in rounds(Scenario("drafting", lanes=32, turns=8, tools=5, rounds=1))
+        for lane in each.lanes
+        for i in range(len(lane) - 1)
+    ]
+    for together in (1, 8, 64):
+        yield Figure(f"drafting, {together} sequences, a sequence and step", _drafting(side, turns, together), "us", 30)
+
+
+def scheduling() -> Iterator[Figure]:
+    """Planning and committing a step; drafts are counted above."""
+    for name, milliseconds in scheduler_costs().items():
+        bar = None if "drafter" in name else 2.0 if "waiting" in name else 0.5
+        yield Figure(f"plan and commit, {name}", milliseconds, "ms", bar)
+
+
+def text() -> Iterator[Figure]:
+    """Rendering and tokenizing the prompts of a long conversation, turn by turn."""
+    (each,) = rounds(Scenario("text", lanes=1, turns=30, tools=4, rounds=1))
+    prompts = each.lanes[0]
+    on = EngineConfig()
+    for name, config in ("with the caches", on), ("without", replace(on, render_cache=0, tokenize_cache=0)):
+        seconds = min(_once(partial(_tokenize_all, side, prompts)) for side in [_text_side(config) for _ in range(3)])
+        yield Figure(f"render and tokenize, {name}, a turn", seconds / len(prompts) * 1e6, "us")
+
+
+def masks() -> Iterator[Figure]:
+    """Which tokens a constrained reply may have next: one row, and a row for each of eight drafts."""
+    if not AVAILABLE:
+        return
+    (each,) = rounds(Scenario("masks", lanes=1, turns=1, tools=BURST_TOOLS, rounds=1, burst=True))
+    prompt = each.lanes[0][0]
+    required = ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
+    side = _text_side(EngineConfig())
+    begin = time.perf_counter()
+    matcher = side.constraints(required).matcher
+    yield Figure(f"compile a grammar of {len(prompt.tools)} tools, once", (time.perf_counter() - begin) * 1e6, "us")
+    assert matcher is not None
+    rows = np.zeros((1, matcher.words), np.int32)
+    yield Figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
+
+
+def _text_side(config: EngineConfig) -> TextSide:
+    return TextSide(load_tokenizer(inspect_model(POCKET)), config)
+
+
+def _tokenize_all(side: TextSide, prompts: Iterable[ChatPrompt]) -> None:
+    for prompt in prompts:
+        side.tokenize(prompt)
+
+
+def _save(cache: KVCache, tokens: TokenIds, now: float) -> None:
+    holding = cache.acquire("", tokens, now).holding
+    cache.grow(holding, len(tokens) - 1)
+    cache.finish(holding, tokens[:-1], len(tokens) - 1, now)
+
+
+def _restore(cache: KVCache, tokens: TokenIds) -> None:
+    cache.drop(cache.acquire("", tokens, 1e9).holding)
+
+
+def _drafting(side: TextSide, turns: Iterable[tuple[TokenIds, TokenIds, ChatPrompt]], together: int) -> float:
+    """Microseconds a sequence and step, up to `together` of them in each step; indexing prompts is left out."""
+    drafter = Drafter(DraftConfig(), _COST)
+    order = list(turns)
+    random.Random(0).shuffle(order)
+    half = len(order) // 2
+    for prompt, longer, _ in order[:half]:  # what the memory knows
+        state = drafter.open("", prompt)
+        drafter.learn(state, longer[len(prompt) :].tolist())
+        drafter.close(state, len(prompt))
+    live = []
+    for prompt, longer, chat in order[half:]:
+        live.append((drafter.open("", prompt, side.skeletons(chat)), longer[len(prompt) :].tolist()[:_REPLY]))
+    groups = [live[i : i + together] for i in range(0, len(live), together)]
+    begin = time.thread_time()  # read once: where that takes a call into the kernel, it costs as much as some drafts
+    count = sum(_replay(drafter, group) for group in groups)
+    return (time.thread_time() - begin) / count * 1e6
+
+
+def _replay(drafter: Drafter, live: list[tuple[DraftState, list[int]]]) -> int:
+    """Draft through the rest of each sequence, all in one step as long as they last; how many proposals it took."""
+    count = 0
+    while live:
+        drafts = drafter.propose_all([(state, len(truth)) for state, truth in live])
+        for draft, (state, truth) in zip(drafts, live, strict=True):
+            drawn = truth[: agreement(draft.tolist(), truth) + 1]
+            drafter.learn(state, drawn)
+            del truth[: len(drawn)]
+        count += len(live)
+        live = [one for one in live if one[1]]
+    return count
+
+
+def _once(work: Callable[[], object]) -> float:
+    """Seconds of this thread's processor time; what else the machine does is not counted."""
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def _best(work: Callable[[], object], times: int) -> float:
+    """Seconds of one call, as the best of some rounds of `times` calls has them."""
+    return min(_once(lambda: [work() for _ in range(times)]) for _ in range(_ROUNDS)) / times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+# ---- What planning and committing a step costs, without a model: the runner draws what it likes.
+#
+# Time is that of the processor in this thread, the median of the steps: whatever else the machine does hardly counts.
+
+
+_RUNNING, _WAITING = 64, 10_000
+_PROMPT, _PREAMBLE = 200, 2_000
+_PINNED, _QUEUED = 500, 1_000
+_STEPS, _WARM_UP = 200, 40
+_VOCABULARY = 50_000
+
+
+class _Dice:
+    """A runner without a model: every draft is wrong, and the text repeats itself now and then."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        phrases = [rng.integers(1, _VOCABULARY, 12).tolist() for _ in range(40)]
+        self._text = cycle([token for i in rng.integers(0, 40, 4000) for token in phrases[i]])
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks))
+
+
+def scheduler_costs() -> dict[str, float]:
+    """Milliseconds of planning and commit a step, by what is in the engine."""
+    return {
+        "64 decoding": _cost(drafts=False),
+        "64 decoding, drafter on": _cost(drafts=True),
+        "64 decoding, 10,000 waiting": _cost(drafts=False, waiting=_WAITING),
+        "64 decoding, 10,000 waiting over one preamble": _cost(drafts=False, waiting=_WAITING, preamble=_PREAMBLE),
+        "64 decoding, 10,000 waiting, 16 open sessions": _cost(drafts=False, waiting=_WAITING, parked=16),
+        "64 decoding, 1,000 waiting": _cost(drafts=False, waiting=_QUEUED),
+        "64 decoding, 1,000 waiting, 500 programs pinned": _cost(drafts=False, waiting=_QUEUED, pinned=_PINNED),
+    }
+
+
+def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0, pinned: int = 0) -> float:
+    config = EngineConfig(
+        cells=1_000_000,
+        context_length=8192,
+        max_sequences=_RUNNING + parked,
+        session_rows=parked,
+        max_waiting=2 * _WAITING,
+        admission_ceiling=1.0,
+        speculation=DraftConfig(enabled=drafts),
+        retention=RetentionConfig(policy="fixed", fixed_s=1e9, most_s=1e9),
+    )
+    engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, _VOCABULARY, preamble).astype(np.int32)
+    for i in range(parked):
+        engine.handle(OpenSession(f"open{i}", f"s{i}"), 0.0)
+        engine.handle(Submit(f"append{i}", _ids(rng, shared), Sampling(0), session_id=f"s{i}"), 0.0)
+    for i in range(pinned):
+        engine.handle(Submit(f"turn{i}", _ids(rng, shared), Sampling(1), program_id=f"p{i}"), 0.0)
+    while engine.busy:
+        for event in engine.step(0.0):
+            if isinstance(event, Finished) and event.request_id.startswith("turn"):
+                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
+    assert engine.occupancy().pins == pinned
+    for i in range(_RUNNING + waiting):
+        engine.handle(Submit(f"r{i}", _ids(rng, shared), Sampling(4000), program_arrival=1.0 + i), 1.0)
+    costs = []
+    for step in range(_WARM_UP + _STEPS):
+        before = engine.stats.schedule_s + engine.stats.commit_s
+        engine.step(2.0)
+        if step >= _WARM_UP:
+            costs.append(engine.stats.schedule_s + engine.stats.commit_s - before)
+    assert engine.occupancy().running == _RUNNING
+    return 1e3 * median(costs)
+
+
+def _ids(rng: np.random.Generator, shared: TokenIds) -> TokenIds:
+    return np.concatenate((shared, rng.integers(1, _VOCABULARY, _PROMPT))).astype(np.int32)

@@ -1,0 +1,1 @@
+"""How Pocket, the shipped model, is made: data, training, scores; inflation and GGUF."""

@@ -1,0 +1,201 @@
+"""A model folder as a GGUF file for llama.cpp: Pocket, or what ``inflate`` wrote.
+
+``python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE`` (needs the package ``gguf``). llama.cpp knows how to
+cut text into words only by the name of the cut, and Pocket's has none there. But no merge of Pocket's tokenizer joins
+characters of two kinds, so a coarser cut yields the same tokens: ``superbpe``, which cuts at digits and nowhere else.
+That is checked on the merges, and other tokenizers are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Regex, decoders, pre_tokenizers
+from torch import Tensor
+
+from holdfast.loadgen.pocket.export import WEIGHTS
+from holdfast.loadgen.pocket.shapes import Family, InflateError, NoRoomError, Shape, full_config, shape_of
+from holdfast.loadgen.pocket.tokenizer import CUT
+
+CUT_AT_DIGITS = "superbpe"
+_DTYPES = ("F32", "F16", "BF16")
+_SPARE_BYTES = 16 << 20
+
+
+class GgufError(InflateError):
+    """The folder cannot be written as GGUF; nothing has been written."""
+
+
+def write_gguf(folder: Path, out: Path) -> Path:
+    """Write the Llama, Mistral, Qwen2 or Qwen3 in ``folder`` to the new file ``out``, weights in their dtype.
+
+    Returns ``out``, which appears whole or not at all. Raises GgufError or another InflateError before anything is
+    written; memory holds one tensor at a time.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise GgufError("the package gguf is missing: .venv/bin/pip install -e '.[gguf]' -c constraints.txt") from error
+    written = _read(folder / "config.json")
+    tokenizer = _read(folder / "tokenizer.json")
+    shape = shape_of(written, context=0)
+    config = full_config(written)
+    check_merges(tokenizer)
+    if out.exists():
+        raise NoRoomError(f"{out} exists")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    size, free = sum(file.stat().st_size for file in _shards(folder)), shutil.disk_usage(out.parent).free
+    if free < size + _SPARE_BYTES:
+        raise NoRoomError(f"{size / 1e9:.1f} GB are needed, {out.parent} has {free / 1e9:.1f} GB free")
+    family = "llama" if shape.family is Family.MISTRAL else str(shape.family)
+    temporary = out.with_name(f".{out.name}.part")
+    writer = gguf.GGUFWriter(temporary, family)
+    try:
+        _add_sizes(writer, shape, config)
+        _add_tokenizer(writer, folder, config, tokenizer, gguf.TokenType)
+        _write_tensors(writer, folder, shape, family, gguf)
+        writer.close()
+        os.replace(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise GgufError(f"{folder} cannot be written to {out}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def check_merges(tokenizer: dict[str, Any]) -> None:
+    """Raise GgufError unless the tokenizer has Pocket's cut and that may be left out: no merge joins two words."""
+    cuts = [part.get("pattern") for part in (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers", ())]
+    if {"Regex": CUT} not in cuts or tokenizer["model"]["type"] != "BPE":
+        raise GgufError("only Pocket's tokenizer, or one trained in its way, can be written")
+    cut, bytes_of = pre_tokenizers.Split(Regex(CUT), "isolated"), decoders.ByteLevel()
+    for left, right in tokenizer["model"]["merges"]:
+        text = bytes_of.decode([left + right])
+        if "\ufffd" in text or any(sign.isnumeric() for sign in text) or len(cut.pre_tokenize_str(text)) != 1:
+            raise GgufError(f"the merge {text!r} joins what another cut into words may divide")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GgufError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise GgufError(f"{path} does not hold a JSON object")
+    return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("model*.safetensors"))
+    if not found:
+        raise GgufError(f"{folder} holds no model.safetensors")
+    return found
+
+
+def _add_sizes(writer: Any, shape: Shape, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_vocab_size(shape.vocabulary)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _add_tokenizer(writer: Any, folder: Path, config: Any, tokenizer: dict[str, Any], types: Any) -> None:
+    """Tokens with their types, merges, control ids and the chat template; rows without a token are marked unused."""
+    texts = [f"[unused {index}]" for index in range(config.vocab_size)]
+    kinds = [types.UNUSED] * len(texts)
+    most = max([*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    if most >= len(texts):
+        raise GgufError(f"the tokenizer has a token {most}, the model {len(texts)} of them")
+    for text, index in tokenizer["model"]["vocab"].items():
+        texts[index], kinds[index] = text, types.NORMAL
+    for token in tokenizer["added_tokens"]:
+        kind = types.CONTROL if token["special"] else types.USER_DEFINED
+        texts[token["id"]], kinds[token["id"]] = token["content"], kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(CUT_AT_DIGITS)
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(_token_id(config, "eos_token_id"))
+    writer.add_pad_token_id(_token_id(config, "pad_token_id"))
+    writer.add_bos_token_id(_token_id(config, "pad_token_id"))  # never added, but llama.cpp wants to know one
+    writer.add_add_bos_token(False)
+    writer.add_chat_template((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+
+
+def _token_id(config: Any, name: str) -> int:
+    found = getattr(config, name)
+    if not isinstance(found, int):
+        raise GgufError(f"{name} of config.json is {found!r}, not one number")
+    return found
+
+
+def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: Any) -> None:
+    """Announce every tensor, then copy them one by one; vectors are float32, as llama.cpp wants them."""
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(architecture, shape.layers)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(shard, framework="pt")) for shard in _shards(folder)]
+        slots = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118
+        for file, name in slots:
+            part = file.get_slice(name)
+            sizes = part.get_shape()
+            placed = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if placed is None or part.get_dtype() not in _DTYPES:
+                raise GgufError(f"{name} in {part.get_dtype()} cannot be written")
+            kind = gguf.GGMLQuantizationType["F32" if len(sizes) == 1 else part.get_dtype()]
+            length = 4 if kind == gguf.GGMLQuantizationType.F32 else 2
+            sizes = [*sizes[:-1], sizes[-1] * length]
+            writer.add_tensor_info(placed, sizes, np.dtype(np.uint8), math.prod(sizes), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for file, name in slots:
+            tensor = file.get_tensor(name)
+            if family == "llama" and ("q_proj" in name or "k_proj" in name):
+                tensor = interleaved(tensor, shape.heads if "q_proj" in name else shape.kv_heads)
+            tensor = tensor.float() if tensor.ndim == 1 else tensor
+            writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection with the halves of every rotary pair side by side, as llama.cpp turns them."""
+    return rows.view(heads, 2, rows.shape[0] // heads // 2, -1).transpose(1, 2).reshape(rows.shape)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; a refusal is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(prog="pocket gguf", description=__doc__)
+    parser.add_argument("model", nargs="?", default="pocket", help="'pocket' or a model folder")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    options = parser.parse_args(argv)
+    try:
+        print(write_gguf(WEIGHTS if options.model == "pocket" else Path(options.model), options.out))
+    except InflateError as error:
+        print(f"gguf: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

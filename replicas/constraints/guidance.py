@@ -1,0 +1,183 @@
+"""The one file that knows llguidance: grammars in its Lark dialect to matchers.
+
+Imported when the first request needs it. The library works masks out as they are asked for, keeps its state on this
+side, and can go back, which drafts need.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from holdfast.replicas.constraints.matcher import Bits
+from holdfast.replicas.text.decode import Pieces
+
+# ---- A model's tokens as a grammar sees them: the bytes of each, and how forced bytes become tokens.
+#
+# Control tokens are no text. Markers of tool calls are: the grammar spells them, as the reader of calls does.
+
+
+_SENTINEL = "\x02"  # put before a text where tokenizers add a space to the first word
+
+
+class Vocabulary:
+    """The tokens of `tokenizer` (transformers), less the `control` ids, which no grammar but the end may use.
+
+    `eos`: ids that end a reply.
+    """
+
+    def __init__(self, tokenizer: Any, control: frozenset[int], eos: frozenset[int]) -> None:
+        # A copy of its own: the text side changes settings of the other one while it tokenizes.
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        pieces = Pieces(self._backend)
+        self.exact = pieces.exact
+        self.tokens: list[bytes] = [pieces.of(token) for token in range(len(tokenizer))]
+        self.eos = sorted(eos)
+        self.control = control | eos
+        self._ids = {
+            content: token for token, content in enumerate(self.tokens) if content and token not in self.control
+        }
+        self._longest = max(map(len, self._ids), default=1)
+        self.encode = lru_cache(maxsize=4096)(self._encode)  # forced texts come again and again
+
+    def knows(self, text: str) -> bool:
+        """Whether `text` is one token."""
+        return text.encode() in self._ids
+
+    def _encode(self, text: str) -> Sequence[int]:
+        """Tokens whose bytes are exactly `text`'s, as the model's tokenizer cuts it wherever that is possible."""
+        content = text.encode()
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self._spells(ids, content):
+            return ids
+        ids = self._backend.encode(_SENTINEL + text, add_special_tokens=False).ids
+        for start in range(1, len(ids)):
+            if self._spells(ids[start:], content):
+                return ids[start:]
+        return self._greedy(content)
+
+    def _spells(self, ids: Sequence[int], content: bytes) -> bool:
+        return not self.control.intersection(ids) and b"".join(self.tokens[token] for token in ids) == content
+
+    def _greedy(self, content: bytes) -> Sequence[int]:
+        """The longest token each time; empty where a byte has none."""
+        ids: list[int] = []
+        at = 0
+        while at < len(content):
+            for end in range(min(len(content), at + self._longest), at, -1):
+                if (token := self._ids.get(content[at:end])) is not None:
+                    break
+            else:
+                return []
+            ids.append(token)
+            at = end
+        return ids
+
+
+try:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+except ImportError:  # the engine runs without it, and says so to requests that need it
+    AVAILABLE = False
+else:
+    AVAILABLE = True
+
+
+class GrammarError(Exception):
+    """A grammar that the library does not take, in its words."""
+
+
+class Grammars:
+    """Compiles grammars for one vocabulary. Any thread may call it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        wrapper = TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos)
+        self._letter = list(vocabulary.encode("a"))[:1]
+        self._words = (len(vocabulary.tokens) + 31) // 32
+        # A schema may be hostile, and masks are worked out on the engine's thread: with these one takes a few
+        # milliseconds, where the library's own limits allow hundreds. A reply whose grammar needs more fails.
+        self._limits = LLParserLimits(
+            step_lexer_fuel=20_000, step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False
+        )
+
+    def compile(self, lark: str) -> "GuidedMatcher":
+        """A matcher at the beginning of the grammar `lark`. Takes milliseconds, seconds for large schemas,
+        and minutes for small ones that were written for it. Nothing stops it.
+
+        Raises GrammarError.
+        """
+        matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            self._warm(matcher)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().splitlines()[0])
+        return GuidedMatcher(matcher, self._words)
+
+    def _warm(self, matcher: "LLMatcher") -> None:
+        """Work out the first masks, which walk the whole vocabulary, before copies of `matcher` need them."""
+        matcher.compute_bitmask()
+        if matcher.try_consume_tokens(self._letter):
+            matcher.compute_bitmask()
+            matcher.rollback(1)
+
+
+class GuidedMatcher:
+    """`constraints.matcher.Matcher` over a matcher of the library."""
+
+    __slots__ = ("_inner", "words")
+
+    def __init__(self, inner: Any, words: int) -> None:
+        self._inner = inner
+        self.words = words
+
+    @property
+    def finished(self) -> bool:
+        return bool(self._inner.is_stopped())
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._inner.is_error())
+
+    def copy(self) -> "GuidedMatcher":
+        return GuidedMatcher(self._inner.deep_copy(), self.words)
+
+    def advance(self, token: int) -> None:
+        self._inner.consume_token(token)
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return int(self._inner.validate_tokens(tokens))
+
+    def forced(self) -> list[int]:
+        return list(self._inner.compute_ff_tokens())
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        inner, width = self._inner, self.words * 4
+        place, stride = out.ctypes.data, out.strides[0]
+        taken = 0
+        for row in range(len(drafts) + 1):
+            inner.unsafe_compute_mask_ptr(place + row * stride, width)  # of a failed matcher: the end alone
+            if row < len(drafts) and not inner.try_consume_tokens([drafts[row]]):
+                out[row + 1 :] = -1
+                break
+            taken += row < len(drafts)
+        if taken:
+            inner.rollback(taken)
+
+
+class _Tokens:
+    """A vocabulary in the shape that the library asks for."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos[0]
+        self.bos_token_id = None
+        self.tokens = vocabulary.tokens
+        self.special_token_ids = sorted(vocabulary.control)
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> Sequence[int]:
+        if not isinstance(text, str):
+            raise TypeError("the tokenizer takes text")  # the library asks whether bytes would do
+        return self._encode(text)

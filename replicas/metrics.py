@@ -1,0 +1,528 @@
+"""What a replica's metrics are, and where each value stands. `actor` turns them into Prometheus' families."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeAlias
+
+from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupancy, TextStats
+
+# ---- What is said of a metric: its name, kind, labels and unit, what it tells and what to do about it. Data alone.
+#
+# Those of a replica are in `listed`, those of the router in its own list; the tables of the docs are made from both.
+
+
+OWNER = ("model", "replica")  # labels of every metric of a replica
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`name` as Prometheus shows it, a counter's with `_total`. `unit`: of the value; "" is a plain number.
+
+    `advice` says what to look at or to change when the value is not as it should be. `buckets` are a histogram's.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    advice: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+# ---- What this process has used of the machine. No history: whoever asks again takes differences.
+
+
+_STARTED = time.time()
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """`cpu_s`: of all threads. `memory`: resident bytes, 0 where the system does not tell. `started`: since 1970."""
+
+    cpu_s: float
+    memory: int
+    started: float
+
+
+def process_usage() -> ProcessUsage:
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        resident = 0
+    return ProcessUsage(time.process_time(), resident, _STARTED)
+
+
+# ---- All numbers of a replica at one moment, and how a metric finds its own among them.
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    stats: EngineStats
+    now: Occupancy
+    text: TextStats
+    process: ProcessUsage
+
+
+Value: TypeAlias = float | Mapping[str, float] | Histogram
+Read: TypeAlias = Callable[[Reading], Value]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetric:
+    """`read` gives a number; where the metric has a label of its own, a number for each value of it."""
+
+    metric: Metric
+    read: Read
+
+
+def counter(name: str, unit: str, help_text: str, advice: str, read: Read, *labels: str) -> ReplicaMetric:
+    return ReplicaMetric(Metric(f"holdfast_{name}_total", Kind.COUNTER, unit, help_text, advice, labels), read)
+
+
+def gauge(name: str, unit: str, help_text: str, advice: str, read: Read, *labels: str) -> ReplicaMetric:
+    return ReplicaMetric(Metric(f"holdfast_{name}", Kind.GAUGE, unit, help_text, advice, labels), read)
+
+
+# ---- What a replica says of its requests and their tokens.
+
+
+REQUESTS = (
+    counter(
+        "engine_requests",
+        "",
+        "Requests by their terminal event: `finished`, `aborted`, `rejected`, `failed`",
+        "`failed` is ours to explain: look into the replica's log",
+        lambda r: r.stats.ended,
+        "outcome",
+    ),
+    gauge(
+        "sequences_running",
+        "",
+        "Sequences in the batch",
+        "At `engine.max_sequences` for long: more replicas, or more rows if cells are free",
+        lambda r: r.now.running,
+    ),
+    gauge(
+        "sequences_waiting",
+        "",
+        "Requests waiting for a place in the batch",
+        "Above 0 for minutes: more replicas, or more cells",
+        lambda r: r.now.waiting,
+    ),
+    gauge(
+        "sequence_rows_taken",
+        "",
+        "Rows of the sequence pool in use",
+        "At its most with cells free: raise `engine.max_sequences`",
+        lambda r: r.now.rows_taken,
+    ),
+    gauge(
+        "sequence_rows_parked",
+        "",
+        "Rows kept for programs between turns; whoever needs one takes it",
+        "Nothing: it says how many next turns will find their row as it was",
+        lambda r: r.now.rows_parked,
+    ),
+    gauge(
+        "sessions",
+        "",
+        "Sessions that clients have open",
+        "Near `engine.session_rows`: raise it, or lower `engine.session_idle_s`",
+        lambda r: r.now.sessions,
+    ),
+)
+
+TOKENS = (
+    counter(
+        "prompt_tokens_computed",
+        "tokens",
+        "Prompt tokens run through the model",
+        "The work of prefill; compare it with the cached ones",
+        lambda r: r.stats.prompt_computed,
+    ),
+    counter(
+        "prompt_tokens_cached",
+        "tokens",
+        "Prompt tokens found in the KV cache",
+        "A low share of the sum on agents' traffic: more cells, or a client that rewrites its history",
+        lambda r: r.stats.prompt_cached,
+    ),
+    counter(
+        "prompt_tokens_grouped",
+        "tokens",
+        "Of the cached ones, those computed by another request while this one waited for it",
+        "Nothing: what grouped prefill saved",
+        lambda r: r.stats.prompt_grouped,
+    ),
+    counter(
+        "completion_tokens",
+        "tokens",
+        "Tokens drawn",
+        "The throughput of a replica; divided by the steps, the tokens of a step",
+        lambda r: r.stats.completion,
+    ),
+    counter(
+        "turns_continued",
+        "",
+        "Turns that took over the row of the program's or session's turn before",
+        "Few beside many pin hits: rows are short, raise `engine.max_sequences`",
+        lambda r: r.stats.turns_continued,
+    ),
+    counter(
+        "tokens_continued",
+        "tokens",
+        "Cached tokens of these turns, neither copied nor written to a row",
+        "Nothing: what keeping rows saved",
+        lambda r: r.stats.tokens_continued,
+    ),
+    counter(
+        "tokens_rewritten",
+        "tokens",
+        "Computed for a program's last turn and lost, for its next prompt changed a token before them",
+        "High: a template or a client that rewrites history",
+        lambda r: r.stats.tokens_rewritten,
+    ),
+    counter(
+        "prompt_seeds",
+        "",
+        "Sampled requests whose noise was seeded by their prompt",
+        "Nothing: with `engine.prompt_seed` off it stands still",
+        lambda r: r.stats.prompt_seeds,
+    ),
+)
+
+TEXT = (
+    counter(
+        "render_cache_hits",
+        "",
+        "Prompts whose rendering was known",
+        "Compare it with the misses",
+        lambda r: r.text.render_hits,
+    ),
+    counter(
+        "render_cache_misses",
+        "",
+        "Prompts rendered",
+        "Nearly every one should be: a turn's prompt is new",
+        lambda r: r.text.render_misses,
+    ),
+    counter(
+        "prompt_characters_reused",
+        "characters",
+        "Of rendered prompts, those whose tokens were known from earlier turns",
+        "Compare it with the tokenized ones",
+        lambda r: r.text.characters_reused,
+    ),
+    counter(
+        "prompt_characters_tokenized",
+        "characters",
+        "Of rendered prompts, those tokenized",
+        "Near the reused ones: `engine.tokenize_cache` is too small",
+        lambda r: r.text.characters_tokenized,
+    ),
+    counter(
+        "replies_stopped",
+        "",
+        "Replies ended where their tool calls did, without waiting for the model to end them",
+        "Nothing: what stopping early saved",
+        lambda r: r.text.stopped,
+    ),
+    counter(
+        "replies_rewritten",
+        "",
+        "Replies in which a call of an undeclared tool was written again",
+        "Many: the model does not follow its tools; ask for `strict` ones",
+        lambda r: r.text.rewritten,
+    ),
+)
+
+
+# ---- What a replica says of its KV cells, on the device and in host memory.
+
+
+STATES = ("free", "tree", "held")
+
+CELLS = (
+    gauge(
+        "cells",
+        "cells",
+        "KV cells `free`, in the `tree`, `held` by sequences. One cell holds one token",
+        "`free` near 0 is as it should be; `held` near the capacity is not: more cells or replicas",
+        lambda r: {state: getattr(r.now, f"cells_{state}") for state in STATES},
+        "state",
+    ),
+    gauge(
+        "cell_capacity",
+        "cells",
+        "The sum of the three",
+        "Follows from the model and `engine.gpu_memory`, on a CPU `engine.kv_memory`",
+        lambda r: r.now.cells_total,
+    ),
+    gauge(
+        "cells_pinned",
+        "cells",
+        'Cells kept for programs until their next turn, shared ones once (of `holdfast_cells{state="tree"}`)',
+        "At `engine.retention.share` of the capacity with many pins refused: more cells",
+        lambda r: r.now.cells_pinned,
+    ),
+    gauge(
+        "programs_pinned",
+        "",
+        "Programs whose cells are kept until their next turn",
+        "Compare it with the programs that wait for a tool",
+        lambda r: r.now.pins,
+    ),
+    gauge(
+        "host_cells",
+        "cells",
+        "KV cells in host memory; they do not count in `holdfast_cells`",
+        "At the capacity with reloads: raise `engine.host_memory`",
+        lambda r: r.now.cells_host,
+    ),
+    gauge(
+        "host_cell_capacity",
+        "cells",
+        "KV cells that host memory has room for; 0: there is no second tier",
+        "Follows from `engine.host_memory` and the model",
+        lambda r: r.now.cells_host_total,
+    ),
+    gauge(
+        "reload_cells_per_second",
+        "cells/s",
+        "How fast cells came back from host memory lately; 0: none has",
+        "Far below what the bus can do: other work on it, or memory that is not pinned",
+        lambda r: r.now.reload_cells_per_s,
+    ),
+    counter(
+        "host_pages_out",
+        "pages",
+        "Evicted pages copied to host memory",
+        "Many out and few in: the second tier is smaller than what comes back, or nothing does",
+        lambda r: r.stats.pages_out,
+    ),
+    counter(
+        "host_pages_in",
+        "pages",
+        "Pages copied back",
+        "See `holdfast_host_pages_out_total`",
+        lambda r: r.stats.pages_in,
+    ),
+    counter(
+        "tokens_reloaded",
+        "tokens",
+        "Tokens that came back from host memory instead of being computed again",
+        "Nothing: what the second tier saved",
+        lambda r: r.stats.tokens_reloaded,
+    ),
+    counter(
+        "host_moves_failed",
+        "",
+        "Steps whose copies between the tiers failed: the tier was emptied, and what was to come back computed",
+        "Any: look into the replica's log; host memory may be short",
+        lambda r: r.stats.failed_moves,
+    ),
+)
+
+
+# ---- What a replica says of its order, of the cells that it keeps for programs, and of speculation.
+
+
+SCHEDULING = (
+    counter(
+        "preemptions",
+        "",
+        "Sequences sent back to the queue for lack of cells",
+        "Often: more cells, or a lower `engine.admission_ceiling`",
+        lambda r: r.stats.preemptions,
+    ),
+    counter(
+        "tokens_recomputed",
+        "tokens",
+        "Computed before a preemption, and again after it",
+        "What preemptions cost",
+        lambda r: r.stats.tokens_recomputed,
+    ),
+    counter(
+        "prefill_chunks_deferred",
+        "",
+        "Prefill chunks put off to a later step above the high-water mark",
+        "Often: cells are short",
+        lambda r: r.stats.chunks_deferred,
+    ),
+    counter(
+        "pins",
+        "",
+        "Turns whose cells were kept for their program's next one",
+        "0 with tools in use: `engine.retention.policy` is off, or finds that keeping does not pay",
+        lambda r: r.stats.pins,
+    ),
+    counter(
+        "pin_hits",
+        "",
+        "Follow-up turns that came while their program's cells were kept",
+        "Compare it with the misses",
+        lambda r: r.stats.pin_hits,
+    ),
+    counter(
+        "pin_misses",
+        "",
+        "Follow-up turns that came when they were not",
+        "Many with a growing `holdfast_prompt_tokens_computed_total`: more cells, or another `engine.retention.policy`",
+        lambda r: r.stats.pin_misses,
+    ),
+    counter(
+        "pins_expired",
+        "",
+        "Pins dropped at their deadline",
+        "Many: tools take longer than keeping was worth",
+        lambda r: r.stats.pins_expired,
+    ),
+    counter(
+        "pins_given_way",
+        "",
+        "Pins dropped for others that needed the cells",
+        "Often: cells are short",
+        lambda r: r.stats.pins_given_way,
+    ),
+    counter(
+        "pins_refused",
+        "",
+        "Pins dropped beyond `engine.retention.share` or `engine.retention.tenant_share`",
+        "One tenant may be keeping more than its share; or raise the share",
+        lambda r: r.stats.pins_refused,
+    ),
+)
+
+SPECULATION = (
+    counter(
+        "draft_tokens",
+        "tokens",
+        "Tokens drafted by speculation and verified",
+        "0 under load: the gate finds that drafts do not pay on this model, or `engine.speculation.enabled` is off",
+        lambda r: r.stats.drafted,
+    ),
+    counter(
+        "draft_tokens_accepted",
+        "tokens",
+        "Of these, tokens that the model drew too",
+        "Below a third of the drafted ones: shorter drafts (`engine.speculation.max_draft`)",
+        lambda r: r.stats.accepted,
+    ),
+    counter(
+        "draft_tokens_withheld",
+        "tokens",
+        "Drafts that were there and not verified, for it would have cost more than it saves",
+        "Nothing: the gate at work, mostly with many decoders",
+        lambda r: r.stats.drafts.withheld,
+    ),
+    counter(
+        "drafter_tokens",
+        "tokens",
+        "The verified ones by where they came from: `prompt_lookup`, `memory`, `skeleton`",
+        "A source with many drafts and few accepted ones is better turned off",
+        lambda r: {source.name.lower(): n for source, n in r.stats.drafts.drafted.items()},
+        "source",
+    ),
+    counter(
+        "drafter_tokens_accepted",
+        "tokens",
+        "The accepted ones by where they came from",
+        "See `holdfast_drafter_tokens_total`",
+        lambda r: {source.name.lower(): n for source, n in r.stats.drafts.accepted.items()},
+        "source",
+    ),
+)
+
+
+# ---- What a replica says of its steps and of its process.
+
+
+PHASES = ("schedule", "forward", "sample", "commit")
+
+STEPS = (
+    counter(
+        "engine_steps",
+        "",
+        "Steps run",
+        "Stands still with sequences running: the engine hangs",
+        lambda r: r.stats.steps,
+    ),
+    counter(
+        "engine_steps_failed",
+        "",
+        "Steps that failed, with their requests",
+        "Any: look into the replica's log",
+        lambda r: r.stats.failed_steps,
+    ),
+    counter(
+        "step_seconds",
+        "s",
+        "Time in the parts of a step: `schedule`, `forward`, `sample`, `commit`",
+        "`schedule` and `commit` above a tenth of the sum: the host is short of cores",
+        lambda r: {phase: getattr(r.stats, f"{phase}_s") for phase in PHASES},
+        "phase",
+    ),
+    ReplicaMetric(
+        Metric(
+            "holdfast_step_duration_seconds",
+            Kind.HISTOGRAM,
+            "s",
+            "How long whole steps took",
+            "A growing tail with a steady median: long prefill chunks; see `engine.step_tokens`",
+            buckets=STEP_SECONDS,
+        ),
+        lambda r: r.stats.step_times,
+    ),
+)
+
+PROCESS = (
+    counter(
+        "replica_cpu_seconds",
+        "s",
+        "Processor time of the replica's process",
+        "On a GPU at one core: the host holds the device up",
+        lambda r: r.process.cpu_s,
+    ),
+    gauge(
+        "replica_memory_bytes",
+        "bytes",
+        "Memory of the replica's process",
+        "Growing without end: a leak; else give the pod more",
+        lambda r: r.process.memory,
+    ),
+    gauge(
+        "replica_start_time_seconds",
+        "s since 1970",
+        "When the replica's process began",
+        "A new one that nobody deployed: a replica died; see the log of the one before",
+        lambda r: r.process.started,
+    ),
+)
+
+
+# ---- Every metric of a replica, in the order of the docs. One that is not listed here does not exist.
+
+
+GROUPS: Mapping[str, tuple[ReplicaMetric, ...]] = {
+    "Requests": REQUESTS,
+    "Tokens": TOKENS,
+    "Cells": CELLS,
+    "Order and retention": SCHEDULING,
+    "Speculation": SPECULATION,
+    "Steps": STEPS,
+    "Text": TEXT,
+    "Process": PROCESS,
+}
+ALL = tuple(each for group in GROUPS.values() for each in group)

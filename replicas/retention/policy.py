@@ -1,0 +1,369 @@
+"""For how long a program's cells are kept after a turn: six policies behind one pure call (Continuum, section 4.3).
+
+Source of the formulas: Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one
+(`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure them against.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.replicas.config import PolicyName, RetentionConfig
+from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, ToolLatency
+from holdfast.replicas.scheduling.plan import StepPlan
+
+# ---- Least squares without negative coefficients, for a handful of terms.
+
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+def not_negative(products: Array, sums: Array) -> Array:
+    """The coefficients x >= 0 with the least |Ax - y|, from A'A [n, n] and A'y [n]: of all terms, or of the best set.
+
+    Looks at every set of terms where one coefficient would be negative, so n is to be small.
+    """
+    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
+    if (whole >= 0).all():
+        return np.asarray(whole)
+    best, least = np.zeros(len(sums)), 0.0
+    for size in range(1, len(sums)):
+        for terms in combinations(range(len(sums)), size):
+            chosen = list(terms)
+            square = products[np.ix_(chosen, chosen)]
+            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
+            loss = float(x @ square @ x - 2 * x @ sums[chosen])
+            if (x >= 0).all() and loss < least:
+                best, least = np.zeros(len(sums)), loss
+                best[chosen] = x
+    return best
+
+
+# ---- What it costs to have a program's cells again: seconds to compute them, or to copy them back from a slower
+# memory.
+#
+# The coefficients are fitted to the steps that the engine runs (Continuum fits the same polynomial beforehand). A step
+# that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c.
+
+
+_KEPT = 0.98  # weight of what is known already when a step is added
+_ENOUGH = 8  # steps with a prefill before the fit says anything
+_REFRESH = 64  # steps after which it is drawn anew
+_THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCost:
+    """Seconds to have `n` cells again: a n^2 + b n + c, or `reload` a cell where there is a tier to copy them from."""
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+    reload: float | None = None
+
+    def seconds(self, n: int) -> float:
+        computed = (self.a * n + self.b) * n + self.c if n > 0 else 0.0
+        return computed if self.reload is None else min(computed, self.reload * n)
+
+
+class PrefillFit:
+    """Least squares over the steps with a prefill in them, the older the less; no coefficient is negative."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._products = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self.cost = RestoreCost()
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step of this plan took `seconds`. One that only decoded says nothing here."""
+        if seconds <= 0 or plan.times > 1 or not plan.prefills:
+            return
+        squares = tokens = 0.0
+        for chunk in plan.chunks:
+            n = len(chunk.tokens)
+            end = chunk.start + n
+            squares += end * end - chunk.start * chunk.start
+            tokens += n
+        x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
+        self._products = _KEPT * self._products + x[:, None] * x
+        self._sums = _KEPT * self._sums + seconds * x
+        self._seen += 1
+        if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
+            a, b, c = (float(each) for each in not_negative(self._products, self._sums))
+            self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
+
+
+# ---- What becomes of a program's cells while its tool runs, by InferCept's rule: whatever wastes least memory and
+# time.
+#
+# Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
+# bytes do not appear. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Interception:
+    """A program that pauses: its `cells`, and what it costs to have them again. Times are in seconds.
+
+    `others` are the cells of the other running sequences: they wait while this one's are computed again. `stalled` are
+    the cells that wait while cells are copied: the whole batch where a copy stops it, the program's own where copies
+    overlap with steps.
+    """
+
+    cells: int
+    others: int
+    recompute_s: float
+    swap_s: float = math.inf  # one way; without a host tier there is none
+    stalled: int = 0
+
+    @property
+    def discard(self) -> float:
+        """Cell-seconds: its own cells fill up again, and the others wait meanwhile."""
+        return self.recompute_s * (self.cells + self.others)
+
+    @property
+    def swap(self) -> float:
+        """Cell-seconds: out and in again."""
+        return 2 * self.swap_s * max(self.stalled, self.cells)
+
+    def preserve(self, pause_s: float) -> float:
+        """Cell-seconds of a pause of that length."""
+        return pause_s * self.cells
+
+
+def preserve_until(pause: Interception) -> float:
+    """For how many seconds preserving wastes least. As a time to live this is the rule for a pause of unknown length:
+    InferCept takes the time that a pause has lasted for the time it will last.
+    """
+    return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A turn is over and its program is expected back: `tools` is the key of what it called.
+
+    `turn` counts from 1 after the program's last answer.
+    """
+
+    tenant: str
+    tools: str
+    cells: int
+    turn: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
+    turns a program has behind it say of those before it. `mean_turns` from a question to its answer.
+    """
+
+    wait_s: float = 0.0
+    eta: float = 1.0
+    mean_turns: float = 1.0
+    others: int = 0  # cells of the sequences that run
+    restore: RestoreCost = field(default_factory=RestoreCost)
+
+
+class Policy(Protocol):
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        """Seconds from the turn's end; 0: not at all."""
+        ...
+
+
+class NoRetention:
+    """Nothing is kept beyond what the cache keeps anyway."""
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same for all tools whose mean interval is at most as long, and for those that nobody knows (section 4.5)."""
+
+    config: RetentionConfig
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        limit = self.config.fixed_s
+        return limit if latency.of(pause.tenant, pause.tools).mean <= limit else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bernstein:
+    """An upper bound of the interval, longer for a program that is likely to have many turns before it.
+
+    The paper's scaling by turns is lost; ours is 1 + weight * max(0, 1 - turn / mean turns).
+    """
+
+    config: RetentionConfig
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        config, tool = self.config, latency.of(pause.tenant, pause.tools)
+        if tool.count >= config.tool_samples:
+            bound = upper_bound(tool, config.delta)
+        elif latency.overall.count >= config.overall_samples:
+            bound = upper_bound(latency.overall, config.delta)
+        else:
+            bound = config.unknown_s
+        left = max(0.0, 1.0 - pause.turn / max(conditions.mean_turns, 1.0))
+        return bound * (1.0 + config.turns_weight * left)
+
+
+def upper_bound(tool: ToolLatency, delta: float) -> float:
+    """Empirical Bernstein bound of the mean (Maurer & Pontil 2009, theorem 4), with probability 1 - delta.
+
+    The range of the intervals is unknown beforehand; the longest recent one stands for it.
+    """
+    if tool.count < 2:
+        return tool.mean
+    log = math.log(2.0 / delta)
+    widest = tool.recent[-1] if tool.recent else tool.mean
+    return tool.mean + math.sqrt(2.0 * tool.variance * log / tool.count) + 7.0 * widest * log / (3.0 * (tool.count - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Continuum:
+    """Where keeping pays most: argmax over t of P(back within t) * (wait * eta + cost to restore) - t."""
+
+    config: RetentionConfig
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        benefit = conditions.wait_s * conditions.eta + conditions.restore.seconds(pause.cells)
+        enough = self.config.trusted_samples
+        if latency.overall.count <= enough:
+            # Nobody knows the tools: as if their intervals were exponential with a mean of 1 s.
+            return math.log(benefit) if benefit > 1.0 else 0.0
+        tool = latency.of(pause.tenant, pause.tools) if pause.tools else UNKNOWN
+        return best_time(tool if tool.count > enough else latency.overall, benefit)
+
+
+def best_time(tool: ToolLatency, benefit: float) -> float:
+    """argmax over t in {0} and the recent durations of P(duration <= t) * benefit - t; the smallest of equals."""
+    best, most = 0.0, 0.0
+    for i in range(bisect_left(tool.recent, benefit) - 1, -1, -1):
+        returned = (i + 1) / len(tool.recent) * benefit
+        if returned < most:
+            break  # no shorter one can gain as much
+        gain = returned - tool.recent[i]
+        if gain >= most and gain > 0.0:
+            best, most = tool.recent[i], gain
+    return best
+
+
+class RestoreTime:
+    """As long as having the cells again would take: at most twice the cost of who knew the interval beforehand."""
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        return conditions.restore.seconds(pause.cells)
+
+
+class InferCept:
+    """As long as keeping wastes less memory and time than computing again, or copying out and in (InferCept).
+
+    The time that a pause has lasted is taken for the time it will last.
+    """
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        cost = conditions.restore
+        swap = math.inf if cost.reload is None else cost.reload * pause.cells
+        computed = replace(cost, reload=None).seconds(pause.cells)
+        return preserve_until(Interception(pause.cells, conditions.others, computed, swap, stalled=pause.cells))
+
+
+def policy_of(config: RetentionConfig) -> Policy:
+    """The policy that `config` names."""
+    policies: dict[PolicyName, Policy] = {
+        "none": NoRetention(),
+        "fixed": Fixed(config),
+        "bernstein": Bernstein(config),
+        "continuum": Continuum(config),
+        "restore-cost": RestoreTime(),
+        "infercept": InferCept(),
+    }
+    return policies[config.policy]
+
+
+# ---- What a replica learns of its own load for the policies: queue delay, turns of programs, cost of a prefill.
+#
+# It outlives the books of the cache: a replica that starts anew still knows its load.
+
+
+class Turns:
+    """How many turns finished programs had, and what the turns done say of the turns left.
+
+    A program that is asked again after its answer counts as another one. Each turn of a finished program is one point
+    (turns done, turns left); sums over a program have closed forms.
+    """
+
+    def __init__(self) -> None:
+        self.programs = 0
+        self._points = self._done = self._done2 = self._left = self._left2 = self._both = 0.0
+
+    def ended(self, turns: int) -> None:
+        """A program has ended after so many turns."""
+        n = turns
+        done, done2 = n * (n + 1) / 2, n * (n + 1) * (2 * n + 1) / 6
+        self.programs += 1
+        self._points += n
+        self._done += done
+        self._done2 += done2
+        self._left += n * n - done
+        self._left2 += n * n * n - 2 * n * done + done2
+        self._both += n * done - done2
+
+    @property
+    def mean(self) -> float:
+        return self._points / self.programs if self.programs else 1.0
+
+    @property
+    def eta(self) -> float:
+        """Minus the correlation of turns done and turns left, kept within [0, 1]; 1 until it is known.
+
+        Programs with ever more turns before them would make it negative, and a wait that is saved is no loss.
+        """
+        n = self._points
+        spread = (n * self._done2 - self._done**2) * (n * self._left2 - self._left**2)
+        if spread <= 0:
+            return 1.0
+        correlation = (n * self._both - self._done * self._left) / math.sqrt(spread)
+        return min(max(-correlation, 0.0), 1.0)
+
+
+class Learned:
+    """Told by the engine as it runs. `latency` is the latest snapshot of the tools' statistics.
+
+    `reload` is seconds a cell from a host tier, where there is one.
+    """
+
+    def __init__(self, wait_window: int) -> None:
+        self.latency = LatencySnapshot()
+        self.turns = Turns()
+        self.reload: float | None = None
+        self._waits: deque[float] = deque(maxlen=wait_window)
+        self._waited = 0.0
+        self._prefill = PrefillFit()
+
+    def waited(self, seconds: float) -> None:
+        """A follow-up turn whose cells were not pinned waited so long before it began."""
+        if len(self._waits) == self._waits.maxlen:
+            self._waited -= self._waits[0]
+        self._waits.append(seconds)
+        self._waited += seconds
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        self._prefill.measured(plan, seconds)
+
+    def conditions(self, others: int = 0) -> Conditions:
+        """What a policy may know now; `others` are the cells of the sequences that run."""
+        wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
+        cost = self._prefill.cost
+        if self.reload is not None:
+            cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost)

@@ -1,0 +1,138 @@
+"""Drafts of a constrained sequence: what its grammar forbids is cut off, and what it forces needs no drafter."""
+
+import logging
+from collections.abc import Sequence as Tokens
+
+import numpy as np
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.scheduling.plan import StepPlan
+from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
+from holdfast.replicas.types import TokenIds
+
+log = logging.getLogger(__name__)
+
+
+def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
+    """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
+
+    Forced tokens are always drawn, so they cost a row of the forward each and never a step.
+    """
+    matcher = sequence.submit.matcher
+    if matcher is None:
+        return drafts
+    limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
+    forced = matcher.forced()[:limit] if limit > 0 else []
+    if forced and drafts[: len(forced)].tolist() != forced:
+        return np.array(forced, np.int32)
+    return drafts[: matcher.accepts(drafts.tolist())] if len(drafts) else NO_DRAFT
+
+
+def check(sequence: Sequence) -> None:
+    """Raises InvalidRequestError once the sequence's grammar has grown beyond its limits: it says no more."""
+    matcher = sequence.submit.matcher
+    if matcher is not None and matcher.failed:
+        raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")
+
+
+# ---- The drafter as the scheduler uses it: one state for each sequence that has begun to decode.
+#
+# Drafts are optional. So a drafter that raises costs a sequence its drafts and nothing else: this file is the
+# supervisor
+# of the calls to it.
+
+
+_BLIND = 3  # after a step without drafts so many are planned without asking, where that lets steps overlap
+
+
+class Speculation:
+    """Drafts for decoding sequences, by request. A preempted sequence keeps its state: its tokens stay the same."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.active = drafter.config.enabled
+        self._drafter = drafter
+        self._states: dict[str, DraftState | None] = {}  # None: its drafter failed
+        self._drafts: dict[str, TokenIds] = {}  # of the step in the making
+        self._blind = 0  # steps that may still be planned without asking for drafts
+
+    @property
+    def silent(self) -> bool:
+        """Whether the next step can do without drafts: there were none lately, or never are any."""
+        return not self.active or self._blind > 0
+
+    def prepare(self, decoding: Tokens[Sequence]) -> None:
+        """Draft for all sequences that decode in a step: they share what verifying may cost.
+
+        Whose last token is not known yet has no drafts.
+        """
+        self._drafts.clear()
+        if not self.active:
+            return
+        if any(sequence.awaited is not None for sequence in decoding):
+            self._blind -= 1
+            return
+        offered: list[tuple[DraftState, int]] = []
+        requests: list[str] = []
+        for sequence in decoding:
+            # So few that the token after them still fits.
+            limit = len(sequence.buffer) - sequence.length - 1
+            state = self._state(sequence) if limit > 0 else None
+            if state is not None:
+                offered.append((state, limit))
+                requests.append(sequence.request_id)
+        try:
+            drafts = self._drafter.propose_all(offered, len(decoding))
+        except Exception:
+            for request_id in requests:
+                self._give_up(request_id)
+            return
+        self._drafts.update(zip(requests, drafts, strict=True))
+        self._blind = 0 if not decoding or any(len(draft) for draft in drafts) else _BLIND
+
+    def propose(self, sequence: Sequence) -> TokenIds:
+        """The drafts prepared for a sequence, to verify after its last token."""
+        return self._drafts.get(sequence.request_id, NO_DRAFT)
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """The step with this plan took `seconds`; one that only decoded tells what verifying costs."""
+        if not self.active or plan.times > 1 or plan.prefills:
+            return
+        rows = sum(len(chunk.tokens) for chunk in plan.chunks)
+        try:
+            self._drafter.measured(rows, seconds)
+        except Exception:
+            log.exception("what verifying costs could not be learned")
+
+    def learn(self, sequence: Sequence, drawn: Tokens[int], verified: Tokens[int]) -> None:
+        """Tell which tokens were drawn for a sequence, once for each step that drew, and which were drafted in it."""
+        state = self._states.get(sequence.request_id)
+        if state is None:
+            return
+        try:
+            self._drafter.learn(state, drawn, verified)
+        except Exception:
+            self._give_up(sequence.request_id)
+
+    def close(self, sequence: Sequence) -> None:
+        """A sequence has ended; its completion is remembered for its tenant."""
+        state = self._states.pop(sequence.request_id, None)
+        if state is None:
+            return
+        try:
+            self._drafter.close(state, sequence.n_prompt)
+        except Exception:
+            log.exception("a turn could not be remembered for drafts")
+
+    def _state(self, sequence: Sequence) -> DraftState | None:
+        request_id, submit = sequence.request_id, sequence.submit
+        if request_id not in self._states:
+            try:
+                self._states[request_id] = self._drafter.open(submit.scope, sequence.tokens, submit.skeletons)
+            except Exception:
+                self._give_up(request_id)
+        return self._states[request_id]
+
+    def _give_up(self, request_id: str) -> None:
+        log.exception("no more drafts for %s: the drafter failed", request_id)
+        self._states[request_id] = None

@@ -1,0 +1,449 @@
+"""The queue of requests that wait for admission: ordered by a policy, bounded in time, cheap to cancel in."""
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import TypeAlias
+
+from holdfast.replicas.config import OrderName
+from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.sequences import Owner, Sequence
+
+# ---- In which order requests are served: small interchangeable policies, chosen by one word of the configuration.
+#
+# The smallest key is served first; no two sequences have the same. `key` is the order of the running, where the last
+# is
+# preempted when cells run out; `waiting` that of the waiting, behind those that were preempted. So the first of the
+# running is never preempted, and there is always one that gets on: keys change between steps only, and a policy that
+# changes them lets them settle. Those that share among tenants keep a line of waiting for each (`line`, `first`).
+# Here: what comes before what. Not here: the queue (`waiting`), who fits (`admission`).
+
+
+Key: TypeAlias = tuple[float, ...]
+Sequences: TypeAlias = tuple[Sequence, ...]
+Chunks: TypeAlias = tuple[Chunk, ...]
+
+_MANY = 1000  # requests over which FairOrder averages what one takes
+_PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
+
+
+class Order(ABC):
+    """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
+
+    `settled`: the key of a running sequence never changes. `by_arrival`: of those that pause, who began last is the
+    greatest.
+    """
+
+    settled = True
+    by_arrival = True
+
+    @abstractmethod
+    def key(self, sequence: Sequence) -> Key: ...
+
+    def waiting(self, sequence: Sequence) -> Key:
+        """The key of a waiting sequence, valid until something is told of it."""
+        return self.key(sequence)
+
+    def arrive(self, sequence: Sequence) -> None:
+        """A request has come in, before its first key is asked for."""
+        return
+
+    def line(self, sequence: Sequence) -> str:
+        """The line that it waits in, ordered by `waiting`; the same as long as it waits."""
+        return ""
+
+    def first(self, heads: Sequences) -> Sequence:
+        """Which of these, each the first of its line, is served next."""
+        return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
+
+    def begin(self, sequence: Sequence) -> None:
+        """It has been given a row and runs from the next step on."""
+        return
+
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        """These have had a step that took `seconds`, each with its chunk."""
+        return
+
+    def due(self, sequence: Sequence) -> float | None:
+        """When a waiting sequence that was never started has waited so long that it is promoted; None: never."""
+        return None
+
+    def promote(self, sequence: Sequence) -> None:
+        """It has: its key may change now."""
+        return
+
+    def asking(self, sequence: Sequence) -> Key:
+        """Where it stands among the programs that pause, when it needs cells that are kept for them."""
+        return (0.0,)
+
+    def paused(self, scope: str, arrival: float) -> Key:
+        """Where a program that pauses stands: the greatest gives way first, and to smaller ones only."""
+        return (1.0, arrival)
+
+
+class ProgramOrder(Order):
+    """By the program's first arrival, those with pinned cells before the others (Continuum, section 4.4).
+
+    Without `pinned_first` by the arrival alone, as in InferCept: what an interception broke off keeps its place.
+    """
+
+    def __init__(self, *, pinned_first: bool = True) -> None:
+        self._pinned_first = pinned_first
+
+    def key(self, sequence: Sequence) -> Key:
+        return (sequence.submit.program_arrival, sequence.arrived, sequence.number)
+
+    def asking(self, sequence: Sequence) -> Key:
+        return (sequence.submit.program_arrival,)
+
+    def paused(self, scope: str, arrival: float) -> Key:
+        return (arrival,)
+
+    def waiting(self, sequence: Sequence) -> Key:
+        return (0.0 if self._pinned_first and sequence.pinned else 1.0, *self.key(sequence))
+
+
+class RequestOrder(Order):
+    """First come, first served by request: the baseline of request-driven servers."""
+
+    def key(self, sequence: Sequence) -> Key:
+        return (sequence.arrived, sequence.number)
+
+
+class PlasOrder(Order):
+    """The program that was served least comes first (Autellix's PLAS), in levels: first come, first served in each.
+
+    Service is seconds of steps that the program's requests took part in, on this replica. A request begins in the level
+    of its program's service and sinks as it is served itself. Level i ends at `quantum_s * factor**i`. One that has
+    waited `patience` times its program's service goes back to the first level, once: after that it only sinks, so the
+    order of the running settles. The three constants are ours; the paper leaves them open.
+    """
+
+    settled = False
+
+    def __init__(
+        self,
+        levels: int = 8,
+        quantum_s: float = 1.0,
+        factor: float = 2.0,
+        patience: float = 4.0,
+        programs: int = _PROGRAMS,
+    ) -> None:
+        self._ends = [quantum_s * factor**i for i in range(levels - 1)]
+        self._patience = patience
+        self._programs = programs
+        self._attained: OrderedDict[Owner, float] = OrderedDict()
+
+    def key(self, sequence: Sequence) -> Key:
+        level = sum(sequence.attained_s >= end for end in self._ends)
+        return (level, sequence.arrived, sequence.number)
+
+    def arrive(self, sequence: Sequence) -> None:
+        if sequence.owner is not None:
+            sequence.attained_s = self._attained.get(sequence.owner, 0.0)
+
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        for sequence in sequences:
+            sequence.attained_s += seconds
+            owner = sequence.owner
+            if owner is None:
+                continue
+            self._attained[owner] = self._attained.get(owner, 0.0) + seconds
+            self._attained.move_to_end(owner)
+            if len(self._attained) > self._programs:
+                self._attained.popitem(last=False)
+
+    def due(self, sequence: Sequence) -> float | None:
+        if sequence.attained_s < self._ends[0]:
+            return None
+        return sequence.arrived + self._patience * sequence.attained_s
+
+    def promote(self, sequence: Sequence) -> None:
+        sequence.attained_s = 0.0
+
+
+@dataclass(slots=True)
+class _Share:
+    """One tenant's: the seconds it was served over its weight, how many of its requests run, and its weight."""
+
+    served: float = 0.0
+    running: int = 0
+    weight: float = 1.0
+
+
+class FairOrder(ProgramOrder):
+    """The tenant that was served least for its weight comes first, its programs by their first arrival.
+
+    Virtual token counters (Sheng et al. 2024) over the seconds of steps, which the sequences of a step share by their
+    tokens. What runs is charged for in advance with what requests have taken on average, so that rows which come free
+    together go to several. Who comes back is counted at least as much as the least of those who waited: being away
+    earns nothing, and nobody with a weight waits for ever. What runs is not disturbed; it is ordered as by `program`.
+    """
+
+    by_arrival = False
+
+    def __init__(self, tenants: int = _TENANTS) -> None:
+        super().__init__()
+        self._tenants = tenants
+        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by cache scope
+        self._running: list[_Share] = []  # those with requests in the latest step
+        self._least = 0.0  # of those who waited when one was chosen last
+        self._begun = 0.0  # requests, the older the less
+        self._spent = 0.0  # seconds on them
+
+    def arrive(self, sequence: Sequence) -> None:
+        share = self._of(sequence.submit.scope)
+        share.weight = sequence.submit.weight
+        share.served = max(share.served, self._least)
+
+    def line(self, sequence: Sequence) -> str:
+        return sequence.submit.scope
+
+    def first(self, heads: Sequences) -> Sequence:
+        chosen = min(heads, key=lambda head: (*self._standing(head.submit.scope), *self.waiting(head)))
+        self._least = self._of(chosen.submit.scope).served
+        return chosen
+
+    def begin(self, sequence: Sequence) -> None:
+        share = self._of(sequence.submit.scope)
+        share.running += 1
+        self._running.append(share)
+        self._begun += 1
+
+    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        for share in self._running:
+            share.running = 0
+        self._running.clear()
+        if not chunks:
+            return
+        each = seconds / sum(len(chunk.tokens) for chunk in chunks)
+        for sequence, chunk in zip(sequences, chunks, strict=True):
+            share = self._of(sequence.submit.scope)
+            share.served += each * len(chunk.tokens) / share.weight
+            share.running += 1
+            self._running.append(share)
+        self._spent += seconds
+        if self._begun > _MANY:
+            self._begun, self._spent = self._begun / 2, self._spent / 2
+
+    def asking(self, sequence: Sequence) -> Key:
+        return self.paused(sequence.submit.scope, sequence.submit.program_arrival)
+
+    def paused(self, scope: str, arrival: float) -> Key:
+        return (self._of(scope).served, arrival)
+
+    def _standing(self, scope: str) -> Key:
+        share = self._of(scope)
+        ahead = share.running / share.weight
+        return (share.served + ahead * self._spent / max(self._begun, 1.0), ahead)
+
+    def _of(self, scope: str) -> _Share:
+        """The share of a tenant, which is the last now to be forgotten."""
+        share = self._shares.get(scope)
+        if share is None:
+            share = self._shares[scope] = _Share(self._least)
+            if len(self._shares) > self._tenants:
+                self._shares.popitem(last=False)
+        self._shares.move_to_end(scope)
+        return share
+
+
+_ORDERS: dict[OrderName, Callable[[], Order]] = {
+    "program": ProgramOrder,
+    "request": RequestOrder,
+    "plas": PlasOrder,
+    "infercept": partial(ProgramOrder, pinned_first=False),
+    "fair": FairOrder,
+}
+
+
+def order_of(name: OrderName) -> Order:
+    """The policy of that name, knowing nothing yet."""
+    return _ORDERS[name]()
+
+
+# ---- Lines of waiting sequences: heaps with lazy deletion, one for each name. Who of all of them is next: `waiting`.
+
+
+Name: TypeAlias = str | None
+Ticket: TypeAlias = int
+
+
+class Lines:
+    """Entries that do not count any more, as `counts` says, are passed over and let go in time."""
+
+    def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
+        self._counts = counts
+        self._heaps: dict[Name, list[tuple[Key, Ticket, Sequence]]] = {}
+
+    def __len__(self) -> int:
+        """Entries, those that do not count among them."""
+        return sum(map(len, self._heaps.values()))
+
+    def push(self, line: Name, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
+        """Enter a sequence; a line of more than `most` entries lets those go that do not count."""
+        heap = self._heaps.setdefault(line, [])
+        heapq.heappush(heap, (key, ticket, sequence))
+        if len(heap) > most:
+            heap[:] = [entry for entry in heap if self._counts(*entry[1:])]
+            heapq.heapify(heap)
+
+    def heads(self) -> dict[Name, Sequence]:
+        """The first of each line that has any."""
+        found = {}
+        for line in list(self._heaps):
+            heap = self._heaps[line]
+            while heap and not self._counts(*heap[0][1:]):
+                heapq.heappop(heap)
+            if heap:
+                found[line] = heap[0][2]
+            else:
+                del self._heaps[line]
+        return found
+
+    def pop(self, line: Name) -> None:
+        """Take the first of a line out."""
+        heapq.heappop(self._heaps[line])
+
+
+_HELD = -1  # the ticket of a sequence that is set aside: it is in no heap
+_SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
+
+
+class WaitingQueue:
+    """Heaps with lazy deletion: push, pop, cancel and a new place cost O(log n); the length is exact."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
+        self._first: Sequence | None = None  # the head, once it is known and until who waits changes
+        self._lines = Lines(self._waits)
+        self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
+        self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
+        self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
+        self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
+        self._turns: dict[Owner, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every waiting sequence, in no particular order."""
+        return (sequence for _, sequence in self._entries.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        entry = self._entries.get(sequence.request_id)
+        return entry is not None and entry[1] is sequence
+
+    def push(self, sequence: Sequence) -> None:
+        """Enter a sequence. It waits since it arrived; an operation of a session from the next `promote` on: before it
+        may have stood behind others of its session, however much room there was.
+        """
+        if not sequence.preempted:  # what has been started is neither timed out nor promoted
+            self._order.arrive(sequence)
+            if sequence.owner is not None and sequence.owner.session:
+                self._unseen.append(sequence)
+            else:
+                self._arrivals.append((sequence.arrived, sequence))
+            due = self._order.due(sequence)
+            if due is not None:
+                heapq.heappush(self._due, (due, sequence.number, sequence))
+        if sequence.owner is not None:
+            self._turns.setdefault(sequence.owner, []).append(sequence)
+        self._place(sequence)
+
+    def head(self) -> Sequence | None:
+        """The next to be admitted; it stays in the queue, and stays the next until who waits or in which place changes.
+
+        Then it is looked for among the heads of all lines.
+        """
+        if self._first is None and self._entries:
+            heads = self._lines.heads()
+            if not heads or None in heads:
+                self._first = heads.get(None)
+            else:
+                self._first = self._order.first(tuple(heads.values()))
+        return self._first
+
+    def hold(self) -> Sequence:
+        """Set the head aside: it still waits, can be removed and expires, but is not the head until `unhold`."""
+        sequence = self.head()
+        if sequence is None:
+            raise IndexError("nobody is waiting")
+        self._lines.pop(_line(self._order, sequence))
+        self._first = None
+        self._entries[sequence.request_id] = (_HELD, sequence)
+        return sequence
+
+    def unhold(self, sequence: Sequence) -> None:
+        """Put a held sequence back in its place; nothing, if it was removed in the meantime."""
+        if sequence in self:
+            self._place(sequence)
+
+    def reorder(self, sequence: Sequence) -> None:
+        """What the order looks at has changed for this sequence: give it its new place. Nothing, if it has gone."""
+        if sequence in self and self._entries[sequence.request_id][0] != _HELD:
+            self._place(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._entries[sequence.request_id]
+        self._first = None
+        if sequence.owner is not None:
+            turns = self._turns[sequence.owner]
+            turns.remove(sequence)
+            if not turns:
+                del self._turns[sequence.owner]
+
+    def turns_of(self, owner: Owner) -> list[Sequence]:
+        """The waiting requests of a program or session."""
+        return list(self._turns.get(owner, ()))
+
+    def promote(self, now: float) -> None:
+        """Promote those that were passed over too long by `now`, the beginning of a step."""
+        self._arrivals.extend((now, sequence) for sequence in self._unseen)
+        self._unseen.clear()
+        while self._due and self._due[0][0] <= now:
+            sequence = heapq.heappop(self._due)[2]
+            if sequence in self and not sequence.preempted:
+                self._order.promote(sequence)
+                self.reorder(sequence)
+
+    def expired(self, before: float) -> list[Sequence]:
+        """Remove and return the sequences that wait since before `before` and were never started."""
+        late = []
+        while self._arrivals:
+            since, sequence = self._arrivals[0]
+            waits = sequence in self and not sequence.preempted
+            if waits and since >= before:
+                break
+            self._arrivals.popleft()
+            if waits:
+                self.remove(sequence)
+                late.append(sequence)
+        return late
+
+    def _place(self, sequence: Sequence) -> None:
+        ticket, self._first = next(self._tickets), None
+        self._entries[sequence.request_id] = (ticket, sequence)
+        most = 2 * len(self._entries) + _SLACK
+        self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)
+        if len(self._arrivals) > most:
+            self._arrivals = deque(entry for entry in self._arrivals if entry[1] in self and not entry[1].preempted)
+        if len(self._unseen) > most:
+            self._unseen = [each for each in self._unseen if each in self]
+        if len(self._due) > most:
+            self._due = [entry for entry in self._due if entry[2] in self]
+            heapq.heapify(self._due)
+
+    def _waits(self, ticket: Ticket, sequence: Sequence) -> bool:
+        entry = self._entries.get(sequence.request_id)
+        return entry is not None and entry[0] == ticket
+
+
+def _line(order: Order, sequence: Sequence) -> str | None:
+    """None for those that were preempted: they have a part of their work behind them and come before all others."""
+    return None if sequence.preempted else order.line(sequence)

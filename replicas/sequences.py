@@ -1,0 +1,291 @@
+"""The engine's state of one request: its tokens, and how far the engine has come with them."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.replicas.constraints.matcher import Matcher
+from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
+from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.radix import common_prefix
+from holdfast.replicas.types import TokenIds
+
+
+class Owner(NamedTuple):
+    """Whose turn a sequence is. `session`: opened by a client; else a program. A tuple, for it is looked up often."""
+
+    scope: str
+    name: str
+    session: bool
+
+    @classmethod
+    def of(cls, scope: str, session_id: str, program_id: str) -> "Owner | None":
+        """Whose a request is; None for a single one."""
+        if session_id:
+            return cls(scope, session_id, session=True)
+        return cls(scope, program_id, session=False) if program_id else None
+
+
+class Status(Enum):
+    """Where a sequence is in its life; changed by `Sequence.move` alone."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+_MOVES = {
+    Status.WAITING: {Status.RUNNING, Status.ENDED},
+    Status.RUNNING: {Status.WAITING, Status.ENDED},  # back to waiting: preempted
+    Status.ENDED: set[Status](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request's tokens and how far the engine has come with them.
+
+    tokens   |<---- cached ---->|<- computed ->|<--- pending --->|
+             0             n_cached        n_computed         length
+
+    Cells below `n_computed` are filled. Who owns their pages (the tree or this sequence) is written in `holding`,
+    which is None while the sequence waits. `pending` is one token while decoding and more while prefilling.
+    """
+
+    submit: Submit
+    number: int  # of the submission; no two sequences of an engine have the same
+    arrived: float
+    n_prompt: int
+    buffer: TokenIds  # capacity for prompt and completion; valid up to `length`
+    length: int
+    n_cached: int = 0  # prompt tokens that were found in the cache when it was first admitted
+    n_computed: int = 0
+    status: Status = Status.WAITING
+    preempted: bool = False
+    reuse: bool = True  # False once a cached prefix left it too little room to grow, though it ran alone
+    row: int | None = None
+    holding: Holding | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+    n_history: int = 0  # tokens of the session before this operation: they stay pinned whatever becomes of it
+    n_before: int = 0  # tokens that were computed when it was preempted, while it waits
+    owner: Owner | None = None  # who comes back for what this sequence leaves; None: nobody
+    seed: int = 0
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
+    attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
+    draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
+    ahead: int = 0  # tokens that a step in flight computes; set while the step after it is planned, and 0 otherwise
+    awaited: int | None = None  # of that step's chunks the one that draws this sequence's next token
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.request_id = self.submit.request_id
+
+    @classmethod
+    def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
+        n_prompt = len(submit.tokens)
+        buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
+        buffer[:n_prompt] = submit.tokens
+        stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
+        owner = Owner.of(submit.scope, submit.session_id, submit.program_id)
+        return cls(submit, number, now, n_prompt, buffer, n_prompt, owner=owner, seed=seed, stop_ids=stop_ids)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.submit.sampling
+
+    @property
+    def tokens(self) -> TokenIds:
+        """Prompt and completion so far, int32 [length]; a view."""
+        return self.buffer[: self.length]
+
+    @property
+    def generated(self) -> TokenIds:
+        """The completion, with that of the request it goes on from before it."""
+        return self.buffer[self.n_prompt - self.submit.n_generated : self.length]
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """Which tokens may come next, of a constrained sequence."""
+        return self.submit.matcher
+
+    @property
+    def pending(self) -> int:
+        """Tokens that have no KV yet, and are not getting it in the step in flight."""
+        return self.length + (self.awaited is not None) - self.n_computed - self.ahead
+
+    @property
+    def decoding(self) -> bool:
+        end = self.length + (self.awaited is not None)
+        return end - self.n_computed - self.ahead == 1 and end > self.n_prompt
+
+    @property
+    def held(self) -> Holding:
+        """The cells of a running sequence."""
+        assert self.holding is not None, self.request_id
+        return self.holding
+
+    @property
+    def the_row(self) -> int:
+        """The page-table row of a running sequence."""
+        assert self.row is not None, self.request_id
+        return self.row
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.n_prompt, self.n_cached, self.length - self.n_prompt)
+
+    def timing(self, now: float) -> Timing:
+        return Timing(self.arrived, self.scheduled, self.first_token, now)
+
+    def move(self, status: Status) -> None:
+        if status not in _MOVES[self.status]:
+            raise AssertionError(f"{self.request_id}: {self.status.value} -> {status.value}")
+        self.status = status
+
+    def append(self, drawn: tuple[int, ...], now: float) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
+        if self.first_token is None:
+            self.first_token = now
+        matcher, end = self.submit.matcher, self.length + len(drawn)
+        if matcher is None and end < len(self.buffer) and self.stop_ids.isdisjoint(drawn):
+            self.buffer[self.length : end] = drawn
+            self.length = end
+            return drawn, None
+        for i, token in enumerate(drawn):
+            self.buffer[self.length] = token
+            self.length += 1
+            if token in self.stop_ids:
+                return drawn[: i + 1], "stop"
+            if matcher is not None:
+                matcher.advance(token)
+                if matcher.finished:
+                    return drawn[: i + 1], "stop"
+            if self.length == len(self.buffer):
+                return drawn[: i + 1], "length"
+        return drawn, None
+
+    def failed(self, error: ErrorInfo) -> Failed:
+        return Failed(self.request_id, error, self.usage)
+
+
+def cut(sequence: Sequence, completion: int) -> None:
+    """Forget what was drawn after so many tokens."""
+    sequence.length = min(sequence.length, sequence.n_prompt + completion)
+    sequence.n_computed = min(sequence.n_computed, sequence.length)
+
+
+# ---- Where a sequence will be once the step in flight is over, while the next one is planned; without one, where it
+# is.
+
+
+def reach(sequence: Sequence) -> int:
+    """Its length then."""
+    return sequence.length + (sequence.awaited is not None)
+
+
+def closing(sequence: Sequence) -> bool:
+    """It ends with the step in flight, whatever that draws."""
+    end = reach(sequence)
+    return sequence.ahead > 0 and end == len(sequence.buffer) and sequence.pending == end - sequence.length
+
+
+def decoded(sequence: Sequence) -> bool:
+    """Whether it decodes already without that step: its prompt is in the cache for all to see."""
+    return sequence.length - sequence.n_computed == 1 and sequence.length > sequence.n_prompt
+
+
+# ---- The sequence pool: a fixed number of page-table rows, handed out and returned (stateful inference, section 3.1).
+#
+# The pool never waits: a request waits in the scheduler's queue, in order and with a timeout, until a row is free.
+
+
+class Region(Enum):
+    """TRANSIENT rows serve single requests; SESSION rows those of programs and sessions, which come back for more."""
+
+    TRANSIENT = "transient"
+    SESSION = "session"
+
+
+class SequencePool:
+    """Rows `0..rows-1`, the last `session_rows` of which form the session region."""
+
+    def __init__(self, rows: int, session_rows: int = 0) -> None:
+        if not 0 <= session_rows < rows:
+            raise ValueError(f"session_rows must be in [0, {rows}), not {session_rows}")
+        self.rows = rows
+        self.first_session_row = rows - session_rows
+        # Stacks: the row returned last is the one whose memory is warm.
+        self._free = {
+            Region.TRANSIENT: list(range(self.first_session_row - 1, -1, -1)),
+            Region.SESSION: list(range(rows - 1, self.first_session_row - 1, -1)),
+        }
+        self._taken: set[int] = set()
+
+    def free(self, region: Region = Region.TRANSIENT) -> int:
+        return len(self._free[region])
+
+    @property
+    def taken(self) -> int:
+        return len(self._taken)
+
+    def acquire(self, region: Region = Region.TRANSIENT) -> int | None:
+        """A free row of the region, or None when there is none."""
+        if not self._free[region]:
+            return None
+        row = self._free[region].pop()
+        self._taken.add(row)
+        return row
+
+    def release(self, row: int) -> None:
+        """Return a row. Raises ValueError if it is not taken: a double release would give it to two sequences."""
+        if row not in self._taken:
+            raise ValueError(f"row {row} is not taken")
+        self._taken.remove(row)
+        self._free[Region.TRANSIENT if row < self.first_session_row else Region.SESSION].append(row)
+
+
+# ---- What programs had computed when their last turn ended, to see how much of it their next prompt drops.
+#
+# Some chat templates rewrite what was said: they drop old reasoning, or move the system prompt. Everything behind the
+# first changed token is computed again, and no cache can help; here it is counted.
+
+
+class Histories:
+    """The tokens of each program's last turn, `capacity` tokens at most; the least recently seen program goes first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tokens: OrderedDict[Owner, TokenIds] = OrderedDict()
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """Tokens remembered."""
+        return self._held
+
+    def remember(self, owner: Owner, tokens: TokenIds) -> None:
+        """`owner` ended a turn with these tokens computed."""
+        self._held -= len(self._tokens.pop(owner, ()))
+        self._tokens[owner] = tokens.copy()
+        self._held += len(tokens)
+        while self._held > self._capacity:
+            self._held -= len(self._tokens.popitem(last=False)[1])
+
+    def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
+        """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.
+
+        Where more is cached than the two have in common, the prompt goes on from something else that the program
+        had computed, and nothing was rewritten.
+        """
+        before = self._tokens.get(owner)
+        if before is None or n_cached >= min(len(before), len(prompt)):
+            return 0
+        common = common_prefix(before, prompt)
+        leaves = common < min(len(before), len(prompt)) and n_cached <= common
+        return len(before) - common if leaves else 0

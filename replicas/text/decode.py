@@ -1,0 +1,140 @@
+"""What bytes a token stands for, read from the tokenizer's decoder.
+
+Byte-level BPE (GPT-2's alphabet: Llama 3, Qwen, Mistral's tekken) and sentencepiece with byte fallback (Llama 2,
+Mistral v0.x, Gemma) map every token to bytes of its own. Other decoders join tokens by rules of their own;
+`Pieces.exact` is False for them.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Pieces:
+    """Token id to bytes, remembered. `backend` is a `tokenizers.Tokenizer`.
+
+    `strips`: decoding a text drops the space it begins with.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+        kinds = _kinds(decoder)
+        self.byte_level = "ByteLevel" in kinds
+        self.exact = self.byte_level or (bool(kinds) and kinds <= _SENTENCEPIECE)
+        self.strips = not self.byte_level and ("Strip" in kinds or _prepends(decoder))
+        self._known: dict[int, bytes] = {}
+
+    def of(self, token: int) -> bytes:
+        """The token's bytes; none for an id that the vocabulary does not have."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._bytes(token)
+        return found
+
+    def text(self, tokens: list[int]) -> str:
+        """All of `tokens` as text, special ones too, nothing stripped."""
+        if not self.exact:
+            return str(self.backend.decode(tokens, skip_special_tokens=False))
+        return b"".join(map(self.of, tokens)).decode("utf-8", "replace")
+
+    def _bytes(self, token: int) -> bytes:
+        word: str | None = self.backend.id_to_token(token)
+        if word is None:
+            return b""
+        if self.byte_level:
+            if all(char in _ALPHABET for char in word):
+                return bytes(_ALPHABET[char] for char in word)
+            return word.encode()
+        if not self.exact:
+            return str(self.backend.decode([token], skip_special_tokens=False)).encode()
+        byte = _BYTE.fullmatch(word)
+        return bytes([int(byte[1], 16)]) if byte else word.replace("▁", " ").encode()
+
+
+def _kinds(decoder: dict[str, Any]) -> set[str]:
+    if decoder.get("type") == "Sequence":
+        return set().union(*(_kinds(part) for part in decoder["decoders"]))
+    return {decoder["type"]} if decoder else set()
+
+
+def _prepends(decoder: dict[str, Any]) -> bool:
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never" for part in parts)
+
+
+# ---- Token ids to text as they come, never half a character.
+#
+# Bytes go through an incremental UTF-8 decoder: its state is at most three bytes, and its result is that of decoding
+# all bytes at once, invalid ones included. (The tokenizers library's `DecodeStream` decodes a window again for every
+# token, holds invalid bytes back until valid ones follow and has no flush; it serves the decoders whose tokens have no
+# bytes of their own.)
+
+
+class StreamDecoder:
+    """Decodes one stream. `hidden` ids leave no text: end of sequence and other control tokens.
+
+    `continues`: the text goes on from a prompt, so a space it begins with stays.
+    """
+
+    def __init__(self, pieces: Pieces, hidden: frozenset[int] = frozenset(), continues: bool = False) -> None:
+        self._pieces = pieces
+        self._hidden = hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = pieces.strips and not continues
+        self._window = None if pieces.exact else _Window(pieces)
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """The text that `tokens` complete; "" while they are inside a character."""
+        shown = [token for token in tokens if token not in self._hidden]
+        if self._window is not None:
+            return "".join(map(self._window.step, shown))
+        text = self._utf8.decode(b"".join(map(self._pieces.of, shown)))
+        if text and self._strip:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def flush(self) -> str:
+        """The stream is over: a character it broke off in comes out as U+FFFD."""
+        if self._window is not None:
+            return self._window.flush()
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """A stream through the library's own decoding, for tokens that are not bytes."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._backend = pieces.backend
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._held: list[int] = []
+
+    def step(self, token: int) -> str:
+        self._held.append(token)
+        text: str | None = self._stream.step(self._backend, token)
+        if text:
+            self._held.clear()
+        return text or ""
+
+    def flush(self) -> str:
+        held, self._held = self._held, []
+        return str(self._backend.decode(held, skip_special_tokens=False)) if held else ""

@@ -1,0 +1,376 @@
+"""The tokens a vocabulary has beside its BPE pieces, and where they stand in a text.
+
+The library cuts a text at added tokens before anything else, so no BPE merge crosses the beginning of one.
+"""
+
+import asyncio
+import json
+import re
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any, TypeVar
+
+import numpy as np
+
+from holdfast.replicas.errors import ContextLengthError, UnavailableError
+from holdfast.replicas.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class AddedTokens:
+    """Patterns over a text.
+
+    `all` finds every added token; the ones in `starts` (text to id) begin where a text may be cut in two that are
+    tokenized apart. `control` finds the special ones, with the white space they swallow; `control_word` finds their
+    contents alone, as they stand inside JSON text. Patterns are None where there is no such token.
+    """
+
+    ids: dict[str, int]
+    special_ids: frozenset[int]
+    starts: dict[str, int]
+    all: re.Pattern[str] | None
+    control: re.Pattern[str] | None
+    control_word: re.Pattern[str] | None
+
+    def start_at(self, text: str, position: int) -> bool:
+        """Whether `text` may be cut at `position` because an added token begins there."""
+        found = self.all.match(text, position) if self.all else None
+        return found is not None and found[0] in self.starts
+
+
+def read_added_tokens(backend: Any) -> AddedTokens:
+    """What the `tokenizers.Tokenizer` `backend` has been given."""
+    tokens = sorted(backend.get_added_tokens_decoder().items(), key=lambda item: -len(item[1].content))
+    special = [(index, token) for index, token in tokens if token.special and len(token.content) > 1]
+    plain_normal = backend.normalizer is None
+    return AddedTokens(
+        ids={token.content: index for index, token in tokens},
+        special_ids=frozenset(index for index, token in tokens if token.special),
+        starts={
+            token.content: index
+            for index, token in tokens
+            if not (token.lstrip or token.single_word) and (plain_normal or not token.normalized)
+        },
+        all=_any_of({token.content for _, token in tokens}),
+        control=_with_space([token for _, token in special]),
+        control_word=_any_of({token.content for _, token in special}),
+    )
+
+
+def _with_space(tokens: list[Any]) -> re.Pattern[str] | None:
+    """The longest of `tokens` (longest first), with the white space that it swallows."""
+    if not any(token.lstrip or token.rstrip for token in tokens):
+        return _any_of({token.content for token in tokens})
+    space = {False: "", True: r"\s*"}
+    patterns = [space[token.lstrip] + re.escape(token.content) + space[token.rstrip] for token in tokens]
+    return re.compile("|".join(patterns))
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str] | None:
+    """The longest of `texts`."""
+    return re.compile(_spelled(texts)) if texts else None
+
+
+def _spelled(texts: set[str]) -> str:
+    """A pattern for the longest of `texts` that branches where they part.
+
+    Trap: one branch per text tries all of them wherever one might begin. With Gemma's six thousand added tokens that
+    is seconds for a text of many lines.
+    """
+    head = commonprefix(list(texts))  # noqa: RUF071 - of characters, not of paths
+    rest: dict[str, set[str]] = {}
+    for text in texts:
+        rest.setdefault(text[len(head) :][:1], set()).add(text[len(head) :])
+    may_end = rest.pop("", None) is not None
+    branches = f"(?:{'|'.join(map(_spelled, rest.values()))})" if rest else ""
+    return re.escape(head) + branches + ("?" if rest and may_end else "")
+
+
+# ---- A rendered text to token ids in full: control tokens of the template as tokens, those of the client as text.
+#
+# Not here: remembering what was tokenized before (`tokens`).
+
+
+class Encoder:
+    """`backend` is a `tokenizers.Tokenizer`. For one thread."""
+
+    def __init__(self, backend: Any, added: AddedTokens) -> None:
+        self._backend = backend
+        self._added = added
+        self._inner: Any = None  # for text that does not begin the prompt; made when first needed
+
+    def encode(self, text: str, mark: str = "", at_start: bool = True) -> TokenIds:
+        """int32 ids of `text`, no tokens added around it.
+
+        Where it holds `mark`, what stands between two control tokens is tokenized apart, with special tokens read as
+        text. `at_start`: the prompt begins here (some tokenizers put a space before it).
+        """
+        if not mark or mark not in text or self._added.control is None:
+            return np.array(_ids(self._backend, text), np.int32)
+        ids: list[int] = []
+        begun = position = 0  # text from `begun` on is not tokenized yet; `position` is the end of a control token
+        ends = [(found.start(), found.end()) for found in self._added.control.finditer(text)]
+        for start, end in [*ends, (len(text), len(text))]:
+            if mark in text[position:start]:
+                ids += _ids(self._backend, text[begun:position])
+                ids += self._literal(text[position:start].replace(mark, ""), at_start and position == 0)
+                begun = start
+            position = end
+        ids += _ids(self._backend, text[begun:])
+        return np.array(ids, np.int32)
+
+    def whole(self, text: str) -> TokenIds:
+        """int32 ids of plain text with the tokens around it that the model expects; special tokens in it count."""
+        return np.array(_ids(self._backend, text, around=True), np.int32)
+
+    def _literal(self, text: str, at_start: bool) -> list[int]:
+        """Ids of text in which special tokens mean nothing."""
+        backend = self._backend if at_start else self._later()
+        before = backend.encode_special_tokens
+        backend.encode_special_tokens = True
+        try:
+            return _ids(backend, text)
+        finally:
+            backend.encode_special_tokens = before
+
+    def _later(self) -> Any:
+        """The tokenizer as it treats text after the first token: a space before the prompt is not put again."""
+        if self._inner is None:
+            self._inner = self._backend
+            splitter = self._backend.pre_tokenizer
+            if splitter is not None and '"first"' in splitter.__getstate__().decode():
+                settings = json.loads(self._backend.to_str())
+                _never_prepend(settings["pre_tokenizer"])
+                self._inner = type(self._backend).from_str(json.dumps(settings))
+        return self._inner
+
+
+def _ids(backend: Any, text: str, around: bool = False) -> list[int]:
+    """Ids of `text`; `around`: with the tokens around it that the model expects."""
+    # Trap: `encode` holds the GIL until it is done, so that on a thread too it stops the event loop. A batch lets it
+    # go; the fast one looks for no offsets, which took as long as the ids and were thrown away with the GIL held.
+    ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=around)[0].ids
+    return ids
+
+
+def _never_prepend(settings: dict[str, Any]) -> None:
+    if settings.get("prepend_scheme") == "first":
+        settings["prepend_scheme"] = "never"
+    for part in settings.get("pretokenizers", ()):
+        _never_prepend(part)
+
+
+# ---- Text to token ids, tokenizing only what is new (Stateful Inference, section 3.4), as sessions are stateful.
+#
+# An entry is a text and the ids that stand for it: a prompt as tokenized, or a finished turn with its ids exactly as
+# they were generated. A new text takes over the longest beginning that some entry shares with it, up to the
+# beginning of an added token, where no merge can cross. Special tokens in marked text stay text.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A text and its ids. It may be cut before character `chars[i]`, which is token `tokens[i]`."""
+
+    text: str
+    ids: TokenIds
+    chars: list[int]
+    tokens: list[int]
+
+
+_EMPTY = Entry("", np.zeros(0, np.int32), [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A text for whose first `char` characters the first `token` ids of an entry stand; the rest is to be tokenized."""
+
+    text: str
+    mark: str
+    scope: str
+    base: Entry
+    char: int
+    token: int
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.char :]
+
+
+class TokenCache:
+    """The last `entries` texts of `tokenizer` (a transformers tokenizer). Scopes do not see each other's entries."""
+
+    def __init__(self, tokenizer: Any, entries: int = 64) -> None:
+        self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
+        self._start_ids = np.array(sorted(self.added.starts.values()), np.int32)
+        self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
+        self._limit = entries
+        self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
+        self.reused = 0  # characters taken from entries
+        self.tokenized = 0  # characters tokenized
+
+    def encode(self, text: str, mark: str = "", scope: str = "") -> TokenIds:
+        """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
+        begun = self.begin(text, mark, scope)
+        return self.end(begun, self.tokenize(begun, self.encoder))
+
+    def begin(self, text: str, mark: str = "", scope: str = "") -> Begun:
+        """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile."""
+        scope = f"{scope}\0{mark}"  # the same text means other ids under another mark
+        base, char, token = self._longest(text, scope)
+        return Begun(text, mark, scope, base, char, token)
+
+    def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
+        """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
+        ids = begun.base.ids[: begun.token]
+        if begun.char < len(begun.text):
+            ids = np.concatenate((ids, encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)))
+        return self._entry(begun.text, ids, begun.base, begun.char, begun.token)
+
+    def end(self, begun: Begun, entry: Entry) -> TokenIds:
+        """The ids of the whole text, which is remembered."""
+        self.reused += begun.char
+        self.tokenized += len(begun.text) - begun.char
+        self._store(begun.scope, entry, begun.base)
+        return entry.ids
+
+    def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "") -> None:
+        """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""
+        ids = np.asarray(ids, np.int32)
+        scope = f"{scope}\0{mark}"
+        base, char, token = self._longest(text, scope)
+        if not np.array_equal(base.ids[:token], ids[:token]):
+            base, char, token = _EMPTY, 0, 0
+        self._store(scope, self._entry(text, ids, base, char, token), base)
+
+    def _longest(self, text: str, scope: str) -> tuple[Entry, int, int]:
+        """The entry that shares most with `text`, and where to cut: in characters and in tokens."""
+        best, char, token = _EMPTY, 0, 0
+        for (owner, _), entry in reversed(self._entries.items()):
+            if owner == scope and entry.text.startswith(text[: char + 1]):
+                cut = self._cut(entry, text)
+                if cut[0] > char:
+                    best, (char, token) = entry, cut
+        return best, char, token
+
+    def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
+        """Up to where `entry` can stand for the beginning of `text`."""
+        length = len(entry.text)
+        if text.startswith(entry.text) and (length == len(text) or self.added.start_at(text, length)):
+            return length, len(entry.ids)
+        low, high = 0, bisect_right(entry.chars, len(text))
+        while low < high:
+            middle = (low + high) // 2
+            if text.startswith(entry.text[: entry.chars[middle]]):
+                low = middle + 1
+            else:
+                high = middle
+        for index in range(low - 1, -1, -1):
+            if self.added.start_at(text, entry.chars[index]):
+                return entry.chars[index], entry.tokens[index]
+        return 0, 0
+
+    def _entry(self, text: str, ids: TokenIds, base: Entry, char: int, token: int) -> Entry:
+        """An entry that is `base` up to the cut."""
+        known = bisect_left(base.chars, char)
+        chars, tokens = self._cuts(text, ids, char, token)
+        return Entry(text, ids, base.chars[:known] + chars, base.tokens[:known] + tokens)
+
+    def _store(self, scope: str, entry: Entry, base: Entry) -> None:
+        """Keep an entry that was made of `base`. A base that the text goes on from is contained in it."""
+        if entry.text.startswith(base.text):
+            self._entries.pop((scope, base.text), None)
+        self._entries.pop((scope, entry.text), None)
+        self._entries[scope, entry.text] = entry
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def _cuts(self, text: str, ids: TokenIds, char: int, token: int) -> tuple[list[int], list[int]]:
+        """Where added tokens begin from `char` and `token` on, as far as text and ids agree about them."""
+        if self.added.all is None:
+            return [], []
+        found = (match for match in self.added.all.finditer(text, char) if match[0] in self.added.starts)
+        places = token + np.flatnonzero(np.isin(ids[token:], self._start_ids))
+        chars: list[int] = []
+        for place, match in zip(places, found, strict=False):
+            if ids[place] != self.added.starts[match[0]]:
+                break
+            chars.append(match.start())
+        return chars, places[: len(chars)].tolist()
+
+
+# ---- Tokenizing long texts beside the event loop, so that nobody else waits for them.
+#
+# One text at a time, in the order they came, with a tokenizer of its own: one that reads special tokens as text for a
+# moment must not be used by two threads.
+
+
+LONG = 1 << 16
+"""Characters that take an event loop about as long as a few steps: more are tokenized on a thread."""
+_SLACK = 4
+"""Where a tokenizer rewrites a text first, this much shorter it may become."""
+_RUNS = (" ", "\n", "\t", "\x01", "x", "7", ".", "\u0301", "\u200b", "\U0010fffd", "x. 7\n\U0010fffd")
+"""What tokenizers drop, or squeeze into one token however much of it there is: if one does, it shows with these."""
+_RUN_TOKENS = 8
+"""Tokens that a run must have at least: one that is squeezed has one, or two with the space put before it."""
+
+Result = TypeVar("Result")
+
+
+class LongTexts:
+    """`backend` is a `tokenizers.Tokenizer`. `context`: tokens that a prompt may have; 0: any number."""
+
+    def __init__(self, backend: Any, added: AddedTokens, context: int) -> None:
+        # Now, not for the first long text: with 150,000 tokens this takes most of a second and holds the GIL.
+        backend = type(backend).from_str(backend.to_str())
+        self._encoder = Encoder(backend, added)
+        self._reach = _reach(backend)
+        self._context = context
+        self._closed = False
+        # Not a lock around threads: who is cancelled leaves a thread behind that is not done yet.
+        self._thread = ThreadPoolExecutor(1, "long-texts")
+
+    def close(self) -> None:
+        """Those that wait for the thread are refused at their turn; what is being tokenized is not waited for."""
+        self._closed = True
+        self._thread.shutdown(wait=False)
+
+    async def run(self, work: Callable[[Encoder], Result], length: int) -> Result:
+        """What `work`, on `length` characters, makes of the encoder that the thread has.
+
+        Raises UnavailableError once closed, and ContextLengthError for so many characters that no tokenizing could make
+        them fit, where the tokenizer neither drops nor squeezes any.
+        """
+        self._check()
+        least = length // self._reach if self._reach else 0
+        if self._context and least > self._context:
+            raise ContextLengthError(
+                f"the prompt has more than {least} tokens; the context has room for {self._context}", "prompt"
+            )
+
+        def at_its_turn() -> Result:
+            self._check()
+            return work(self._encoder)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, at_its_turn)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise UnavailableError("the engine is not running")
+
+
+def _reach(backend: Any) -> int:
+    """No token stands for more characters; 0 where one may stand for any number, or some have none.
+
+    White space may be dropped, a run of what is unknown may be one token, an added token may swallow the space beside
+    it, and a text may be cut off.
+    """
+    if backend.truncation or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
+        return 0
+    reach = _SLACK * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    runs = [(run * reach * _RUN_TOKENS)[: reach * _RUN_TOKENS] for run in _RUNS]
+    found = backend.encode_batch_fast(runs, add_special_tokens=False)
+    return reach if min(map(len, found)) >= _RUN_TOKENS else 0

@@ -1,0 +1,103 @@
+"""The benchmark of a GPU, over models of a few numbers: that it runs, and what it writes down."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from holdfast.kernels.ceilings import Ceilings
+from holdfast.loadgen.bench.gpu.__main__ import main
+from holdfast.loadgen.bench.gpu.world import World, small_size
+from holdfast.loadgen.bench.report import put
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
+
+SPENT = ("ideal_s", "prepare_s", "kernels_s", "sample_s", "plan_s", "commit_s", "idle_s")
+
+
+def test_single_steps_run_and_are_written_down(tmp_path, capsys):
+    file = tmp_path / "gpu.json"
+    assert main(["--json", str(file), "--only", "steps"]) == 0
+    found = json.loads(file.read_text())
+    assert found["failed"] == {}
+    assert found["left_out"] == []
+    parts = ["products", "decode, launched", "verify, launched", "graphs", "decode", "verify", "prefill", "alias"]
+    assert list(found["parts"]) == [*parts, "host tier", "host"]
+    assert all(found["parts"].values())
+    assert found["parts"]["graphs"]["graphs"]["believed"] == 1
+    assert [moved["same_bits"] for moved in found["parts"]["host tier"].values()] == [1]
+    assert 0 < found["shares"]["prefill: prefill 20"] < 1
+    replayed = {part: {figures.get("replayed") for figures in lines.values()} for part, lines in found["parts"].items()}
+    assert replayed["decode, launched"] == replayed["verify, launched"] == replayed["prefill"] == {0.0}
+    assert replayed["decode"] == replayed["host"] == {1.0}
+    assert replayed["verify"] == {0.5}  # in a graph for one token, a window of 8 is too long for one of these
+    host = found["parts"]["host"]["a step of 2 sequences"]
+    assert host["not_hidden_s"] == pytest.approx(host["wall_s"] - host["device_s"] + host["prepare_s"])
+    assert {"python", "torch", "triton", "transformers"} <= set(found["versions"])
+    assert found["machine"]["cores"] >= 1
+    assert set(found["ceilings"]) == {"bandwidth", "rate", "empty_s"}
+    assert set(found["seconds"]) == set(found["parts"])
+    assert "the figures say nothing" in capsys.readouterr().out
+
+
+def test_a_process_behind_a_fault_chooses_and_captures_itself(tmp_path):
+    file = tmp_path / "gpu.json"
+    done = {name: {} for name in ("products", "decode, launched", "verify, launched", "graphs", "decode")}
+    put(file, {"parts": done, "failed": {"decode": "the process ended"}, "began": time.time()})
+    assert main(["--json", str(file), "--only", "steps", "--resume"]) == 1
+    found = json.loads(file.read_text())
+    assert list(found["parts"])[5:] == [
+        "products, again", "graphs, again", "verify", "prefill", "alias", "host tier", "host"
+    ]  # fmt: skip
+    assert list(found["failed"]) == ["decode"]
+    assert found["parts"]["host"]["a step of 2 sequences"]["replayed"] == 1
+
+
+def test_workflows_tell_where_all_of_their_time_went(tmp_path):
+    file = tmp_path / "gpu.json"
+    assert main(["--json", str(file), "--only", "turns", "--no-peers"]) == 0
+    found = json.loads(file.read_text())
+    assert (found["failed"], found["left_out"]) == ({}, [])
+    with_drafts = [f"turns, {turns}, {rows} at once" for turns in (1, 2) for rows in (1, 2)]
+    without = [f"turns, 2, {rows} at once, no drafts" for rows in (1, 2)]
+    assert list(found["parts"]) == ["load", *with_drafts, *without]
+    for name in with_drafts + without:
+        lines = found["parts"][name]
+        assert list(lines) == [*(f"turn {i}" for i in range(len(lines) - 1)), "all"]
+        for figures in lines.values():
+            assert 0 < figures["efficiency"] < 1
+            assert figures["efficiency"] == pytest.approx(figures["ideal_s"] / figures["wall_s"])
+            assert sum(figures[part] for part in SPENT) == pytest.approx(figures["wall_s"])
+        assert found["shares"][f"{name}: all"] == lines["all"]["efficiency"]
+        drafted = sum(lines[line]["drafted"] for line in lines if line != "all")
+        assert (drafted > 0) == (name in with_drafts)
+    # The same replies, by fewer forwards.
+    fast, slow = (found["parts"][name]["all"] for name in ("turns, 2, 1 at once", "turns, 2, 1 at once, no drafts"))
+    assert fast["completion"] == slow["completion"]
+    assert fast["tokens_per_forward"] > slow["tokens_per_forward"]
+
+
+def test_the_model_has_the_bytes_that_are_counted():
+    world = World(small_size(), Ceilings(1e10, 1e10))
+    read = [matrix for layer in world.decoder._layers for matrix in (layer.qkv, layer.out, layer.down)]
+    inner = world.shape.hidden * world.shape.inner * 2 * 4
+    head = world.shape.hidden * world.shape.vocabulary * 4
+    assert world.bounds.weight_bytes == sum(matrix._plain.nbytes for matrix in read) + inner + head
+
+
+def test_nothing_is_imported_but_what_a_machine_with_a_gpu_has():
+    """torch, triton, transformers, numpy and what comes with them: others are not to be found."""
+    script = """
+import sys
+from importlib.machinery import PathFinder
+others = {"ray", "pydantic", "fastapi", "llguidance", "redis", "prometheus_client", "opentelemetry", "uvicorn"}
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in others else find(name, *rest)
+import holdfast.loadgen.bench.gpu.__main__
+print(sorted(others & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,201 @@
+"""Conversations played to our engine and to transformers, and what the time of a turn is laid to."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.kernels.ceilings import Ceilings
+from holdfast.loadgen.bench.gpu import served, workflows
+from holdfast.loadgen.bench.gpu.dialogues import Dialogue, Exchange, dialogues
+from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
+from holdfast.loadgen.bench.gpu.served import Stage, full_turns, small_turns
+from holdfast.loadgen.bench.gpu.turns import Player, Totals, Turn, play
+from holdfast.loadgen.bench.gpu.watch import Watched
+from holdfast.loadgen.bench.report import Deadline, OverTimeError, Report, put
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.scheduling.plan import Chunk, StepOutput, StepPlan
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
+
+seconds = st.floats(0.0, 10.0)
+
+
+@pytest.fixture(scope="module")
+def stage():
+    made = Stage(small_turns(), Ceilings(1e12, 1e13))
+    yield made
+    made.close()
+
+
+@given(seconds, seconds, seconds, seconds, seconds, seconds, seconds)
+def test_the_parts_of_a_turn_add_up_to_it(ideal, forward, sample, between, prepare, plan, commit):
+    total = Totals(3, 100, 0, 0, forward, sample, prepare, plan, commit)
+    wall, least = forward + sample + between, min(ideal, forward)
+    turn = Turn(0, 10, 10, 5, 1, wall_s=wall, ideal_s=least, ideal_overlapped_s=least, total=total)
+    assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
+    assert all(value >= -1e-9 for value in turn.spent.values())
+    assert turn.spent["prepare_s"] <= prepare
+    assert turn.spent["plan_s"] <= plan
+    assert turn.spent["commit_s"] <= commit
+
+
+def test_conversations_follow_from_the_seed_and_grow_by_what_is_on_record(stage):
+    most = 3000
+    programs, again = (dialogues(stage.tokenizer, 2, 4, most) for _ in range(2))
+    for program, same in zip(programs, again, strict=True):
+        assert len(program.exchanges) == 4
+        assert program.skeletons is not None
+        for one, other in zip(program.exchanges, same.exchanges, strict=True):
+            assert np.array_equal(one.prompt, other.prompt)
+            assert len(one.prompt) + len(one.reply) <= most
+        for before, after in zip(program.exchanges, program.exchanges[1:], strict=False):
+            told = np.concatenate((before.prompt, before.reply))
+            assert np.array_equal(after.prompt[: len(told)], told)
+    assert not np.array_equal(programs[0].exchanges[0].prompt, programs[1].exchanges[0].prompt)
+
+
+def test_turns_stop_where_the_time_is_over_and_say_so(stage):
+    lines = dict(workflows.turns(stage, 2, 1, Deadline(0.0)))
+    assert list(lines) == ["turn 0", "all"]
+    assert lines["all"]["turns"] == 1
+    assert lines["all"]["wanted_turns"] == 2
+    assert len(stage.ours[2, 1]) == 1
+
+
+def test_only_what_was_never_seen_counts_as_new(stage):
+    program = stage.dialogues(2, 1)[0]
+    first, second = play(Player(*stage.engine(), stage.bounds, [program]), 2, Deadline(1000.0))
+    assert first.new == first.prompt == len(program.exchanges[0].prompt)
+    assert second.new < second.prompt
+    if first.as_recorded:
+        assert second.new == second.prompt - first.prompt - first.completion
+    for turn, exchange in zip((first, second), program.exchanges, strict=True):
+        assert turn.completion == len(exchange.reply)
+        assert turn.total.positions >= turn.total.forwards * turn.prompt - turn.new
+        assert 1 <= turn.total.filling < turn.total.forwards
+        compute = stage.bounds.compute_s(turn.new, turn.prompt - turn.new)
+        read = stage.bounds.read_s(int(turn.total.filling_positions), int(turn.total.filling))
+        assert turn.ideal_s - turn.ideal_overlapped_s == pytest.approx(min(compute, read))
+
+
+def test_where_steps_overlap_preparing_them_is_told_and_the_parts_still_add_up(stage):
+    loaded = stage.loaded()
+    watched = Watched(loaded.runner)
+    config = replace(loaded.config, overlap_steps="on")
+    engine = Engine(config, watched, loaded.eos, loaded.vocabulary, loaded.cost)
+    for turn in play(Player(engine, watched, stage.bounds, stage.dialogues(2, 2)), 2, Deadline(1000.0)):
+        assert turn.total.prepare_s > 0
+        assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
+        assert 0 < turn.efficiency < 1
+
+
+def test_a_turn_that_fails_is_no_figure(stage):
+    short = Dialogue((Exchange(np.full(9000, 5, np.int32), np.array([1], np.int32)),), None)  # beyond the context
+    with pytest.raises((RuntimeError, KeyError)):
+        Player(*stage.engine(), stage.bounds, [short]).wave(0)
+
+
+def test_transformers_does_the_same_turns(stage):
+    stage.ours.clear()
+    list(workflows.turns(stage, 1, 1, Deadline(1000.0)))
+    model = load_model(str(stage.folder()), "cpu", torch.float32)
+    for kind in (PromptLookup, Batching):
+        with kind(model, stage.sizes) as way:
+            lines = dict(workflows.against(stage, way, 1, 1, Deadline(1000.0)))
+            late = dict(workflows.against(stage, way, 1, 1, Deadline(0.0)))
+        figures = lines["1 turns, 1 at once, all"]
+        assert figures["turns_of_both"] == figures["turns"] == 1
+        assert figures["theirs_over_ours"] == pytest.approx(figures["theirs_s"] / stage.ours[1, 1][0])
+        assert late == {"1 turns, 1 at once, all": {"turns": 0, "turns_of_both": 0, "wanted_turns": 1}}
+
+
+def test_a_model_that_cannot_be_made_leaves_the_other_parts_to_fail_by_themselves():
+    made = Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
+    report = Report(None, 1000.0)
+    workflows.run_ours(made, report)
+    made.close()
+    assert len(report.found["failed"]) == len(report.found["parts"]) == 7
+
+
+def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
+    class Runner:
+        def run(self, plan):
+            return StepOutput(())
+
+        def begin(self, plan):
+            return self
+
+        def land(self):
+            return StepOutput(())
+
+    watched = Watched(Runner())
+    plan = StepPlan((Chunk(0, 5, np.ones(3, np.int32)), Chunk(1, 0, np.ones(1, np.int32))))
+    first = watched.begin(plan)
+    alone = watched.counts.prepare_s
+    second = watched.begin(plan)
+    assert watched.counts.prepare_s == alone > 0  # hidden behind the first
+    first.land()
+    second.land()
+    watched.run(StepPlan(()))  # moves pages, computes nothing
+    assert watched.counts.forwards == 2
+    assert watched.counts.positions == 2 * (8 + 1)
+
+
+def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
+    class Runner:
+        def run(self, plan):
+            return StepOutput(())
+
+    watched, verified = Watched(Runner()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
+    last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
+    watched.run(StepPlan((verified,)))
+    assert (watched.counts.filling, watched.counts.filling_positions) == (0, 0)
+    watched.run(StepPlan((verified, last)))
+    watched.run(StepPlan((replace(last, draw=None),)))
+    assert (watched.counts.filling, watched.counts.filling_positions) == (2, 7 + 8 + 8)
+
+
+def test_loading_that_was_broken_off_is_begun_again_and_one_that_failed_is_not(stage, monkeypatch):
+    made = Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
+    folder = stage.folder()
+    monkeypatch.setattr(Stage, "folder", lambda self: folder)
+    failures, tried = [OverTimeError("late"), ValueError("damaged"), OverTimeError("late")], []
+
+    def load(config):
+        tried.append(config)
+        raise failures[len(tried) - 1]
+
+    monkeypatch.setattr(served, "load_runner", load)
+    for expected in (OverTimeError, ValueError, RuntimeError):
+        with pytest.raises(expected):
+            made.loaded()
+    assert len(tried) == 2
+    made.close()
+
+
+def test_a_process_behind_a_fault_loads_in_a_part_of_its_own(tmp_path, stage, monkeypatch):
+    file = tmp_path / "gpu.json"
+    made = {"load": {}, "turns, 1, 1 at once": {}}
+    put(file, {"parts": made, "failed": {"turns, 1, 1 at once": "the process ended"}, "began": time.time()})
+    report = Report(file, 1000.0, resume=True)
+    monkeypatch.setattr(workflows, "load", lambda stage, deadline: iter([("loaded", {})]))
+    monkeypatch.setattr(workflows, "turns", lambda *_, **__: iter([("all", {})]))
+    workflows.run_ours(stage, report)
+    assert list(report.found["parts"])[2:4] == ["load, again", "turns, 1, 2 at once"]
+    assert len(report.found["parts"]) == 2 + 6
+    third = Report(file, 1000.0, resume=True)
+    workflows.run_ours(stage, third)
+    assert len(third.found["parts"]) == 2 + 6  # nothing is left to load for
+
+
+def test_the_full_size_is_what_is_wanted_and_fits_the_context():
+    full = full_turns()
+    assert full.turns == (6, 35)
+    assert full.rows == (1, 32)
+    assert full.most_tokens + 16 <= 8192  # of Pocket's context

@@ -1,0 +1,139 @@
+"""The teacher-forced replay of traces: tiny ones made by hand, and the airline agent's where it is at hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.loadgen.bench import drafts
+from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.errors import ConfigError
+
+AIRLINE = Path(__file__).parents[4] / "shared" / "traces"
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find_flight",
+            "parameters": {
+                "type": "object",
+                "properties": {"origin": {"type": "string"}, "seats": {"type": "integer"}},
+            },
+        },
+    }
+]
+
+
+def conversation(origin: str, seats: int) -> dict[str, Any]:
+    call = {"id": "1", "type": "function"}
+    arguments = json.dumps({"origin": origin, "seats": seats})
+    return {
+        "messages": [
+            {"role": "system", "content": "You book flights."},
+            {"role": "user", "content": [{"type": "text", "text": f"{seats} seats from {origin}, please."}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**call, "function": {"name": "find_flight", "arguments": arguments}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": '{"flight": "HAT001"}'},
+            {"role": "assistant", "content": "I found flight HAT001 for you. Shall I book it?"},
+        ]
+    }
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    trace, tools = tmp_path / "trace.jsonl", tmp_path / "tools.json"
+    lines = [json.dumps(conversation(origin, seats)) for origin, seats in (("Oslo", 2), ("Rome", 4), ("Lima", 3))]
+    trace.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    tools.write_text(json.dumps(TOOLS), encoding="utf-8")
+    return trace, tools
+
+
+def test_each_source_adds_tokens_a_forward(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert drafts.main(*files, as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["conversations"], report["turns"], report["tool_call_turns"]) == (3, 6, 3)
+    runs = {run["drafters"]: run for run in report["runs"]}
+    assert runs["off"]["tokens_per_forward"] == 1.0
+    assert runs["off"]["drafted"] == 0
+    assert runs["off"]["forwards"] == report["tokens"]
+    rising = ["off", "lookup", "lookup+memory", "lookup+memory+skeleton"]
+    yields = [runs[name]["tokens_per_forward"] for name in rising]
+    assert yields == sorted(set(yields))
+    calls = "tokens_per_forward_tool_calls"
+    assert runs["lookup+skeleton"][calls] > runs["lookup"][calls]
+    assert all(0 <= run["acceptance"] <= 1 and run["memory_bytes"] >= 0 for run in runs.values())
+
+
+def test_a_saved_tokenizer_gives_the_same_as_the_trained_one(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafts.train_tokenizer(drafts.read_trace(files[0], TOOLS), "qwen").save(str(tmp_path / "tokenizer.json"))
+    drafts.main(*files, cut="qwen")
+    trained = capsys.readouterr().out
+    drafts.main(*files, tokenizer=tmp_path)
+    loaded = capsys.readouterr().out
+    assert trained.splitlines()[2].split()[:4] == ["off", "1.00", "1.00", "0.00"]
+    assert [line.split()[:4] for line in loaded.splitlines()[1:]] == [
+        line.split()[:4] for line in trained.splitlines()[1:]
+    ]
+
+
+def test_turns_end_where_the_assistant_stops(files: tuple[Path, Path]) -> None:
+    conversations = drafts.read_trace(files[0], TOOLS)
+    tokenizer = drafts.train_tokenizer(conversations, "gpt2")
+    tokens = drafts.encoded(conversations[0], tokenizer)
+    texts = [
+        tokenizer.decode(tokens.ids[turn.start : turn.end].tolist(), skip_special_tokens=False) for turn in tokens.turns
+    ]
+    assert texts == [
+        '<tool_call>\n{"name": "find_flight", "arguments": {"origin": "Oslo", "seats": 2}}\n</tool_call><|im_end|>',
+        "I found flight HAT001 for you. Shall I book it?<|im_end|>",
+    ]
+    assert [turn.calls for turn in tokens.turns] == [True, False]
+
+
+def test_a_line_separator_inside_of_a_text_ends_no_line(files: tuple[Path, Path]) -> None:
+    entry = {"messages": [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", "content": "c"}]}
+    files[0].write_text(json.dumps(entry, ensure_ascii=False), encoding="utf-8")
+    assert [one.messages[0]["content"] for one in drafts.read_trace(files[0], TOOLS)] == ["a\u2028b"]
+
+
+@pytest.mark.parametrize("field", ["trace", "tools", "tokenizer"])
+def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path, field: str) -> None:
+    given: dict[str, Any] = {"trace": files[0], "tools": files[1], field: tmp_path / "nowhere"}
+    with pytest.raises(ConfigError) as caught:
+        drafts.main(**given)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("trace", ""), ("trace", "{"), ("trace", '{"messages": [{}]}'), ("trace", "[]"), ("tools", "{}"), ("tools", "x")],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(files: tuple[Path, Path], name: str, text: str) -> None:
+    broken = {"trace": files[0], "tools": files[1]}
+    broken[name].write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        drafts.main(**broken)
+    assert caught.value.field == name
+
+
+def test_an_unknown_cut_is_named(files: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        drafts.main(*files, cut="scissors")
+    assert caught.value.field == "cut"
+
+
+@pytest.mark.skipif(not AIRLINE.exists(), reason="the trace is not part of the repository")
+def test_the_airline_agent_needs_a_third_of_the_forwards() -> None:
+    tools = drafts.read_tools(AIRLINE / "airline_tools.json")
+    conversations = drafts.read_trace(AIRLINE / "airline_agent.jsonl", tools)[:12]
+    tokenizer = drafts.train_tokenizer(conversations, "pocket")
+    tokens = [drafts.encoded(conversation, tokenizer) for conversation in conversations]
+    report = drafts.replay(tokens, drafts.skeletons_of(tools, tokenizer), DraftConfig())
+    assert report.tokens_per_forward >= 2.8
+    assert report.tokens_per_forward_tool_calls >= 4.0

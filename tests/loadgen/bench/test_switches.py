@@ -1,0 +1,150 @@
+"""Each switch turns off its mechanism, shows in its metric, and changes no output."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from holdfast.loadgen.bench.ablation.variants import VARIANTS, Variant, chosen
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.events import Sampling, Submit, Tokens
+from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.speculation.drafter import Source
+from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.text.conversation import TextSide
+
+# Without the cost of verifying, which is measured: then what is drafted is the same in every run.
+CONFIG = EngineConfig(cells=1024, threads=1, max_sequences=6, session_rows=2, speculation=DraftConfig(cost_gate=False))
+NEW = 12
+TEXT_SIDE = {"render_cache", "tokenize_cache", "early_stop"}
+ENGINE_SIDE = [v for v in VARIANTS if v.name not in TEXT_SIDE]
+SAVED: dict[str, Callable[[EngineStats], float]] = {
+    "sessions": lambda stats: stats.turns_continued,
+    "prefix_cache": lambda stats: stats.prompt_cached,
+    "grouped_prefill": lambda stats: stats.prompt_grouped,
+    "prompt_seed": lambda stats: stats.prompt_seeds,
+    "speculation": lambda stats: stats.accepted,
+    "prompt_lookup": lambda stats: stats.drafts.drafted[Source.PROMPT_LOOKUP],
+    "memory": lambda stats: stats.drafts.drafted[Source.MEMORY],
+}
+
+SHOWS_AT = {"prompt_seed": 0.8, "memory": 0.0}
+"""The temperature at which a mechanism has something to do in this workload, where it is not both."""
+
+
+@cache
+def loaded(decoder: str, device_sampling: bool) -> LoadedRunner:
+    return load_runner(replace(CONFIG, decoder=decoder, device_sampling=device_sampling))
+
+
+def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float) -> list[list[int]]:
+    """All prompts at once, each the next turn of a program of its own; their completions."""
+    out: dict[str, list[int]] = {f"{turn}/{i}": [] for i in range(len(prompts))}
+    for (name, _), prompt in zip(out.items(), prompts, strict=True):
+        sampling = Sampling(NEW, temperature, ignore_eos=True)
+        assert not engine.handle(
+            Submit(name, np.asarray(prompt, np.int32), sampling, program_id=name.split("/")[1]), float(turn)
+        )
+    while engine.busy:
+        for event in engine.step(float(turn)):
+            if isinstance(event, Tokens):
+                out[event.request_id] += event.tokens
+    engine.cache.check()
+    return list(out.values())
+
+
+def workload(variant: Variant, temperature: float) -> tuple[list[list[int]], EngineStats]:
+    """Two turns of six programs that begin alike, on Pocket, in a cache that is too small for all of them."""
+    config = variant.of(CONFIG)
+    ready = loaded(config.decoder, config.device_sampling)
+    engine = Engine(variant.of(ready.config), ready.runner, ready.eos, ready.vocabulary)
+    rng = np.random.default_rng(1)
+    preamble = rng.integers(5, 200, 60).tolist() * 2
+    prompts = [preamble + rng.integers(5, 200, 9 + i).tolist() for i in range(6)]
+    first = run(engine, prompts, 0, temperature)
+    longer = [p + f + rng.integers(5, 200, 9).tolist() for p, f in zip(prompts, first, strict=True)]
+    # One program asks what another has asked, so that a memory of the answer is of use.
+    return first + run(engine, [*longer, prompts[0]], 1, temperature), engine.stats
+
+
+@cache
+def everything_on(temperature: float) -> tuple[list[list[int]], EngineStats]:
+    return workload(Variant("none"), temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("variant", ENGINE_SIDE, ids=lambda variant: variant.name)
+def test_a_switch_changes_no_output_and_stops_its_metric(variant: Variant, temperature: float) -> None:
+    expected, on = everything_on(temperature)
+    found, off = workload(variant, temperature)
+    if variant.same_output or temperature == 0:
+        assert found == expected
+    if variant.name in SAVED:
+        assert SAVED[variant.name](off) == 0
+    # Greedy prompts have no seeds, and what was sampled hardly comes again for a memory to know.
+    if variant.name in SAVED and temperature == SHOWS_AT.get(variant.name, temperature):
+        assert SAVED[variant.name](on) > 0
+
+
+@pytest.mark.parametrize("name", ["render_cache", "tokenize_cache"])
+def test_a_cache_of_text_changes_no_token(name: str) -> None:
+    tokenizer = loaded("auto", True).tokenizer
+    on, off = (TextSide(tokenizer, config) for config in (CONFIG, chosen(name)[0].of(CONFIG)))
+    messages = [{"role": "user", "content": "What is the weather in <|im_end|> Paris?"}]
+    for turn in range(4):
+        for _ in range(2):
+            prompt = ChatPrompt(list(messages))
+            assert on.tokenize(prompt).tolist() == off.tokenize(prompt).tolist()
+        messages += [
+            {"role": "assistant", "content": f"It is {turn} degrees."},
+            {"role": "user", "content": "And now?"},
+        ]
+    saved = {"render_cache": lambda s: s.render_hits, "tokenize_cache": lambda s: s.characters_reused}[name]
+    assert saved(off.stats) == 0 < saved(on.stats)
+
+
+def fields_of(variant: Variant) -> tuple[str, ...]:
+    """The settings a variant touches, by their names in the configuration."""
+    return (*variant.engine, *(f"speculation.{name}" for name in variant.speculation))
+
+
+def untouched(variant: Variant, before: EngineConfig, after: EngineConfig) -> bool:
+    """Whether `after` differs from `before` in nothing but the variant's own fields."""
+    engine = {f.name for f in fields(EngineConfig)} - {"speculation", *variant.engine}
+    drafts = {f.name for f in fields(type(before.speculation))} - set(variant.speculation)
+    return all(getattr(before, name) == getattr(after, name) for name in engine) and all(
+        getattr(before.speculation, name) == getattr(after.speculation, name) for name in drafts
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_switch_touches_only_its_own_fields(variant: Variant) -> None:
+    changed = variant.of(EngineConfig())
+    assert changed != EngineConfig()
+    assert untouched(variant, EngineConfig(), changed)
+
+
+def test_what_changes_nothing_on_this_device_is_idle_there() -> None:
+    resolved = replace(loaded("auto", True).config, speculation=DraftConfig())
+    alike = {variant.name for variant in VARIANTS if variant.of(resolved) == resolved}
+    idle = {variant.name for variant in VARIANTS if variant.idle(resolved)}
+    assert alike <= idle
+    assert "prompt_seed" in idle
+    assert {variant.name for variant in VARIANTS if variant.idle(replace(resolved, device="cuda"))} == {"prompt_seed"}
+
+
+def test_every_switch_there_is_belongs_to_a_mechanism() -> None:
+    named = {name for variant in VARIANTS for name in fields_of(variant)}
+    switches = {f.name for f in fields(EngineConfig) if f.type in (bool, "bool")}
+    switches |= {f"speculation.{f.name}" for f in fields(DraftConfig) if f.type in (bool, "bool")}
+    assert switches <= named
+
+
+def test_an_unknown_mechanism_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="magic"):
+        chosen("memory,magic")

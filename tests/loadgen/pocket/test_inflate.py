@@ -1,0 +1,222 @@
+"""Inflated models say what the source says, in every family and for every option that changes the arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from holdfast.loadgen.pocket import inflate as inflating
+from holdfast.loadgen.pocket.inflate import inflate, main
+from holdfast.loadgen.pocket.padding import slots_of
+from holdfast.loadgen.pocket.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError
+from holdfast.loadgen.pocket.shards import total_bytes
+
+SOURCE = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 128,
+}
+TARGET = {
+    "model_type": "llama",
+    "hidden_size": 80,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rope = {"rope_type": "default", "rope_theta": 5e3}
+    return save(tmp_path_factory.mktemp("source"), tie_word_embeddings=True, rope_parameters=rope)
+
+
+def save(folder: Path, **options: Any) -> Path:
+    """A random Llama."""
+    torch.manual_seed(3)
+    config = LlamaConfig(**SOURCE, **options)
+    model = LlamaForCausalLM(config)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def target(tmp_path: Path, **changes: object) -> str:
+    path = tmp_path / "target.json"
+    path.write_text(json.dumps({k: v for k, v in (TARGET | changes).items() if v is not None}))
+    return str(path)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.arange(90).remainder(61)[None]
+    with torch.inference_mode():
+        found: torch.Tensor = model(ids).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_attention_heads": 4, "num_key_value_heads": 4},
+        {"num_attention_heads": 10, "num_key_value_heads": 2},
+        {"head_dim": 8, "hidden_size": 24, "num_hidden_layers": 2},
+        {"head_dim": 20},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"model_type": "mistral", "sliding_window": 4096},
+        {"model_type": "qwen2", "head_dim": None, "hidden_size": 128},
+        {
+            "model_type": "qwen2",
+            "head_dim": None,
+            "hidden_size": 128,
+            "use_sliding_window": False,
+            "sliding_window": 32,
+        },
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        {"model_type": "qwen3", "attention_bias": True},
+    ],
+    ids=str,
+)
+def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}], ids=str)
+def test_added_vocabulary_is_never_sampled(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    shape = target(tmp_path, **changes)
+    out = inflate(str(source), shape, tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
+    found = logits(out)
+    assert found.shape[-1] == TARGET["vocab_size"]
+    torch.testing.assert_close(found[..., :64], logits(source), rtol=2e-5, atol=1e-3)
+    assert (found[..., 64:].amax(-1) < found[..., :64].amax(-1) - 100).all()
+
+
+def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = inflate(str(source), target(tmp_path), tmp_path / "whole", dtype=torch.float32)
+    monkeypatch.setattr(inflating, "SHARD_BYTES", 40_000)
+    parts = inflate(str(source), target(tmp_path), tmp_path / "parts", dtype=torch.float32)
+    assert len(list(parts.glob("*.safetensors"))) > 2
+    torch.testing.assert_close(logits(parts), logits(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16}, "hidden"),
+        ({"num_attention_heads": 12}, "not a multiple"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, "heads"),
+        ({"num_key_value_heads": 1}, "key-value"),
+        ({"num_key_value_heads": 3}, "evenly"),
+        ({"head_dim": 17}, "even head_dim"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers"),
+    ],
+    ids=str,
+)
+def test_incompatible_shapes_are_refused(
+    source: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(IncompatibleShapeError, match=message):
+        inflate(str(source), target(tmp_path, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_of_its_own_is_not_tied_away(tmp_path: Path) -> None:
+    save(tmp_path / "source", tie_word_embeddings=False)
+    with pytest.raises(IncompatibleShapeError, match="head of its own"):
+        inflate(str(tmp_path / "source"), target(tmp_path, tie_word_embeddings=True), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    out = inflate(str(tmp_path / "source"), target(tmp_path), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(tmp_path / "source"), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("missing", [["rope_parameters"], ["rms_norm_eps"], ["bos_token_id", "eos_token_id"]], ids=str)
+def test_what_a_source_does_not_say_is_llamas_default(tmp_path: Path, missing: list[str]) -> None:
+    folder = save(tmp_path / "source", tie_word_embeddings=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in missing}))
+    out = inflate(str(folder), target(tmp_path), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(folder), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("change", ["truncated", "missing", "size", "config", "type"])
+def test_a_damaged_source_is_refused_in_one_line(
+    tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path / "source", tie_word_embeddings=True)
+    file, config = folder / "model.safetensors", folder / "config.json"
+    weights = load_file(file)
+    if change == "truncated":
+        file.write_bytes(file.read_bytes()[:1000])
+    elif change == "config":
+        config.write_text("{")
+    elif change == "type":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": "small"}))
+    else:
+        up = weights.pop("model.layers.1.mlp.up_proj.weight")
+        save_file(weights | ({"model.layers.1.mlp.up_proj.weight": up[:-1]} if change == "size" else {}), file)
+    capsys.readouterr()
+    assert main([str(folder), "--shape", target(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("inflate: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_shape_names_the_known_ones(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnknownShapeError, match=r"llama-3\.1-8b"):
+        inflate(str(source), "llama-9", tmp_path / "out")
+    assert main([str(source), "--shape", "llama-9", "--out", str(tmp_path / "out")]) == 2
+    assert "qwen3-14b" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(NoRoomError, match="not an empty folder"):
+        inflate(str(source), target(tmp_path), tmp_path / "full")
+    with pytest.raises(NoRoomError, match="not a folder"):
+        inflate(str(source), target(tmp_path), tmp_path / "full" / "file" / "out")
+    free = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    with pytest.raises(NoRoomError, match="GB free"):
+        inflate(str(source), target(tmp_path), tmp_path / "deep" / "out")
+    assert not (tmp_path / "deep").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-0.6b", 596_049_920),
+    ],
+)
+def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    shape = SHAPES[name]
+    assert total_bytes(slots_of(shape), torch.bfloat16) == 2 * parameters

@@ -1,0 +1,95 @@
+"""The replica's list against what it exposes, and what each metric has to say of itself."""
+
+import re
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from holdfast.replicas.actor import EngineCollector
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.metrics import ALL, Kind, process_usage
+from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
+from holdfast.router import metric_list as router
+from holdfast.router.config import RouterConfig
+
+EVERY = (*(each.metric for each in ALL), *router.ALL)
+SECTIONS = {"engine": EngineConfig(), "router": RouterConfig()}
+
+
+def exposed():
+    stats = EngineStats(steps=3)
+    stats.step_times.observe(0.003)
+    engine = SimpleNamespace(stats=stats, occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30))
+    registry = CollectorRegistry()
+    registry.register(
+        EngineCollector(SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"), text_stats=TextStats()), "r")
+    )
+    return {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
+
+
+def test_every_metric_of_the_list_is_exposed_as_it_says_and_no_other():
+    found = exposed()
+    assert {each.metric.name.removesuffix("_total") for each in ALL} == set(found)
+    for each in ALL:
+        family = found[each.metric.name.removesuffix("_total")]
+        assert family.type == each.metric.kind
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == {"model", "replica", *each.metric.labels}
+
+
+def test_values_are_those_of_the_engine():
+    found = exposed()
+    cells = {sample.labels["state"]: sample.value for sample in found["holdfast_cells"].samples}
+    assert cells == {"free": 10, "tree": 20, "held": 30}
+    steps = {
+        (s.name.rpartition("_")[2], s.labels.get("le")): s.value
+        for s in found["holdfast_step_duration_seconds"].samples
+    }
+    assert steps["bucket", "0.002"] == 0
+    assert steps["bucket", "0.005"] == steps["bucket", "+Inf"] == steps["count", None] == 1
+    assert steps["sum", None] == 0.003
+
+
+@pytest.mark.parametrize("metric", EVERY, ids=lambda metric: metric.name)
+def test_a_metric_is_named_and_explained(metric):
+    assert re.fullmatch(r"holdfast_[a-z_]+", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert metric.help[0].isupper() or metric.help[0].isdigit()
+    assert metric.advice
+    assert not metric.help.endswith(".")
+    assert not metric.advice.endswith(".")
+    assert not {"program", "request", "key", "user", "tool", "session"} & set(metric.labels), "without a bound"
+
+
+@pytest.mark.parametrize("metric", EVERY, ids=lambda metric: metric.name)
+def test_what_it_names_exists(metric):
+    names = {each.name for each in EVERY}
+    for word in re.findall(r"`([\w.]+)`", f"{metric.help} {metric.advice}"):
+        if word.startswith("holdfast_"):
+            assert word in names
+        section, _, rest = word.partition(".")
+        if rest and section in SECTIONS:
+            value = SECTIONS[section]
+            for part in rest.split("."):
+                assert is_dataclass(value)
+                assert part in {field.name for field in fields(value)}, word
+                value = getattr(value, part)
+
+
+def test_names_are_there_once():
+    assert len({metric.name for metric in EVERY}) == len(EVERY)
+
+
+def test_a_process_says_what_it_uses():
+    before = process_usage()
+    sum(i * i for i in range(200_000))
+    after = process_usage()
+    assert after.cpu_s > before.cpu_s
+    assert after.started == before.started > 1e9
+    assert after.memory > 2**20

@@ -137,7 +137,15 @@ _CHOICES = {
     "overlap_steps": get_args(Overlap),
     "order": get_args(OrderName),
 }
-_AT_LEAST_ONE = ("completion_reserve", "page_size", "max_sequences", "max_waiting", "step_tokens", "latency_chunk")
+_AT_LEAST_ONE = (
+    "completion_reserve",
+    "page_size",
+    "max_sequences",
+    "max_waiting",
+    "step_tokens",
+    "latency_chunk",
+    "chunk_floor",
+)
 _POSITIVE = ("session_idle_s", "queue_timeout_s", "kv_memory")
 _SHARES = ("admission_ceiling", "high_water", "gpu_memory")
 _MEMORY = ("kv_memory", "host_memory")
@@ -189,12 +197,14 @@ class EngineConfig:
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
+    chunk_floor: int = 64  # prefill tokens a step that every prompt gets, however many began before it
 
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True  # computed prefixes are found again and not computed twice
     grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
     sessions: bool = True  # a program keeps its row between turns; sessions that clients open are not affected
     adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
+    equal_chunks: bool = False  # they share equally; off: who began first has most of it, `chunk_floor` the others
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it

@@ -24,10 +24,13 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.events import (
     Abort,
+    CloseSession,
     Command,
     Event,
     Failed,
+    ForkSession,
     Notice,
+    OpenSession,
     Rejected,
     Request,
     Stop,
@@ -39,89 +42,248 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.radix import NO_TOKENS
 from holdfast.replicas.retention.policy import Learned
-from holdfast.replicas.retention.rows import Places
-from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, Step, StepOutput, StepPlan
+from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
 from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler
+from holdfast.replicas.scheduling.step import Step
 from holdfast.replicas.seed import prompt_seed
-from holdfast.replicas.sequences import Sequence, SequencePool, Status, cut
-from holdfast.replicas.sessions import Sessions, check_room
+from holdfast.replicas.sequences import Sequence, SequencePool, Status
+from holdfast.replicas.sessions import Session, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, Occupancy
-from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
 
-
-# ---- When programs arrived, on one clock, though not every request says it and those that do may use another clock.
-
-
-class Arrivals:
-    """Routers give a program's arrival in seconds since the epoch, callers in this process maybe by the engine's clock.
-
-    No program begins after its request: one that seems to shows how far that clock is ahead of the engine's at least.
-    Requests that say nothing are put as far ahead: among the others they stand by when they came, and neither kind
-    goes first for ever. Where all times are of the engine's clock none is changed.
-    """
-
-    def __init__(self) -> None:
-        self._ahead = 0.0  # seconds
-
-    def of(self, submit: Submit, arrived: float, began: float) -> float:
-        """What a request says, or else `began`, which like `arrived`, when it came itself, is by the engine's clock."""
-        if not submit.program_arrival:
-            return began + self._ahead
-        self._ahead = max(self._ahead, submit.program_arrival - arrived)
-        return submit.program_arrival
-
-
-# ---- Whether a request can be served at all: pure checks of its tokens and numbers against the configuration.
-
+Stopwatch = Callable[[], float]
 
 MOST_TOP_K = 2**31 - 1  # what the sampler's arrays hold
 
 
-def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -> None:
-    """Raise InvalidRequestError, or ContextLengthError, for a request that could never be served."""
-    n_prompt, max_tokens = len(submit.tokens), submit.sampling.max_tokens
-    context, page = config.context_length, config.page_size
-    if n_prompt == 0:
-        raise InvalidRequestError("the prompt is empty", "prompt")
-    if max_tokens < 0:
-        raise InvalidRequestError(f"max_tokens must not be negative: {max_tokens}", "max_tokens")
-    if submit.sampling.top_k > MOST_TOP_K:
-        raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
-    if not 0 < submit.weight < math.inf:
-        raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
-    if n_prompt + min(max_tokens, 1) > context:
-        new = ", one of them new" if max_tokens else ""
-        raise ContextLengthError(f"the prompt has {n_prompt} tokens; the context has room for {context}{new}", "prompt")
-    if n_prompt + max_tokens > context:
-        raise ContextLengthError(
-            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {context}", "max_tokens"
+class Engine:
+    """One replica's requests and their steps.
+
+    `config` is resolved: it has no "auto" and no 0 where a number is needed. `eos` are the model's own end tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        eos: frozenset[int] = frozenset(),
+        vocabulary: int | None = None,
+        cost: VerificationCost | None = None,
+        stopwatch: Stopwatch = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self._eos = eos
+        self._vocabulary = vocabulary
+        self._order = order_of(config.order)
+        self._learned = Learned(config.retention.wait_window)
+        self._drafter = Drafter(config.speculation, cost)
+        self.stats = EngineStats(drafts=self._drafter.counts)
+        self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)
+        self._numbers = count()
+        self._live: dict[str, Sequence] = {}
+        self._arrivals = Arrivals()
+        self._events: list[Event] = []
+        self._open_books()
+        self._sessions = Sessions(self.scheduler.rows, self._events, config.session_rows, config.session_idle_s)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return self.scheduler.busy or self._pipeline.flying
+
+    @property
+    def due(self) -> float | None:
+        """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
+        return min((due for due in (self.scheduler.retention.due, self._sessions.due) if due is not None), default=None)
+
+    def occupancy(self) -> Occupancy:
+        return replace(
+            self.scheduler.occupancy(), sessions=len(self._sessions), cells_host_total=self.config.host_cells
         )
-    # One page more: the end of a cached prefix may be copied into a page of its own.
-    if -(-(n_prompt + max_tokens) // page) + 1 > config.cells // page:
-        raise ContextLengthError(
-            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the cache of {config.cells} cells",
-            "max_tokens",
+
+    def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
+        """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
+
+        A request's time counts from `arrived`, where it had to wait for the step before this moment.
+        """
+        try:
+            self._sessions.expire(now)
+            if isinstance(command, Stop | Abort):
+                self._end(command, now)
+            elif isinstance(command, Notice):
+                self.scheduler.retention.notice(command, now)
+            else:
+                self._accept(command, now, now if arrived is None else arrived)
+            expect_sound(self.cache)
+        except Exception as failure:
+            coming = None if isinstance(command, Stop | Abort | Notice) else command.request_id
+            self._start_anew(failure, now, coming)
+        return self._flush(now)
+
+    def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
+        """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
+
+        Where steps overlap its events come with the next call.
+        """
+        try:
+            self._sessions.expire(now)
+            self._pipeline.advance(self.scheduler, self.cache, now, clock)
+        except Exception as failure:
+            self._start_anew(failure, now)
+        return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
+
+    def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
+        """End every request with `error`: the engine is stopping."""
+        self._pipeline.forget()
+        for sequence in self.scheduler.everything():
+            try:
+                self.scheduler.ends.fail(sequence, error.info, now)
+            except BooksError:
+                log.exception("an engine that stops leaves its books as they are")
+        self._sessions.fail_all(error)
+        return self._flush(now)
+
+    # ---- requests begin and end ----
+
+    def _accept(self, command: Request, now: float, arrived: float) -> None:
+        request_id = command.request_id
+        try:
+            if request_id in self._live or request_id in self._sessions:
+                raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
+            waiting = len(self.scheduler.admission) + self._sessions.n_queued
+            if isinstance(command, Submit) and waiting >= self.config.max_waiting:
+                raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
+            if isinstance(command, OpenSession):
+                self._sessions.open(command, now, arrived)
+            elif isinstance(command, CloseSession):
+                self._close(command, now, arrived)
+            elif isinstance(command, ForkSession) or command.session_id:
+                self._begin_next(self._sessions.enqueue(command, now, arrived), now)
+            else:
+                self._begin(command, arrived)
+        except HoldfastError as error:
+            self._events.append(Rejected(request_id, error.info))
+
+    def _begin(self, submit: Submit, arrived: float, session: Session | None = None) -> Sequence | None:
+        """Take a request in; None when it ended at once. Whatever goes wrong here is its own fault, or its end."""
+        request_id = submit.request_id
+        try:
+            history = session.history if session is not None else NO_TOKENS
+            tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
+            began = session.opened if session is not None else arrived
+            submit = replace(submit, tokens=tokens, program_arrival=self._arrivals.of(submit, arrived, began))
+            check_submit(submit, self.config, self._vocabulary)
+            if session is not None:
+                room = self.scheduler.admission.room_for_sessions - self._sessions.promised
+                check_room(submit, len(history), room)
+            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
+            sequence.n_history = len(history)
+            self.scheduler.add(sequence)
+        except HoldfastError as error:
+            self._events.append(Rejected(request_id, error.info))
+            return None
+        except Exception as failure:
+            log.exception("a request could not be taken in")
+            self._events.append(Failed(request_id, EngineError(f"the engine failed: {failure}").info))
+            return None
+        self._live[request_id] = sequence
+        return sequence
+
+    def _begin_next(self, session: Session, now: float) -> None:
+        """Begin the next operation of a session, unless one is running."""
+        while (request := self._sessions.next_request(session, now)) is not None:
+            submit, accepted = request
+            session.running = self._begin(submit, accepted, session)
+
+    def _close(self, command: CloseSession, now: float, arrived: float) -> None:
+        session = self._sessions.close(command, now)
+        if session.running is not None:
+            self._end(Abort(session.running.request_id), now)
+        self._sessions.closed(command, session, now, arrived)
+
+    def _end(self, command: Stop | Abort, now: float) -> None:
+        """End a request, if there still is one of that id."""
+        request_id = command.request_id
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            if request_id in self._sessions:
+                self._sessions.abort(request_id, now)
+        elif isinstance(command, Stop):
+            if command.completion is not None:
+                sequence.cut(command.completion)
+            self.scheduler.ends.finish(sequence, "stop", now)
+        else:
+            self.scheduler.ends.abort(sequence, now)
+
+    # ---- parts ----
+
+    def _seed(self, submit: Submit) -> int:
+        """The seed of a request's noise; where none is given that of the prompt, or a random one."""
+        sampling = submit.sampling
+        if sampling.seed is not None:
+            return sampling.seed
+        if sampling.temperature <= 0:
+            return 0
+        if not self.config.prompt_seed:
+            return secrets.randbits(64)
+        self.stats.prompt_seeds += 1
+        return prompt_seed(submit.tokens)
+
+    def _open_books(self) -> None:
+        config = self.config
+        size = config.page_size
+        host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
+        self.cache = KVCache(config.cells // size, size, config.prefix_cache, host)
+        self._pool = SequencePool(config.max_sequences, config.session_rows)
+        self.scheduler = Scheduler(
+            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned
         )
-    if vocabulary is not None and not (int(submit.tokens.min()) >= 0 and int(submit.tokens.max()) < vocabulary):
-        raise InvalidRequestError(f"token ids must be in [0, {vocabulary})", "prompt")
 
+    def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
+        """The last resort, when it is not known any more what is free: new books over the same memory.
 
-# ---- Running the steps of an engine: one after the other, or each begun while the one before it still runs.
-#
-# Overlapped, a call of `advance` plans a step and begins it, and then takes in what the step before drew: planning,
-# commit and everything that the caller does with events pass while the model computes. Results are one step late and
-# never different. After a step whose tokens are needed first (`Step.open`) the next call only takes them in.
-#
-# This is the supervisor of a step: whatever a model or a kernel raises fails the requests in that step, no others.
+        What runs fails, and the request that was `coming` in; what waits goes on, nothing is cached. The device's pages
+        need no care: every row is written again before it is read.
+        """
+        log.error("the engine starts anew", exc_info=failure)
+        self._pipeline.forget()
+        error = EngineError(f"the engine failed: {failure}").info
+        told = {event.request_id for event in self._events if isinstance(event, Terminal)}
+        if coming is not None and not (coming in told or coming in self._live or coming in self._sessions):
+            self._events.append(Failed(coming, error))
+        before, waiting = self.scheduler, []
+        for sequence in self._live.values():
+            if sequence.request_id not in told and sequence in before.admission:
+                waiting.append(sequence)
+                continue
+            if sequence.request_id not in told:
+                self._events.append(sequence.failed(error))
+            if sequence.status is not Status.ENDED:
+                sequence.move(Status.ENDED)
+        self._open_books()
+        self._sessions.rows = self.scheduler.rows
+        for sequence in waiting:
+            self.scheduler.add(sequence)
 
-
-Stopwatch = Callable[[], float]
+    def _flush(self, now: float) -> list[Event]:
+        """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
+        for event in self._events:  # more may be told meanwhile
+            if not isinstance(event, Tokens):
+                self.stats.ended[type(event).__name__.lower()] += 1
+                sequence = self._live.get(event.request_id)
+                if sequence is not None and sequence.status is Status.ENDED:
+                    del self._live[event.request_id]
+                    session = self._sessions.ended(sequence, event, now)
+                    if session is not None:
+                        self._begin_next(session, now)
+        events = self._events[:]
+        self._events.clear()
+        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +306,16 @@ class _AtOnce:
         return self.runner.run(self.plan)
 
 
-class Steps:
-    """At most one step is in flight between calls. Raises only BooksError, from the books."""
+class Pipeline:
+    """Runs steps: one after the other, or each begun while the one before it still runs. At most one is in flight.
+
+    Overlapped, a call of `advance` plans a step and begins it, and then takes in what the step before drew: planning,
+    commit and everything that the caller does with events pass while the model computes. Results are one step late and
+    never different. After a step whose tokens are needed first (`Step.open`) the next call only takes them in.
+
+    This is the supervisor of a step: whatever a model or a kernel raises fails the requests in that step, no others.
+    Raises only BooksError, from the books.
+    """
 
     def __init__(self, runner: Runner, overlap: bool, stats: EngineStats, watch: Stopwatch) -> None:
         """Raises ConfigError when steps are to overlap on a runner that cannot begin one before another is over."""
@@ -165,9 +335,7 @@ class Steps:
         """Whether a step has begun whose results were not taken in."""
         return self._flying is not None
 
-    def advance(
-        self, scheduler: Scheduler, cache: KVCache, now: float, clock: Stopwatch | None, times: int = 1
-    ) -> None:
+    def advance(self, scheduler: Scheduler, cache: KVCache, now: float, clock: Stopwatch | None) -> None:
         """Plan and begin a step, take one in. `clock` gives the time of a step's end; without it that is `now`."""
         before, self._flying = self._flying, None
         if before is not None and not before.step.open:
@@ -175,7 +343,7 @@ class Steps:
             return
         try:
             t0 = self._watch()
-            step = self._plan(scheduler, now, before, times)
+            step = self._plan(scheduler, now, before)
             expect_sound(cache)
             if step is not None:
                 self._flying = self._begin(step, scheduler, now, t0)
@@ -197,10 +365,10 @@ class Steps:
             except Exception:  # of a step that no request waits for
                 log.exception("a forgotten step failed")
 
-    def _plan(self, scheduler: Scheduler, now: float, before: _Flying | None, times: int) -> Step | None:
+    def _plan(self, scheduler: Scheduler, now: float, before: _Flying | None) -> Step | None:
         """The next step, None where there is nothing to do."""
         t0 = self._watch()
-        step = scheduler.schedule(now, before.step if before is not None else None, times)
+        step = scheduler.schedule(now, before.step if before is not None else None)
         self._stats.schedule_s += self._watch() - t0
         plan = step.plan
         return step if plan.busy or plan.writes or plan.copies else None
@@ -249,215 +417,49 @@ def expect_sound(cache: KVCache) -> None:
         raise BooksError("an operation on the cache broke off")
 
 
-class Engine:
-    """One replica's requests and their steps.
+class Arrivals:
+    """Routers give a program's arrival in seconds since the epoch, callers in this process maybe by the engine's clock.
 
-    `config` is resolved: it has no "auto" and no 0 where a number is needed. `eos` are the model's own end tokens.
+    No program begins after its request: one that seems to shows how far that clock is ahead of the engine's at least.
+    Requests that say nothing are put as far ahead: among the others they stand by when they came, and neither kind
+    goes first for ever. Where all times are of the engine's clock none is changed.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        eos: frozenset[int] = frozenset(),
-        vocabulary: int | None = None,
-        cost: VerificationCost | None = None,
-        stopwatch: Stopwatch = time.perf_counter,
-    ) -> None:
-        self.config = config
-        self._eos = eos
-        self._vocabulary = vocabulary
-        self._order = order_of(config.order)
-        self._learned = Learned(config.retention.wait_window)
-        self._drafter = Drafter(config.speculation, cost)
-        self.stats = EngineStats(drafts=self._drafter.counts)
-        self._steps = Steps(runner, config.overlap_steps == "on", self.stats, stopwatch)
-        self._numbers = count()
-        self._live: dict[str, Sequence] = {}
-        self._arrivals = Arrivals()
-        self._events: list[Event] = []
-        self._sessions = Sessions(self, self._events, config.session_rows, config.session_idle_s)
-        self._open_books()
+    def __init__(self) -> None:
+        self._ahead = 0.0  # seconds
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        return self._scheduler.busy or self._steps.flying
+    def of(self, submit: Submit, arrived: float, began: float) -> float:
+        """What a request says, or else `began`, which like `arrived`, when it came itself, is by the engine's clock."""
+        if not submit.program_arrival:
+            return began + self._ahead
+        self._ahead = max(self._ahead, submit.program_arrival - arrived)
+        return submit.program_arrival
 
-    @property
-    def due(self) -> float | None:
-        """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
-        return min((due for due in (self._scheduler.keeping.due, self._sessions.due) if due is not None), default=None)
 
-    def occupancy(self) -> Occupancy:
-        return replace(
-            self._scheduler.occupancy(), sessions=len(self._sessions), cells_host_total=self.config.host_cells
+def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -> None:
+    """Raise InvalidRequestError, or ContextLengthError, for a request that could never be served."""
+    n_prompt, max_tokens = len(submit.tokens), submit.sampling.max_tokens
+    context, page = config.context_length, config.page_size
+    if n_prompt == 0:
+        raise InvalidRequestError("the prompt is empty", "prompt")
+    if max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must not be negative: {max_tokens}", "max_tokens")
+    if submit.sampling.top_k > MOST_TOP_K:
+        raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
+    if not 0 < submit.weight < math.inf:
+        raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
+    if n_prompt + min(max_tokens, 1) > context:
+        new = ", one of them new" if max_tokens else ""
+        raise ContextLengthError(f"the prompt has {n_prompt} tokens; the context has room for {context}{new}", "prompt")
+    if n_prompt + max_tokens > context:
+        raise ContextLengthError(
+            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {context}", "max_tokens"
         )
-
-    def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
-        """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
-
-        A request's time counts from `arrived`, where it had to wait for the step before this moment.
-        """
-        try:
-            self._sessions.expire(now)
-            if isinstance(command, Stop | Abort):
-                self.end(command, now)
-            elif isinstance(command, Notice):
-                self._scheduler.keeping.notice(command, now)
-            else:
-                self._accept(command, now, now if arrived is None else arrived)
-            expect_sound(self.cache)
-        except Exception as failure:
-            coming = None if isinstance(command, Stop | Abort | Notice) else command.request_id
-            self._start_anew(failure, now, coming)
-        return self._flush(now)
-
-    def step(self, now: float, clock: Stopwatch | None = None, times: int = 1) -> list[Event]:
-        """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
-
-        Where steps overlap its events come with the next call. With a runner that does several decode steps at once, a
-        step that only decodes stands for as many as `times`.
-        """
-        try:
-            self._sessions.expire(now)
-            self._steps.advance(self._scheduler, self.cache, now, clock, times)
-        except Exception as failure:
-            self._start_anew(failure, now)
-        return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
-
-    def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
-        """End every request with `error`: the engine is stopping."""
-        self._steps.forget()
-        for sequence in self._scheduler.everything():
-            try:
-                self._scheduler.ends.fail(sequence, error.info, now)
-            except BooksError:
-                log.exception("an engine that stops leaves its books as they are")
-        self._sessions.fail_all(error)
-        return self._flush(now)
-
-    # ---- what sessions need ----
-
-    @property
-    def places(self) -> Places:
-        return self._scheduler.places
-
-    def begin(
-        self, submit: Submit, history: TokenIds, arrived: float, began: float, promised: int = 0
-    ) -> Sequence | None:
-        """Take a request in; None when it ended at once. Whatever goes wrong here is its own fault, or its end.
-
-        `began` is when its program did, by the engine's clock, where the request does not say it. `promised` cells of
-        the room that sessions have are others' to come.
-        """
-        request_id = submit.request_id
-        try:
-            tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
-            submit = replace(submit, tokens=tokens, program_arrival=self._arrivals.of(submit, arrived, began))
-            check_submit(submit, self.config, self._vocabulary)
-            if submit.session_id:
-                check_room(submit, len(history), self._scheduler.admission.room_for_sessions - promised)
-            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
-            sequence.n_history = len(history)
-            self._scheduler.add(sequence)
-        except HoldfastError as error:
-            self._events.append(Rejected(request_id, error.info))
-            return None
-        except Exception as failure:
-            log.exception("a request could not be taken in")
-            self._events.append(Failed(request_id, EngineError(f"the engine failed: {failure}").info))
-            return None
-        self._live[request_id] = sequence
-        return sequence
-
-    def end(self, command: Stop | Abort, now: float) -> None:
-        """End a request, if there still is one of that id."""
-        request_id = command.request_id
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            if request_id in self._sessions:
-                self._sessions.abort(request_id, now)
-        elif isinstance(command, Stop):
-            if command.completion is not None:
-                cut(sequence, command.completion)
-            self._scheduler.ends.finish(sequence, "stop", now)
-        else:
-            self._scheduler.ends.abort(sequence, now)
-
-    # ---- parts ----
-
-    def _seed(self, submit: Submit) -> int:
-        """The seed of a request's noise; where none is given that of the prompt, or a random one."""
-        sampling = submit.sampling
-        if sampling.seed is not None:
-            return sampling.seed
-        if sampling.temperature <= 0:
-            return 0
-        if not self.config.prompt_seed:
-            return secrets.randbits(64)
-        self.stats.prompt_seeds += 1
-        return prompt_seed(submit.tokens)
-
-    def _open_books(self) -> None:
-        config = self.config
-        size = config.page_size
-        host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
-        self.cache = KVCache(config.cells // size, size, config.prefix_cache, host)
-        self._pool = SequencePool(config.max_sequences, config.session_rows)
-        self._scheduler = Scheduler(
-            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned
+    # One page more: the end of a cached prefix may be copied into a page of its own.
+    if -(-(n_prompt + max_tokens) // page) + 1 > config.cells // page:
+        raise ContextLengthError(
+            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the cache of {config.cells} cells",
+            "max_tokens",
         )
-
-    def _accept(self, command: Request, now: float, arrived: float) -> None:
-        request_id = command.request_id
-        try:
-            if request_id in self._live or request_id in self._sessions:
-                raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
-            waiting = len(self._scheduler.admission) + self._sessions.n_queued
-            if isinstance(command, Submit) and waiting >= self.config.max_waiting:
-                raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
-            if not isinstance(command, Submit) or command.session_id:
-                self._sessions.command(command, now, arrived)
-            else:
-                self.begin(command, NO_TOKENS, arrived, began=arrived)
-        except HoldfastError as error:
-            self._events.append(Rejected(request_id, error.info))
-
-    def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
-        """The last resort, when it is not known any more what is free: new books over the same memory.
-
-        What runs fails, and the request that was `coming` in; what waits goes on, nothing is cached. The device's pages
-        need no care: every row is written again before it is read.
-        """
-        log.error("the engine starts anew", exc_info=failure)
-        self._steps.forget()
-        error = EngineError(f"the engine failed: {failure}").info
-        told = {event.request_id for event in self._events if isinstance(event, Terminal)}
-        if coming is not None and not (coming in told or coming in self._live or coming in self._sessions):
-            self._events.append(Failed(coming, error))
-        before, waiting = self._scheduler, []
-        for sequence in self._live.values():
-            if sequence.request_id not in told and sequence in before.admission:
-                waiting.append(sequence)
-                continue
-            if sequence.request_id not in told:
-                self._events.append(sequence.failed(error))
-            if sequence.status is not Status.ENDED:
-                sequence.move(Status.ENDED)
-        self._open_books()
-        for sequence in waiting:
-            self._scheduler.add(sequence)
-
-    def _flush(self, now: float) -> list[Event]:
-        """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
-        for event in self._events:  # more may be told meanwhile
-            if not isinstance(event, Tokens):
-                self.stats.ended[type(event).__name__.lower()] += 1
-                sequence = self._live.get(event.request_id)
-                if sequence is not None and sequence.status is Status.ENDED:
-                    del self._live[event.request_id]
-                    self._sessions.ended(sequence, event, now)
-        events = self._events[:]
-        self._events.clear()
-        return events
+    if vocabulary is not None and not (int(submit.tokens.min()) >= 0 and int(submit.tokens.max()) < vocabulary):
+        raise InvalidRequestError(f"token ids must be in [0, {vocabulary})", "prompt")

@@ -1,6 +1,8 @@
-"""The engine's state of one request: its tokens, and how far the engine has come with them."""
+"""A sequence, which is the engine's state of one request; its owner, who comes back for more; the pool of rows.
 
-from collections import OrderedDict
+Data and counters. Not here: who gets a row or cells (`retention/rows`, `kv/cache`), what is computed (`scheduling`).
+"""
+
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -11,7 +13,6 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
 from holdfast.replicas.kv.holding import Holding
-from holdfast.replicas.kv.radix import common_prefix
 from holdfast.replicas.types import TokenIds
 
 
@@ -79,8 +80,10 @@ class Sequence:
     pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
     attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
     draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
-    ahead: int = 0  # tokens that a step in flight computes; set while the step after it is planned, and 0 otherwise
-    awaited: int | None = None  # of that step's chunks the one that draws this sequence's next token
+    # While the step after one in flight is planned, else 0 and None: how many tokens that one computes, and which of
+    # its chunks draws this sequence's next token.
+    ahead: int = 0
+    awaited: int | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,8 +128,24 @@ class Sequence:
         return end - self.n_computed - self.ahead == 1 and end > self.n_prompt
 
     @property
-    def held(self) -> Holding:
-        """The cells of a running sequence."""
+    def planned_length(self) -> int:
+        """Its length once the step in flight is over; without one, its length."""
+        return self.length + (self.awaited is not None)
+
+    @property
+    def closing(self) -> bool:
+        """It ends with the step in flight, whatever that draws."""
+        end = self.planned_length
+        return self.ahead > 0 and end == len(self.buffer) and self.pending == end - self.length
+
+    @property
+    def prompt_computed(self) -> bool:
+        """Whether it decodes already without the step in flight: its prompt is in the cache for all to see."""
+        return self.length - self.n_computed == 1 and self.length > self.n_prompt
+
+    @property
+    def the_holding(self) -> Holding:
+        """What a running sequence holds of the cache."""
         assert self.holding is not None, self.request_id
         return self.holding
 
@@ -173,36 +192,10 @@ class Sequence:
     def failed(self, error: ErrorInfo) -> Failed:
         return Failed(self.request_id, error, self.usage)
 
-
-def cut(sequence: Sequence, completion: int) -> None:
-    """Forget what was drawn after so many tokens."""
-    sequence.length = min(sequence.length, sequence.n_prompt + completion)
-    sequence.n_computed = min(sequence.n_computed, sequence.length)
-
-
-# ---- Where a sequence will be once the step in flight is over, while the next one is planned; without one, where it
-# is.
-
-
-def reach(sequence: Sequence) -> int:
-    """Its length then."""
-    return sequence.length + (sequence.awaited is not None)
-
-
-def closing(sequence: Sequence) -> bool:
-    """It ends with the step in flight, whatever that draws."""
-    end = reach(sequence)
-    return sequence.ahead > 0 and end == len(sequence.buffer) and sequence.pending == end - sequence.length
-
-
-def decoded(sequence: Sequence) -> bool:
-    """Whether it decodes already without that step: its prompt is in the cache for all to see."""
-    return sequence.length - sequence.n_computed == 1 and sequence.length > sequence.n_prompt
-
-
-# ---- The sequence pool: a fixed number of page-table rows, handed out and returned (stateful inference, section 3.1).
-#
-# The pool never waits: a request waits in the scheduler's queue, in order and with a timeout, until a row is free.
+    def cut(self, completion: int) -> None:
+        """Forget what was drawn after so many tokens."""
+        self.length = min(self.length, self.n_prompt + completion)
+        self.n_computed = min(self.n_computed, self.length)
 
 
 class Region(Enum):
@@ -213,7 +206,10 @@ class Region(Enum):
 
 
 class SequencePool:
-    """Rows `0..rows-1`, the last `session_rows` of which form the session region."""
+    """Page-table rows `0..rows-1`, the last `session_rows` of which form the session region (stateful inference, 3.1).
+
+    It never waits: a request waits in the scheduler's queue, in order and with a timeout, until a row is free.
+    """
 
     def __init__(self, rows: int, session_rows: int = 0) -> None:
         if not 0 <= session_rows < rows:
@@ -248,44 +244,3 @@ class SequencePool:
             raise ValueError(f"row {row} is not taken")
         self._taken.remove(row)
         self._free[Region.TRANSIENT if row < self.first_session_row else Region.SESSION].append(row)
-
-
-# ---- What programs had computed when their last turn ended, to see how much of it their next prompt drops.
-#
-# Some chat templates rewrite what was said: they drop old reasoning, or move the system prompt. Everything behind the
-# first changed token is computed again, and no cache can help; here it is counted.
-
-
-class Histories:
-    """The tokens of each program's last turn, `capacity` tokens at most; the least recently seen program goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._tokens: OrderedDict[Owner, TokenIds] = OrderedDict()
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        """Tokens remembered."""
-        return self._held
-
-    def remember(self, owner: Owner, tokens: TokenIds) -> None:
-        """`owner` ended a turn with these tokens computed."""
-        self._held -= len(self._tokens.pop(owner, ()))
-        self._tokens[owner] = tokens.copy()
-        self._held += len(tokens)
-        while self._held > self._capacity:
-            self._held -= len(self._tokens.popitem(last=False)[1])
-
-    def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
-        """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.
-
-        Where more is cached than the two have in common, the prompt goes on from something else that the program
-        had computed, and nothing was rewritten.
-        """
-        before = self._tokens.get(owner)
-        if before is None or n_cached >= min(len(before), len(prompt)):
-            return 0
-        common = common_prefix(before, prompt)
-        leaves = common < min(len(before), len(prompt)) and n_cached <= common
-        return len(before) - common if leaves else 0

@@ -5,16 +5,14 @@
                 '--> fork --> [the same history]
 
 Here: which sessions there are, their histories, and the order of their operations. An operation is a request like any
-other once it has begun. Not here: cells and rows (`scheduling/places` keeps them between operations).
+other once it has begun; the engine begins it. Not here: cells and rows between operations (`retention/rows`).
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError
 from holdfast.replicas.events import (
-    Abort,
     Aborted,
     CloseSession,
     Event,
@@ -23,15 +21,13 @@ from holdfast.replicas.events import (
     ForkSession,
     OpenSession,
     Rejected,
-    SessionCommand,
-    Stop,
     Submit,
     Terminal,
     Timing,
     Usage,
 )
 from holdfast.replicas.kv.radix import NO_TOKENS
-from holdfast.replicas.retention.rows import Places
+from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.types import TokenIds
 
@@ -55,32 +51,23 @@ class Session:
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
 
-
-class Host(Protocol):
-    """What sessions need of the engine."""
-
     @property
-    def places(self) -> Places: ...
-
-    def begin(self, submit: Submit, history: TokenIds, arrived: float, began: float, promised: int) -> Sequence | None:
-        """Start a request that goes on from `history`; None where it has ended at once.
-
-        `began` is when its program did, where the request does not say it. `promised` cells of the room that sessions
-        have are other operations' to come.
-        """
-
-    def end(self, command: Stop | Abort, now: float) -> None:
-        """End a request that has begun."""
+    def promised(self) -> int:
+        """Cells that the operation which has begun may come to leave to be kept, beyond the history before it."""
+        running = self.running
+        if running is None or running.status is Status.ENDED:
+            return 0
+        return to_be_kept(running.submit, running.n_history)
 
 
 class Sessions:
     """At most `most` sessions at once, each closed after `idle_s` seconds without an operation.
 
-    `events` belongs to the engine; what happens here is added to it.
+    `events` belongs to the engine; what happens here is added to it. `rows` are those of its present books.
     """
 
-    def __init__(self, host: Host, events: list[Event], most: int, idle_s: float) -> None:
-        self._host = host
+    def __init__(self, rows: Rows, events: list[Event], most: int, idle_s: float) -> None:
+        self.rows = rows
         self._events = events
         self._most = most
         self._idle_s = idle_s
@@ -98,27 +85,39 @@ class Sessions:
     def n_queued(self) -> int:
         return len(self._queued)
 
-    # ---- commands ----
+    @property
+    def promised(self) -> int:
+        """Cells of the room for sessions that operations in flight may come to need."""
+        return sum(session.promised for session in self._sessions.values())
 
-    def command(self, command: Submit | SessionCommand, now: float, arrived: float) -> None:
-        """Open, fork or close; or an operation, which begins at once, or after those before it.
+    # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 
-        `arrived` is when it was sent, from which its time counts.
-        Raises InvalidRequestError and OverloadedError, naming the field.
-        """
-        if isinstance(command, OpenSession):
-            self._open(Owner(command.scope, command.session_id, session=True), now)
-            self._events.append(_done(command.request_id, arrived, now))
-            return
+    def open(self, command: OpenSession, now: float, accepted: float) -> None:
+        self._open(Owner(command.scope, command.session_id, session=True), now)
+        self._done(command.request_id, accepted, now)
+
+    def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
+        """Accept an operation, behind those before it. Its time counts from `accepted`."""
         session = self._find(command.scope, command.session_id)
-        if isinstance(command, CloseSession):
-            self._close(session, now)
-            self._events.append(_done(command.request_id, arrived, now))
-            return
         session.used = now
-        session.queue.append(Operation(command, arrived))
+        session.queue.append(Operation(command, accepted))
         self._queued[command.request_id] = session
-        self._advance(session, now)
+        return session
+
+    def close(self, command: CloseSession, now: float) -> Session:
+        """Forget a session; operations that have not begun are aborted. The caller ends the one that runs, and then
+        calls `closed`.
+        """
+        session = self._find(command.scope, command.session_id)
+        del self._sessions[session.owner]
+        for operation in list(session.queue):
+            self.abort(operation.command.request_id, now)
+        return session
+
+    def closed(self, command: CloseSession, session: Session, now: float, accepted: float) -> None:
+        """Nothing of it runs any more: its cells and row go."""
+        self.rows.forget(session.owner)
+        self._done(command.request_id, accepted, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """End an operation that waits for its turn."""
@@ -127,21 +126,35 @@ class Sessions:
         session.queue.remove(operation)
         self._events.append(Aborted(request_id, Usage(), Timing(operation.accepted, finished=now)))
 
-    def ended(self, sequence: Sequence, event: Terminal, now: float) -> None:
-        """An operation has ended, and the next one begins. Only what finished becomes history."""
+    # ---- operations, in order ----
+
+    def next_request(self, session: Session, now: float) -> tuple[Submit, float] | None:
+        """The request to begin now, none while one runs, and when it was accepted. Forks before it are done."""
+        while session.running is None and session.queue:
+            operation = session.queue.popleft()
+            command = operation.command
+            del self._queued[command.request_id]
+            if isinstance(command, Submit):
+                return command, operation.accepted
+            self._fork(session, command, operation.accepted, now)
+        return None
+
+    def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
+        """An operation has ended, and the next one of the session returned can begin. Only what finished is history."""
         session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
         if session is None or session.running is not sequence:
-            return
+            return None
         session.running, session.used = None, now
         if isinstance(event, Finished) and sequence.submit.keep:
             session.history = sequence.tokens.copy()
-        self._advance(session, now)
+        return session
 
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
         for session in list(self._sessions.values()):
             if session.running is None and now >= session.used + self._idle_s:
-                self._close(session, now)
+                del self._sessions[session.owner]
+                self.rows.forget(session.owner)
 
     @property
     def due(self) -> float | None:
@@ -156,7 +169,7 @@ class Sessions:
         self._queued.clear()
         for owner in list(self._sessions):
             del self._sessions[owner]
-            self._host.places.forget(owner)
+            self.rows.forget(owner)
 
     # ---- parts ----
 
@@ -178,26 +191,6 @@ class Sessions:
         session = self._sessions[owner] = Session(owner, now, now)
         return session
 
-    def _close(self, session: Session, now: float) -> None:
-        del self._sessions[session.owner]
-        for operation in list(session.queue):
-            self.abort(operation.command.request_id, now)
-        if session.running is not None:
-            self._host.end(Abort(session.running.request_id), now)
-        self._host.places.forget(session.owner)
-
-    def _advance(self, session: Session, now: float) -> None:
-        """Begin the next operation when none is running."""
-        while session.running is None and session.queue:
-            operation = session.queue.popleft()
-            command = operation.command
-            del self._queued[command.request_id]
-            if isinstance(command, ForkSession):
-                self._fork(session, command, operation.accepted, now)
-                continue
-            promised = sum(map(_promised, self._sessions.values()))
-            session.running = self._host.begin(command, session.history, operation.accepted, session.opened, promised)
-
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
             child = self._open(Owner(command.scope, command.child_id, session=True), now)
@@ -205,20 +198,11 @@ class Sessions:
             self._events.append(Rejected(command.request_id, error.info))
             return
         child.history = session.history
-        self._host.places.fork(child.owner, child.history, now)
-        self._events.append(_done(command.request_id, accepted, now))
+        self.rows.fork(child.owner, child.history, now)
+        self._done(command.request_id, accepted, now)
 
-
-def _promised(session: Session) -> int:
-    """Cells that the operation which has begun may come to leave to be kept, beyond the history before it."""
-    running = session.running
-    if running is None or running.status is Status.ENDED:
-        return 0
-    return to_be_kept(running.submit, running.n_history)
-
-
-def _done(request_id: str, accepted: float, now: float) -> Finished:
-    return Finished(request_id, "stop", Usage(), Timing(accepted, finished=now))
+    def _done(self, request_id: str, accepted: float, now: float) -> None:
+        self._events.append(Finished(request_id, "stop", Usage(), Timing(accepted, finished=now)))
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

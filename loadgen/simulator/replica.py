@@ -133,7 +133,8 @@ class Replica:
     def _run(self, steps: int) -> None:
         begun, runner = self.at, self._runner
         runner.begin()
-        for event in self.engine.step(begun, lambda: begun + runner.seconds, steps):
+        self.engine.scheduler.decode_steps = steps
+        for event in self.engine.step(begun, lambda: begun + runner.seconds):
             if isinstance(event, Tokens):
                 reply = self._replies[event.request_id]
                 if runner.own:

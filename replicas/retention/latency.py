@@ -1,8 +1,8 @@
-"""How long tools take: statistics of the intervals between a turn's end and the arrival of its program's next turn.
+"""What a turn waits for, and how long that takes: the tools that a reply called, and statistics of their intervals.
 
-An interval is measured by the server, from the end of decoding to the next arrival (Continuum, section 4.2), and counts
-once, under the set of tools that the turn called. Here: what is known, frozen for readers, and how one process adds an
-interval to it. Not here: where a cluster keeps its statistics (`router/tool_latency`).
+An interval is measured by the server, from the end of decoding to the arrival of the program's next turn (Continuum,
+section 4.2), and counts once, under the set of tools that the turn called. Here: what is known, frozen for readers, and
+how one process adds an interval to it. Not here: where a cluster keeps its statistics (`router/tool_latency`).
 """
 
 import math
@@ -14,15 +14,25 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias
 
-# ---- Which tools a finished reply called, and whether its program's turns are over with it (Continuum, section 5.2).
-# Pure.
-#
-# With the function interface the tracker has read the calls, in whatever format the model writes them. Without it a
-# program runs what stands in a bash block; its commands are the tools.
+RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
+
+
+MAX_NAME = 64  # characters of a tool's name; the rest is cut
+
+
+MAX_KEY = 256  # characters of a set's key
+
+
+ToolKey: TypeAlias = tuple[str, str]
+"""Tenant and set of tools."""
 
 
 _BLOCK = re.compile(r"```bash[ \t]*\n(.*?)```", re.DOTALL)
+
+
 _JOINED = re.compile(r"&&|\|\|")
+
+
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -35,7 +45,10 @@ class Called:
 
 
 def called(names: Sequence[str], text: str, *, interface: bool, cut: bool, ends: bool) -> Called:
-    """What a reply with calls of `names`, or with `text`, waits for now.
+    """What a reply with calls of `names`, or with `text`, waits for now (Continuum, section 5.2).
+
+    With the function interface the tracker has read the calls, in whatever format the model writes them. Without it a
+    program runs what stands in a bash block; its commands are the tools.
 
     `interface`: the request declared tools. `cut`: the reply ended for its length, or inside of a call. `ends`: the
     request said that it is the program's last. A reply that is whole and calls nothing is a final answer.
@@ -56,14 +69,6 @@ def commands(text: str) -> tuple[str, ...]:
     parts = (part.split() for part in _JOINED.split(blocks[0]))
     firsts = (next((word for word in words if not _ASSIGNMENT.match(word)), "") for words in parts)
     return tuple(first for first in firsts if first)
-
-
-RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
-MAX_NAME = 64  # characters of a tool's name; the rest is cut
-MAX_KEY = 256  # characters of a set's key
-
-ToolKey: TypeAlias = tuple[str, str]
-"""Tenant and set of tools."""
 
 
 def tool_set(names: Iterable[str]) -> str:

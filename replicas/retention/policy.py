@@ -1,12 +1,15 @@
-"""For how long a program's cells are kept after a turn: six policies behind one pure call (Continuum, section 4.3).
+"""For how long a program's cells are kept after a turn, and what a replica learns to decide it (Continuum, 4.3).
 
-Source of the formulas: Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one
-(`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure them against.
+Six policies behind one pure call. Source of the formulas: Continuum's first version (`bernstein`), its simplified one
+(`fixed`), its later one (`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure
+them against. Below them what they look at: the cost of having cells again, fitted to the steps that the engine runs,
+the turns of programs, the queue delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
 """
 
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Protocol, TypeAlias
@@ -16,46 +19,21 @@ import numpy.typing as npt
 
 from holdfast.replicas.config import PolicyName, RetentionConfig
 from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, ToolLatency
-from holdfast.replicas.scheduling.plan import StepPlan
 
-# ---- Least squares without negative coefficients, for a handful of terms.
-
-
-Array: TypeAlias = npt.NDArray[np.float64]
+Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
 
 
-def not_negative(products: Array, sums: Array) -> Array:
-    """The coefficients x >= 0 with the least |Ax - y|, from A'A [n, n] and A'y [n]: of all terms, or of the best set.
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A turn is over and its program is expected back: `tools` is the key of what it called.
 
-    Looks at every set of terms where one coefficient would be negative, so n is to be small.
+    `turn` counts from 1 after the program's last answer.
     """
-    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
-    if (whole >= 0).all():
-        return np.asarray(whole)
-    best, least = np.zeros(len(sums)), 0.0
-    for size in range(1, len(sums)):
-        for terms in combinations(range(len(sums)), size):
-            chosen = list(terms)
-            square = products[np.ix_(chosen, chosen)]
-            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
-            loss = float(x @ square @ x - 2 * x @ sums[chosen])
-            if (x >= 0).all() and loss < least:
-                best, least = np.zeros(len(sums)), loss
-                best[chosen] = x
-    return best
 
-
-# ---- What it costs to have a program's cells again: seconds to compute them, or to copy them back from a slower
-# memory.
-#
-# The coefficients are fitted to the steps that the engine runs (Continuum fits the same polynomial beforehand). A step
-# that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c.
-
-
-_KEPT = 0.98  # weight of what is known already when a step is added
-_ENOUGH = 8  # steps with a prefill before the fit says anything
-_REFRESH = 64  # steps after which it is drawn anew
-_THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
+    tenant: str
+    tools: str
+    cells: int
+    turn: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,91 +48,6 @@ class RestoreCost:
     def seconds(self, n: int) -> float:
         computed = (self.a * n + self.b) * n + self.c if n > 0 else 0.0
         return computed if self.reload is None else min(computed, self.reload * n)
-
-
-class PrefillFit:
-    """Least squares over the steps with a prefill in them, the older the less; no coefficient is negative."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._products = np.zeros((3, 3))
-        self._sums = np.zeros(3)
-        self.cost = RestoreCost()
-
-    def measured(self, plan: StepPlan, seconds: float) -> None:
-        """A step of this plan took `seconds`. One that only decoded says nothing here."""
-        if seconds <= 0 or plan.times > 1 or not plan.prefills:
-            return
-        squares = tokens = 0.0
-        for chunk in plan.chunks:
-            n = len(chunk.tokens)
-            end = chunk.start + n
-            squares += end * end - chunk.start * chunk.start
-            tokens += n
-        x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
-        self._products = _KEPT * self._products + x[:, None] * x
-        self._sums = _KEPT * self._sums + seconds * x
-        self._seen += 1
-        if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
-            a, b, c = (float(each) for each in not_negative(self._products, self._sums))
-            self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
-
-
-# ---- What becomes of a program's cells while its tool runs, by InferCept's rule: whatever wastes least memory and
-# time.
-#
-# Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
-# bytes do not appear. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class Interception:
-    """A program that pauses: its `cells`, and what it costs to have them again. Times are in seconds.
-
-    `others` are the cells of the other running sequences: they wait while this one's are computed again. `stalled` are
-    the cells that wait while cells are copied: the whole batch where a copy stops it, the program's own where copies
-    overlap with steps.
-    """
-
-    cells: int
-    others: int
-    recompute_s: float
-    swap_s: float = math.inf  # one way; without a host tier there is none
-    stalled: int = 0
-
-    @property
-    def discard(self) -> float:
-        """Cell-seconds: its own cells fill up again, and the others wait meanwhile."""
-        return self.recompute_s * (self.cells + self.others)
-
-    @property
-    def swap(self) -> float:
-        """Cell-seconds: out and in again."""
-        return 2 * self.swap_s * max(self.stalled, self.cells)
-
-    def preserve(self, pause_s: float) -> float:
-        """Cell-seconds of a pause of that length."""
-        return pause_s * self.cells
-
-
-def preserve_until(pause: Interception) -> float:
-    """For how many seconds preserving wastes least. As a time to live this is the rule for a pause of unknown length:
-    InferCept takes the time that a pause has lasted for the time it will last.
-    """
-    return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A turn is over and its program is expected back: `tools` is the key of what it called.
-
-    `turn` counts from 1 after the program's last answer.
-    """
-
-    tenant: str
-    tools: str
-    cells: int
-    turn: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +67,19 @@ class Policy(Protocol):
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         """Seconds from the turn's end; 0: not at all."""
         ...
+
+
+def policy_of(config: RetentionConfig) -> Policy:
+    """The policy that `config` names."""
+    policies: dict[PolicyName, Policy] = {
+        "none": NoRetention(),
+        "fixed": Fixed(config),
+        "bernstein": Bernstein(config),
+        "continuum": Continuum(config),
+        "restore-cost": RestoreTime(),
+        "infercept": InferCept(),
+    }
+    return policies[config.policy]
 
 
 class NoRetention:
@@ -276,22 +182,83 @@ class InferCept:
         return preserve_until(Interception(pause.cells, conditions.others, computed, swap, stalled=pause.cells))
 
 
-def policy_of(config: RetentionConfig) -> Policy:
-    """The policy that `config` names."""
-    policies: dict[PolicyName, Policy] = {
-        "none": NoRetention(),
-        "fixed": Fixed(config),
-        "bernstein": Bernstein(config),
-        "continuum": Continuum(config),
-        "restore-cost": RestoreTime(),
-        "infercept": InferCept(),
-    }
-    return policies[config.policy]
+@dataclass(frozen=True, slots=True)
+class Interception:
+    """A program that pauses: its `cells`, and what it costs to have them again (InferCept). Times are in seconds.
+
+    Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
+    bytes do not appear.
+
+    `others` are the cells of the other running sequences: they wait while this one's are computed again. `stalled` are
+    the cells that wait while cells are copied: the whole batch where a copy stops it, the program's own where copies
+    overlap with steps.
+    """
+
+    cells: int
+    others: int
+    recompute_s: float
+    swap_s: float = math.inf  # one way; without a host tier there is none
+    stalled: int = 0
+
+    @property
+    def discard(self) -> float:
+        """Cell-seconds: its own cells fill up again, and the others wait meanwhile."""
+        return self.recompute_s * (self.cells + self.others)
+
+    @property
+    def swap(self) -> float:
+        """Cell-seconds: out and in again."""
+        return 2 * self.swap_s * max(self.stalled, self.cells)
+
+    def preserve(self, pause_s: float) -> float:
+        """Cell-seconds of a pause of that length."""
+        return pause_s * self.cells
 
 
-# ---- What a replica learns of its own load for the policies: queue delay, turns of programs, cost of a prefill.
-#
-# It outlives the books of the cache: a replica that starts anew still knows its load.
+def preserve_until(pause: Interception) -> float:
+    """For how many seconds preserving wastes least. As a time to live this is the rule for a pause of unknown length:
+    InferCept takes the time that a pause has lasted for the time it will last.
+    """
+    return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
+
+
+# ---- what is learned ----
+
+
+class Learned:
+    """What a replica learns of its own load for the policies. `latency` is the latest snapshot of tools' statistics.
+
+    Told by the engine as it runs. It outlives the books of the cache: a replica that starts anew still knows its load.
+
+    `reload` is seconds a cell from a host tier, where there is one.
+    """
+
+    def __init__(self, wait_window: int) -> None:
+        self.latency = LatencySnapshot()
+        self.turns = Turns()
+        self.reload: float | None = None
+        self._waits: deque[float] = deque(maxlen=wait_window)
+        self._waited = 0.0
+        self._prefill = PrefillFit()
+
+    def waited(self, seconds: float) -> None:
+        """A follow-up turn whose cells were not pinned waited so long before it began."""
+        if len(self._waits) == self._waits.maxlen:
+            self._waited -= self._waits[0]
+        self._waits.append(seconds)
+        self._waited += seconds
+
+    def prefilled(self, spans: Iterable[Span], seconds: float) -> None:
+        """A step that computed these took so long."""
+        self._prefill.measured(spans, seconds)
+
+    def conditions(self, others: int = 0) -> Conditions:
+        """What a policy may know now; `others` are the cells of the sequences that run."""
+        wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
+        cost = self._prefill.cost
+        if self.reload is not None:
+            cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost)
 
 
 class Turns:
@@ -335,35 +302,67 @@ class Turns:
         return min(max(-correlation, 0.0), 1.0)
 
 
-class Learned:
-    """Told by the engine as it runs. `latency` is the latest snapshot of the tools' statistics.
+_KEPT = 0.98  # weight of what is known already when a step is added
 
-    `reload` is seconds a cell from a host tier, where there is one.
+
+_ENOUGH = 8  # steps with a prefill before the fit says anything
+
+
+_REFRESH = 64  # steps after which it is drawn anew
+
+
+_THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
+
+
+class PrefillFit:
+    """The coefficients of `RestoreCost`, by least squares over the steps with a prefill, the older the less.
+
+    A step that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c;
+    Continuum fits the same polynomial beforehand. No coefficient is negative.
     """
 
-    def __init__(self, wait_window: int) -> None:
-        self.latency = LatencySnapshot()
-        self.turns = Turns()
-        self.reload: float | None = None
-        self._waits: deque[float] = deque(maxlen=wait_window)
-        self._waited = 0.0
-        self._prefill = PrefillFit()
+    def __init__(self) -> None:
+        self._seen = 0
+        self._products = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self.cost = RestoreCost()
 
-    def waited(self, seconds: float) -> None:
-        """A follow-up turn whose cells were not pinned waited so long before it began."""
-        if len(self._waits) == self._waits.maxlen:
-            self._waited -= self._waits[0]
-        self._waits.append(seconds)
-        self._waited += seconds
+    def measured(self, spans: Iterable[Span], seconds: float) -> None:
+        """A step that computed these took `seconds`, a part of a prompt among them."""
+        if seconds <= 0:
+            return
+        squares = tokens = 0.0
+        for start, end in spans:
+            squares += end * end - start * start
+            tokens += end - start
+        x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
+        self._products = _KEPT * self._products + x[:, None] * x
+        self._sums = _KEPT * self._sums + seconds * x
+        self._seen += 1
+        if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
+            a, b, c = (float(each) for each in not_negative(self._products, self._sums))
+            self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
 
-    def measured(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
-        self._prefill.measured(plan, seconds)
 
-    def conditions(self, others: int = 0) -> Conditions:
-        """What a policy may know now; `others` are the cells of the sequences that run."""
-        wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
-        cost = self._prefill.cost
-        if self.reload is not None:
-            cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
-        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost)
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+def not_negative(products: Array, sums: Array) -> Array:
+    """The coefficients x >= 0 with the least |Ax - y|, from A'A [n, n] and A'y [n]: of all terms, or of the best set.
+
+    Looks at every set of terms where one coefficient would be negative, so n is to be small.
+    """
+    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
+    if (whole >= 0).all():
+        return np.asarray(whole)
+    best, least = np.zeros(len(sums)), 0.0
+    for size in range(1, len(sums)):
+        for terms in combinations(range(len(sums)), size):
+            chosen = list(terms)
+            square = products[np.ix_(chosen, chosen)]
+            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
+            loss = float(x @ square @ x - 2 * x @ sums[chosen])
+            if (x >= 0).all() and loss < least:
+                best, least = np.zeros(len(sums)), loss
+                best[chosen] = x
+    return best

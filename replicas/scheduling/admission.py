@@ -1,4 +1,10 @@
-"""From waiting to running: who is started in a step, who waits for a leader, who has waited too long."""
+"""From waiting to running: who is started in a step, who waits for a leader, who has waited too long.
+
+Admission counts cells (stateful inference, section 3.2): what runs, with what it may come to need, stays below a
+ceiling. Grouped prefill (the same section): a prefix that several waiting prompts share is computed by one of them.
+The leader is a running sequence in the middle of its prompt; a follower waits until the leader's cells reach the end of
+what they share, and then aliases them through the tree like any cached prefix.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,54 +17,12 @@ from holdfast.replicas.events import Event, Rejected
 from holdfast.replicas.kv.cache import KVCache, claimed, found, running, to_be_had
 from holdfast.replicas.kv.radix import Match, common_prefix
 from holdfast.replicas.scheduling.queue import WaitingQueue
-from holdfast.replicas.scheduling.running import Ends, PlanBuilder, Running
-from holdfast.replicas.sequences import Sequence, Status, decoded
+from holdfast.replicas.scheduling.running import Ends, Running
+from holdfast.replicas.scheduling.step import StepBuilder
+from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.stats import EngineStats
 
-# ---- How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic.
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The cells that admitted requests may have at their ends, and how a request's need is estimated.
-
-    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
-    that does not is covered by preemption.
-    """
-
-    ceiling: int
-    reserve: int
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> "Budget":
-        return cls(
-            ceiling=int(config.cells * config.admission_ceiling),
-            reserve=config.completion_reserve,
-        )
-
-    def need(self, sequence: Sequence, n_cached: int) -> int:
-        """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
-        completion = len(sequence.buffer) - sequence.length
-        return sequence.length - n_cached + min(completion, self.reserve)
-
-    def committed(self, running: Iterable[Sequence]) -> int:
-        """The cells that all these may come to need beyond what they have computed."""
-        reserve = self.reserve
-        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
-
-    def admits(self, committed: int, need: int, *, alone: bool) -> bool:
-        """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.
-
-        A request that runs alone always fits.
-        """
-        return alone or committed + need <= self.ceiling
-
-
-# ---- Grouped prefill: a prefix that several waiting prompts share is computed by one of them (stateful inference,
-# 3.2).
-#
-# The leader is a running sequence in the middle of its prompt. A follower waits until the leader's cells reach the end
-# of what they share, and then aliases them through the tree like any cached prefix.
+_TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +38,6 @@ class Following:
     def over(self) -> bool:
         """Nothing is left to wait for: the shared tokens are computed, or the leader has gone."""
         return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.shared
-
-
-def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> Following | None:
-    """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
-    tokens = sequence.tokens[:-1]
-    window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
-    best: Following | None = None
-    for leader in running:
-        if decoded(leader) or leader.submit.scope != sequence.submit.scope:
-            continue
-        if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
-            continue
-        shared = common_prefix(tokens, leader.tokens)
-        gain = shared - n_cached
-        if shared > leader.n_computed and gain >= max(least, best.gain + 1 if best else 0):
-            best = Following(sequence, leader, shared, gain)
-    return best
-
-
-_TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 
 
 class Admission:
@@ -146,14 +90,14 @@ class Admission:
         """Cells that sessions may still come to keep."""
         return self._budget.ceiling - self._running.cells_pinned
 
-    def admit(self, builder: PlanBuilder, now: float) -> None:
+    def admit(self, builder: StepBuilder, now: float) -> None:
         """Start waiting sequences, in order, while a row and the cell budget are there.
 
         The head is never overtaken, except by others while it waits for a leader to compute its prefix.
         """
         for done in [f for f in self._following if f.over]:
             self._following.remove(done)
-            self._waiting.unhold(done.follower)
+            self._waiting.put_back(done.follower)
         if not len(self._waiting):
             return
         needed = self._budget.committed(self._running)
@@ -169,7 +113,7 @@ class Admission:
                 return
             needed += need
 
-    def _start(self, builder: PlanBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
+    def _start(self, builder: StepBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
         """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait.
 
         `needed` are the cells that those who run may come to need beyond those they have.
@@ -178,7 +122,7 @@ class Admission:
         n_cached = match.length if match is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
-            self._waiting.hold()
+            self._waiting.set_aside()
             return 0
         need = self._budget.need(sequence, n_cached)
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
@@ -205,23 +149,76 @@ class Admission:
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
         never waits for pins alone (Continuum, section 5.3).
         """
-        keeping, owner = self._running.keeping, sequence.owner
+        retention, owner = self._running.retention, sequence.owner
         alone = not len(self._running)
         to = None if alone else sequence
         while True:
             prefix = claimed(self._cache, match)
             if needed + prefix <= to_be_had(self._cache):
                 return True
-            others = len(keeping.kept) > keeping.holds(owner)
-            if not (others and keeping.give_way(to, besides=owner)):
+            others = len(retention.pins) > (owner in retention.pins)
+            if not (others and retention.give_way(to, besides=owner)):
                 return alone
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config
-        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.places.rows:
+        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.rows.total:
             return None
         # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)
         if following is not None:
             self._stats.prompt_grouped += following.gain
         return following
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The cells that admitted requests may have at their ends, and how a request's need is estimated, in cells.
+
+    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
+    that does not is covered by preemption.
+    """
+
+    ceiling: int
+    reserve: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Budget":
+        return cls(
+            ceiling=int(config.cells * config.admission_ceiling),
+            reserve=config.completion_reserve,
+        )
+
+    def need(self, sequence: Sequence, n_cached: int) -> int:
+        """Cells the sequence will fill beyond its cached prefix: prompt - cached + completion."""
+        completion = len(sequence.buffer) - sequence.length
+        return sequence.length - n_cached + min(completion, self.reserve)
+
+    def committed(self, running: Iterable[Sequence]) -> int:
+        """The cells that all these may come to need beyond what they have computed."""
+        reserve = self.reserve
+        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
+
+    def admits(self, committed: int, need: int, *, alone: bool) -> bool:
+        """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.
+
+        A request that runs alone always fits.
+        """
+        return alone or committed + need <= self.ceiling
+
+
+def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> Following | None:
+    """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
+    tokens = sequence.tokens[:-1]
+    window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
+    best: Following | None = None
+    for leader in running:
+        if leader.prompt_computed or leader.submit.scope != sequence.submit.scope:
+            continue
+        if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
+            continue
+        shared = common_prefix(tokens, leader.tokens)
+        gain = shared - n_cached
+        if shared > leader.n_computed and gain >= max(least, best.gain + 1 if best else 0):
+            best = Following(sequence, leader, shared, gain)
+    return best

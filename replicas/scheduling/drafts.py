@@ -1,12 +1,15 @@
-"""Drafts of a constrained sequence: what its grammar forbids is cut off, and what it forces needs no drafter."""
+"""Drafts for the sequences of a step: asked of the drafter, cut to what a grammar allows, or forced by it.
+
+Drafts are optional. So a drafter that raises costs a sequence its drafts and nothing else: this file is the supervisor
+of the calls to it.
+"""
 
 import logging
-from collections.abc import Sequence as Tokens
+from collections.abc import Collection
 
 import numpy as np
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.scheduling.plan import StepPlan
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.types import TokenIds
@@ -14,40 +17,14 @@ from holdfast.replicas.types import TokenIds
 log = logging.getLogger(__name__)
 
 
-def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
-    """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
-
-    Forced tokens are always drawn, so they cost a row of the forward each and never a step.
-    """
-    matcher = sequence.submit.matcher
-    if matcher is None:
-        return drafts
-    limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
-    forced = matcher.forced()[:limit] if limit > 0 else []
-    if forced and drafts[: len(forced)].tolist() != forced:
-        return np.array(forced, np.int32)
-    return drafts[: matcher.accepts(drafts.tolist())] if len(drafts) else NO_DRAFT
-
-
-def check(sequence: Sequence) -> None:
-    """Raises InvalidRequestError once the sequence's grammar has grown beyond its limits: it says no more."""
-    matcher = sequence.submit.matcher
-    if matcher is not None and matcher.failed:
-        raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")
-
-
-# ---- The drafter as the scheduler uses it: one state for each sequence that has begun to decode.
-#
-# Drafts are optional. So a drafter that raises costs a sequence its drafts and nothing else: this file is the
-# supervisor
-# of the calls to it.
-
-
 _BLIND = 3  # after a step without drafts so many are planned without asking, where that lets steps overlap
 
 
-class Speculation:
-    """Drafts for decoding sequences, by request. A preempted sequence keeps its state: its tokens stay the same."""
+class Drafts:
+    """The drafter's state of each sequence that has begun to decode, and the drafts of the step in the making.
+
+    A preempted sequence keeps its state: its tokens stay the same.
+    """
 
     def __init__(self, drafter: Drafter) -> None:
         self.active = drafter.config.enabled
@@ -61,7 +38,7 @@ class Speculation:
         """Whether the next step can do without drafts: there were none lately, or never are any."""
         return not self.active or self._blind > 0
 
-    def prepare(self, decoding: Tokens[Sequence]) -> None:
+    def prepare(self, decoding: Collection[Sequence]) -> None:
         """Draft for all sequences that decode in a step: they share what verifying may cost.
 
         Whose last token is not known yet has no drafts.
@@ -94,17 +71,16 @@ class Speculation:
         """The drafts prepared for a sequence, to verify after its last token."""
         return self._drafts.get(sequence.request_id, NO_DRAFT)
 
-    def measured(self, plan: StepPlan, seconds: float) -> None:
-        """The step with this plan took `seconds`; one that only decoded tells what verifying costs."""
-        if not self.active or plan.times > 1 or plan.prefills:
+    def measured(self, rows: int, seconds: float) -> None:
+        """A step that only decoded, `rows` tokens with their drafts, took `seconds`: what verifying costs."""
+        if not self.active:
             return
-        rows = sum(len(chunk.tokens) for chunk in plan.chunks)
         try:
             self._drafter.measured(rows, seconds)
         except Exception:
             log.exception("what verifying costs could not be learned")
 
-    def learn(self, sequence: Sequence, drawn: Tokens[int], verified: Tokens[int]) -> None:
+    def learn(self, sequence: Sequence, drawn: tuple[int, ...], verified: list[int]) -> None:
         """Tell which tokens were drawn for a sequence, once for each step that drew, and which were drafted in it."""
         state = self._states.get(sequence.request_id)
         if state is None:
@@ -136,3 +112,25 @@ class Speculation:
     def _give_up(self, request_id: str) -> None:
         log.exception("no more drafts for %s: the drafter failed", request_id)
         self._states[request_id] = None
+
+
+def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
+    """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
+
+    Forced tokens are always drawn, so they cost a row of the forward each and never a step.
+    """
+    matcher = sequence.submit.matcher
+    if matcher is None:
+        return drafts
+    limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
+    forced = matcher.forced()[:limit] if limit > 0 else []
+    if forced and drafts[: len(forced)].tolist() != forced:
+        return np.array(forced, np.int32)
+    return drafts[: matcher.accepts(drafts.tolist())] if len(drafts) else NO_DRAFT
+
+
+def check_grammar(sequence: Sequence) -> None:
+    """Raises InvalidRequestError once the sequence's grammar has grown beyond its limits: it says no more."""
+    matcher = sequence.submit.matcher
+    if matcher is not None and matcher.failed:
+        raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")

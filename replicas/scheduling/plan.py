@@ -3,17 +3,14 @@
 The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from holdfast.replicas.events import Draw, TokenLogprobs
-from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
-from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.types import TokenIds, record
 
 
@@ -51,8 +48,9 @@ class Chunk:
 class StepPlan:
     """One step. Order of effects: saves, copies, row writes, then loads beside one forward over all chunks.
 
-    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded. `times`: a step
-    that does nothing but decode may stand for so many; each sequence draws as many tokens in it.
+    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded. `times`: one
+    that does nothing but decode may stand for so many steps (`Scheduler.decode_steps`, for simulations); each sequence
+    draws as many tokens in it.
     """
 
     chunks: tuple[Chunk, ...]
@@ -145,61 +143,3 @@ class PipelinedRunner(Runner, Protocol):
     """A runner whose steps can be begun before the one before is over. They happen in the order they were begun in."""
 
     def begin(self, plan: StepPlan) -> Flight: ...
-
-
-# ---- A planned step and whom it is for; and how the next one is planned while it is still running.
-#
-# A step in flight leaves no doubt about what it computes: which cells are filled when it is over, which sequences have
-# one more token. Only the tokens are not known, and whether one of them ends its sequence. So the next step is planned
-# as
-# if this one were over, and whoever runs it puts the drawn tokens in (`Chunk.follows`). Where that turns out to have
-# been
-# in vain, because the sequence ended, was aborted or preempted meanwhile, what the later step draws for it is
-# nobody's:
-# the sequence does not have the holding any more that the step was planned for. Its cells went back when it left, and
-# whatever is written to them later was planned, and runs, later.
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A sequence's cells up to `end` are brought back from the host."""
-
-    sequence: Sequence
-    end: int
-    moves: PageMoves
-
-
-@record
-class Step:
-    """A plan and whom it is for: `sequences[i]` has `held[i]` and belongs to `plan.chunks[i]`.
-
-    `loads` are what is brought back; `begun` is when it was planned. `open`: the next step may be planned before this
-    one is over. It may not where tokens are needed first: to draft, to mask, to count penalties from.
-    """
-
-    plan: StepPlan
-    sequences: tuple[Sequence, ...]
-    loads: tuple[Load, ...] = ()
-    held: tuple[Holding | None, ...] = ()
-    begun: float = 0.0
-    open: bool = False
-
-    def present(self) -> Iterator[tuple[int, Sequence]]:
-        """The sequences that are still as they were when the step was planned, each with its chunk's number."""
-        for i, (sequence, held) in enumerate(zip(self.sequences, self.held, strict=True)):
-            if sequence.holding is held:
-                yield i, sequence
-
-
-@contextmanager
-def as_if_over(step: Step) -> Iterator[None]:
-    """Let the sequences of a step in flight look as if it were over, but for what it draws."""
-    try:
-        for i, sequence in step.present():
-            chunk = step.plan.chunks[i]
-            sequence.ahead = len(chunk.tokens)
-            sequence.awaited = i if chunk.draw is not None else None
-        yield
-    finally:
-        for sequence in step.sequences:
-            sequence.ahead, sequence.awaited = 0, None

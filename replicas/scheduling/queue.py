@@ -1,4 +1,11 @@
-"""The queue of requests that wait for admission: ordered by a policy, bounded in time, cheap to cancel in."""
+"""The queue of requests that wait for admission, and the orders that it can be in.
+
+An order is a small policy, chosen by one word of the configuration. The smallest key is served first; no two sequences
+have the same. `key` is the order of the running, where the last is preempted when cells run out; `waiting` that of the
+waiting, behind those that were preempted. So the first of the running is never preempted, and there is always one that
+gets on: keys change between steps only, and a policy that changes them lets them settle. Orders that share among
+tenants keep a line of waiting for each (`line`, `first`). Not here: who fits (`admission`).
+"""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -13,20 +20,13 @@ from holdfast.replicas.config import OrderName
 from holdfast.replicas.scheduling.plan import Chunk
 from holdfast.replicas.sequences import Owner, Sequence
 
-# ---- In which order requests are served: small interchangeable policies, chosen by one word of the configuration.
-#
-# The smallest key is served first; no two sequences have the same. `key` is the order of the running, where the last
-# is
-# preempted when cells run out; `waiting` that of the waiting, behind those that were preempted. So the first of the
-# running is never preempted, and there is always one that gets on: keys change between steps only, and a policy that
-# changes them lets them settle. Those that share among tenants keep a line of waiting for each (`line`, `first`).
-# Here: what comes before what. Not here: the queue (`waiting`), who fits (`admission`).
-
-
 Key: TypeAlias = tuple[float, ...]
 Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
 
+
+_ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
+_SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
 _MANY = 1000  # requests over which FairOrder averages what one takes
 _PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
 
@@ -35,11 +35,12 @@ class Order(ABC):
     """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
 
     `settled`: the key of a running sequence never changes. `by_arrival`: of those that pause, who began last is the
-    greatest.
+    greatest. `changes` counts what may make another line's head the `first`.
     """
 
     settled = True
     by_arrival = True
+    changes = 0
 
     @abstractmethod
     def key(self, sequence: Sequence) -> Key: ...
@@ -76,12 +77,12 @@ class Order(ABC):
         """It has: its key may change now."""
         return
 
-    def asking(self, sequence: Sequence) -> Key:
-        """Where it stands among the programs that pause, when it needs cells that are kept for them."""
+    def rank(self, sequence: Sequence) -> Key:
+        """Where it stands among the programs that pause, when it needs cells that are pinned for them."""
         return (0.0,)
 
-    def paused(self, scope: str, arrival: float) -> Key:
-        """Where a program that pauses stands: the greatest gives way first, and to smaller ones only."""
+    def pin_rank(self, scope: str, arrival: float) -> Key:
+        """Where a program's pin stands: the greatest gives way first, and to smaller ones only."""
         return (1.0, arrival)
 
 
@@ -97,10 +98,10 @@ class ProgramOrder(Order):
     def key(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival, sequence.arrived, sequence.number)
 
-    def asking(self, sequence: Sequence) -> Key:
+    def rank(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival,)
 
-    def paused(self, scope: str, arrival: float) -> Key:
+    def pin_rank(self, scope: str, arrival: float) -> Key:
         return (arrival,)
 
     def waiting(self, sequence: Sequence) -> Key:
@@ -213,8 +214,10 @@ class FairOrder(ProgramOrder):
         share.running += 1
         self._running.append(share)
         self._begun += 1
+        self.changes += 1
 
     def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+        self.changes += 1
         for share in self._running:
             share.running = 0
         self._running.clear()
@@ -230,10 +233,10 @@ class FairOrder(ProgramOrder):
         if self._begun > _MANY:
             self._begun, self._spent = self._begun / 2, self._spent / 2
 
-    def asking(self, sequence: Sequence) -> Key:
-        return self.paused(sequence.submit.scope, sequence.submit.program_arrival)
+    def rank(self, sequence: Sequence) -> Key:
+        return self.pin_rank(sequence.submit.scope, sequence.submit.program_arrival)
 
-    def paused(self, scope: str, arrival: float) -> Key:
+    def pin_rank(self, scope: str, arrival: float) -> Key:
         return (self._of(scope).served, arrival)
 
     def _standing(self, scope: str) -> Key:
@@ -266,52 +269,8 @@ def order_of(name: OrderName) -> Order:
     return _ORDERS[name]()
 
 
-# ---- Lines of waiting sequences: heaps with lazy deletion, one for each name. Who of all of them is next: `waiting`.
-
-
 Name: TypeAlias = str | None
 Ticket: TypeAlias = int
-
-
-class Lines:
-    """Entries that do not count any more, as `counts` says, are passed over and let go in time."""
-
-    def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
-        self._counts = counts
-        self._heaps: dict[Name, list[tuple[Key, Ticket, Sequence]]] = {}
-
-    def __len__(self) -> int:
-        """Entries, those that do not count among them."""
-        return sum(map(len, self._heaps.values()))
-
-    def push(self, line: Name, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
-        """Enter a sequence; a line of more than `most` entries lets those go that do not count."""
-        heap = self._heaps.setdefault(line, [])
-        heapq.heappush(heap, (key, ticket, sequence))
-        if len(heap) > most:
-            heap[:] = [entry for entry in heap if self._counts(*entry[1:])]
-            heapq.heapify(heap)
-
-    def heads(self) -> dict[Name, Sequence]:
-        """The first of each line that has any."""
-        found = {}
-        for line in list(self._heaps):
-            heap = self._heaps[line]
-            while heap and not self._counts(*heap[0][1:]):
-                heapq.heappop(heap)
-            if heap:
-                found[line] = heap[0][2]
-            else:
-                del self._heaps[line]
-        return found
-
-    def pop(self, line: Name) -> None:
-        """Take the first of a line out."""
-        heapq.heappop(self._heaps[line])
-
-
-_HELD = -1  # the ticket of a sequence that is set aside: it is in no heap
-_SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
 
 
 class WaitingQueue:
@@ -320,8 +279,9 @@ class WaitingQueue:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
-        self._first: Sequence | None = None  # the head, once it is known and until who waits changes
-        self._lines = Lines(self._waits)
+        self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
+        self._changes = 0  # of the order, when the head was looked for
+        self._lines = _Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
         self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
@@ -357,10 +317,12 @@ class WaitingQueue:
         self._place(sequence)
 
     def head(self) -> Sequence | None:
-        """The next to be admitted; it stays in the queue, and stays the next until who waits or in which place changes.
+        """The next to be admitted; it stays in the queue, and the next, until who waits or what comes first changes.
 
         Then it is looked for among the heads of all lines.
         """
+        if self._changes != self._order.changes:
+            self._changes, self._first = self._order.changes, None
         if self._first is None and self._entries:
             heads = self._lines.heads()
             if not heads or None in heads:
@@ -369,24 +331,24 @@ class WaitingQueue:
                 self._first = self._order.first(tuple(heads.values()))
         return self._first
 
-    def hold(self) -> Sequence:
-        """Set the head aside: it still waits, can be removed and expires, but is not the head until `unhold`."""
+    def set_aside(self) -> Sequence:
+        """Set the head aside: it still waits, can be removed and expires, but is not the head until `put_back`."""
         sequence = self.head()
         if sequence is None:
             raise IndexError("nobody is waiting")
         self._lines.pop(_line(self._order, sequence))
         self._first = None
-        self._entries[sequence.request_id] = (_HELD, sequence)
+        self._entries[sequence.request_id] = (_ASIDE, sequence)
         return sequence
 
-    def unhold(self, sequence: Sequence) -> None:
-        """Put a held sequence back in its place; nothing, if it was removed in the meantime."""
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a sequence that was set aside back in its place; nothing, if it was removed in the meantime."""
         if sequence in self:
             self._place(sequence)
 
     def reorder(self, sequence: Sequence) -> None:
         """What the order looks at has changed for this sequence: give it its new place. Nothing, if it has gone."""
-        if sequence in self and self._entries[sequence.request_id][0] != _HELD:
+        if sequence in self and self._entries[sequence.request_id][0] != _ASIDE:
             self._place(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -447,3 +409,43 @@ class WaitingQueue:
 def _line(order: Order, sequence: Sequence) -> str | None:
     """None for those that were preempted: they have a part of their work behind them and come before all others."""
     return None if sequence.preempted else order.line(sequence)
+
+
+class _Lines:
+    """Lines of waiting sequences, each a heap with lazy deletion, by name.
+
+    Entries that do not count any more, as `counts` says, are passed over and let go in time.
+    """
+
+    def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
+        self._counts = counts
+        self._heaps: dict[Name, list[tuple[Key, Ticket, Sequence]]] = {}
+
+    def __len__(self) -> int:
+        """Entries, those that do not count among them."""
+        return sum(map(len, self._heaps.values()))
+
+    def push(self, line: Name, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
+        """Enter a sequence; a line of more than `most` entries lets those go that do not count."""
+        heap = self._heaps.setdefault(line, [])
+        heapq.heappush(heap, (key, ticket, sequence))
+        if len(heap) > most:
+            heap[:] = [entry for entry in heap if self._counts(*entry[1:])]
+            heapq.heapify(heap)
+
+    def heads(self) -> dict[Name, Sequence]:
+        """The first of each line that has any."""
+        found = {}
+        for line in list(self._heaps):
+            heap = self._heaps[line]
+            while heap and not self._counts(*heap[0][1:]):
+                heapq.heappop(heap)
+            if heap:
+                found[line] = heap[0][2]
+            else:
+                del self._heaps[line]
+        return found
+
+    def pop(self, line: Name) -> None:
+        """Take the first of a line out."""
+        heapq.heappop(self._heaps[line])

@@ -1,111 +1,31 @@
-"""The sequences that run: each has a row of the pool and cells of the cache, and gives both back however it leaves."""
+"""The sequences that run: each has a page-table row and cells of the cache, and gives both back however it leaves.
+
+`Running` gives and takes; `Ends` takes sequences out, wherever they are, and notes what became of their requests.
+"""
 
 import logging
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
-from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError
-from holdfast.replicas.events import Aborted, Draw, Event, Finished, FinishReason
+from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import Reloads
-from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
+from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.kv.radix import Match, common_prefix
-from holdfast.replicas.retention.pins import Keeping
-from holdfast.replicas.retention.rows import Place, Places, surely
-from holdfast.replicas.scheduling.drafts import Speculation
-from holdfast.replicas.scheduling.plan import Chunk, Load, RowWrite, StepPlan
+from holdfast.replicas.retention.pins import Retention
+from holdfast.replicas.retention.rows import KeptRow, Rows, give_back
+from holdfast.replicas.scheduling.drafts import Drafts
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
-from holdfast.replicas.sequences import Histories, Owner, Sequence, Status, closing, reach
-from holdfast.replicas.speculation.drafter import NO_DRAFT
+from holdfast.replicas.scheduling.step import Load, StepBuilder
+from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
-
-
-# ---- A step's plan in the making: what has been planned for which sequence, and how to take it back.
-
-
-@dataclass(slots=True)
-class PlanBuilder:
-    """`sequences[i]` belongs to `chunks[i]`."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    writes: list[RowWrite] = field(default_factory=list)
-    copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
-    loads: list[Load] = field(default_factory=list)
-    times: int = 1  # steps that it may stand for, as long as all that is planned is to decode
-
-    @property
-    def busy(self) -> bool:
-        """Whether some sequence gets on."""
-        return bool(self.chunks or self.loads)
-
-    def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
-        """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
-        start = sequence.n_computed + sequence.ahead
-        end = start + size
-        tokens = sequence.buffer[start:end]  # a view: they never change any more
-        if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
-            tokens = np.append(tokens[:-1], np.int32(0))
-        draw = None
-        if end == reach(sequence) and end < len(sequence.buffer):
-            draw = sequence.draw
-            if draw is None or len(drafts):
-                draw = _draw(sequence, drafts)
-                tokens = np.concatenate((tokens, drafts))
-        if draw is None or draw is not sequence.draw:
-            self.times = 1
-        assert sequence.row is not None, sequence.request_id
-        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
-        self.sequences.append(sequence)
-
-    def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
-        if len(pages):
-            self.writes.append(RowWrite(sequence.the_row, first, pages))
-
-    def forget(self, sequence: Sequence) -> None:
-        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
-        row = sequence.the_row
-        self.copies.pop(row, None)
-        self.writes = [write for write in self.writes if write.row != row]
-        self.loads = [load for load in self.loads if load.sequence is not sequence]
-        if sequence in self.sequences:
-            i = self.sequences.index(sequence)
-            del self.sequences[i], self.chunks[i]
-
-    def plan(self, saves: PageMoves) -> StepPlan:
-        """The step. `saves` are the copies of what was evicted for it."""
-        copies = tuple(copy for some in self.copies.values() for copy in some)
-        loads = NO_MOVES
-        if self.loads:
-            device = np.concatenate([load.moves.device for load in self.loads])
-            loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-        times = 1 if len(saves) or self.loads or not self.chunks else self.times
-        return StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads, times)
-
-
-def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
-    """What to draw after a sequence's last token. Where that is the same in every step the sequence keeps it."""
-    sampling, matcher = sequence.sampling, sequence.matcher
-    penalised = sampling.presence_penalty or sampling.frequency_penalty
-    history = sequence.generated.copy() if penalised else None
-    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
-    draw = Draw(sampling, sequence.seed, len(drafts), history, masks)
-    if draw.plain:
-        sequence.draw = draw
-    return draw
-
-
-class BooksError(Exception):
-    """Rows or cells could not be given back: nobody knows any more what is free. Only new books help."""
 
 
 class Leaving(Enum):
@@ -122,12 +42,16 @@ class Leaving(Enum):
         return self in (Leaving.FINISHED, Leaving.ABORTED)
 
 
-class Running:
-    """The only caller of the cache for cells; rows come from `places`."""
+class BooksError(Exception):
+    """Rows or cells could not be given back: nobody knows any more what is free. Only new books help."""
 
-    def __init__(self, cache: KVCache, places: Places, order: Order, stats: EngineStats, keeping: Keeping) -> None:
-        self.places = places
-        self.keeping = keeping
+
+class Running:
+    """The only caller of the cache for cells; rows come from `rows`."""
+
+    def __init__(self, cache: KVCache, rows: Rows, order: Order, stats: EngineStats, retention: Retention) -> None:
+        self.rows = rows
+        self.retention = retention
         self.reloads = Reloads(cache.host)
         self._cache = cache
         self._order = order
@@ -145,7 +69,7 @@ class Running:
     @property
     def cells_pinned(self) -> int:
         """Cells that sessions keep from being evicted, those with an operation in the batch included."""
-        return self.places.sessions.total
+        return self.rows.sessions.total
 
     def in_order(self) -> list[Sequence]:
         """All, first to be served first, so the last one is to be preempted next."""
@@ -155,29 +79,29 @@ class Running:
 
     def part(self, *, decoding: bool) -> list[Sequence]:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
-        return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and closing(s))]
+        return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and s.closing)]
 
-    def start(self, builder: PlanBuilder, sequence: Sequence, match: Match | None, now: float) -> bool:
+    def start(self, builder: StepBuilder, sequence: Sequence, match: Match | None, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, which `match` has found; False when no row is free.
 
         Where its owner left off the row shows the pages already, and only what differs is written.
         """
-        begun = self.places.begin(sequence.owner)
+        begun = self.rows.begin(sequence.owner, spared=self.retention.pins.__contains__)
         if begun is None:
             return False
-        row, place = begun
-        kept = self.keeping.begins(sequence, now)
+        row, last = begun
+        pinned = self.retention.begins(sequence, now)
         try:
             acquired = self._cache.acquire(
                 sequence.submit.scope,
                 sequence.tokens,
                 now,
                 reuse=sequence.reuse,
-                continues=kept or place is not None,
+                continues=pinned or last is not None,
                 match=match,
             )
         except Exception:
-            self.places.release(row)
+            self.rows.release(row)
             raise
         holding = sequence.holding = acquired.holding
         sequence.row, sequence.n_computed = row, holding.n_cached
@@ -186,21 +110,20 @@ class Running:
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
-        self.places.sessions.goes_on(sequence)
+        self.rows.sessions.runs(sequence)
         self._order.begin(sequence)
         if self._in_order is not None:
             insort(self._in_order, sequence, key=self._order.key)
-        same = common_prefix(place.pages, holding.pages) if place is not None and place.row is not None else 0
+        same = common_prefix(last.pages, holding.pages) if last is not None and last.row is not None else 0
         builder.copies[row] = acquired.copies
         builder.write(sequence, same, holding.pages[same:].copy())
         if sequence.scheduled is None:
-            self._count(sequence, place)
+            self._count(sequence, last)
         return True
 
-    def grow(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
+    def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """Make sure that `n_tokens` positions of the sequence have cells; False when they are not to be had."""
-        holding = sequence.holding
-        assert holding is not None, sequence.request_id
+        holding = sequence.the_holding
         first = holding.n_pages
         if n_tokens <= first * holding.page_size:
             return True
@@ -210,39 +133,39 @@ class Running:
         builder.write(sequence, first, pages)
         return True
 
-    def grow_over_pins(self, builder: PlanBuilder, sequence: Sequence, n_tokens: int) -> bool:
+    def grow_over_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """The same; if need be with cells that were kept for programs which come behind it."""
         while not self.grow(builder, sequence, n_tokens):
-            if not self.keeping.give_way(to=sequence):
+            if not self.retention.give_way(to=sequence):
                 return False
         return True
 
-    def load(self, builder: PlanBuilder, sequence: Sequence, most: int) -> bool:
+    def load(self, builder: StepBuilder, sequence: Sequence, most: int) -> bool:
         """Plan to bring up to `most` of the sequence's cells back from the host; False where it has none there.
 
         All but the last end with a page. Nothing is planned where cells are not to be had.
         """
-        reach = self.reloads.reach(sequence.held)
+        reach = self.reloads.reach(sequence.the_holding)
         if reach <= sequence.n_computed:
             return False
         size = self._cache.page_size
         end = min(reach, (sequence.n_computed + max(most, size)) // size * size)
         if self.grow_over_pins(builder, sequence, end):
-            moves = self.reloads.load(sequence.held, sequence.n_computed, end)
-            builder.loads.append(Load(sequence, end, moves))
+            moves = self.reloads.load(sequence.the_holding, sequence.n_computed, end)
+            builder.loads.append(Load(sequence, sequence.the_holding, end, moves))
         return True
 
     def publish(self, sequence: Sequence, now: float) -> None:
         """Let others alias what the sequence has computed so far."""
-        self._cache.publish(sequence.held, sequence.tokens, sequence.n_computed, now)
-        self.places.sessions.goes_on(sequence)
+        self._cache.publish(sequence.the_holding, sequence.tokens, sequence.n_computed, now)
+        self.rows.sessions.runs(sequence)
 
     def leave(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
-        """Take row and cells back, or park them for its owner's next turn. Raises BooksError when that fails."""
+        """Take row and cells back, or keep them for its owner's next turn. Raises BooksError when that fails."""
         self._sequences.remove(sequence)
         if self._in_order is not None:
             self._in_order.remove(sequence)
-        holding, row, owner = sequence.held, sequence.the_row, sequence.owner
+        holding, row, owner = sequence.the_holding, sequence.the_row, sequence.owner
         computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
         sequence.n_computed = sequence.ahead = 0
@@ -250,26 +173,26 @@ class Running:
         try:
             self.reloads.end(holding)
             pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()
-            pin = leaving is Leaving.FINISHED and len(computed) > 0 and self.keeping.wants(sequence)
+            pin = leaving is Leaving.FINISHED and len(computed) > 0 and self.retention.wants(sequence)
             pinned = self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED, pin=pin)
             if pinned is not None:
-                self.keeping.paused(sequence, pinned, now)
+                self.retention.paused(sequence, pinned, now)
             if not leaving.keeps_row or owner is None:
-                self.places.release(row)
+                self.rows.release(row)
             if owner is not None:
-                place = Place(len(computed), row, pages) if leaving.keeps_row else Place(0, None, NO_PAGES)
-                self._park(sequence, owner, place, leaving, now)
+                last = KeptRow(len(computed), row, pages) if leaving.keeps_row else KeptRow(0, None, NO_PAGES)
+                self._keep_row(sequence, owner, last, leaving, now)
         except Exception as failure:
             raise BooksError(f"{sequence.request_id} could not be taken out: {failure}") from failure
 
-    def _park(self, sequence: Sequence, owner: Owner, place: Place, leaving: Leaving, now: float) -> None:
+    def _keep_row(self, sequence: Sequence, owner: Owner, last: KeptRow, leaving: Leaving, now: float) -> None:
         if owner.session:
             kept = leaving is Leaving.FINISHED and sequence.submit.keep
-            history = sequence.buffer[: place.n_tokens if kept else sequence.n_history]
-            self.places.park_session(owner, history, place, now)
+            history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
+            self.rows.keep_session(owner, history, last, now)
         elif leaving.keeps_row:
-            self._histories.remember(owner, sequence.buffer[: place.n_tokens])
-            self.places.park_program(owner, place)
+            self._histories.remember(owner, sequence.buffer[: last.n_tokens])
+            self.rows.keep_program(owner, last)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
         """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""
@@ -278,38 +201,36 @@ class Running:
                 return self._cache.finish(holding, computed, len(computed), now, pin=pin)
             except Exception:
                 log.exception("cells could not be kept")
-        surely(self._cache.drop, holding)
+        give_back(self._cache.drop, holding)
         return None
 
-    def _count(self, sequence: Sequence, place: Place | None) -> None:
+    def _count(self, sequence: Sequence, last: KeptRow | None) -> None:
         """A turn begins: how much of what its owner had is in place, and how much was in vain."""
         n_cached, owner = sequence.n_computed, sequence.owner
-        if place is not None and place.row is not None and n_cached >= place.n_tokens > 0:
+        if last is not None and last.row is not None and n_cached >= last.n_tokens > 0:
             self._stats.turns_continued += 1
             self._stats.tokens_continued += n_cached
         if owner is not None and not owner.session:
             self._stats.tokens_rewritten += self._histories.rewritten(owner, sequence.tokens, n_cached)
 
 
-# ---- How sequences leave: finished, preempted, or failed; and the events that tell of it.
-#
-# An event is noted before rows and cells are given back, so a request has its terminal event even where that fails.
-
-
 class Ends:
-    """Takes sequences out, wherever they are. `events` belongs to the engine: it outlives these books."""
+    """Takes sequences out, wherever they are, and tells of it. `events` belongs to the engine: it outlives these books.
+
+    An event is noted before rows and cells are given back, so a request has its terminal event even where that fails.
+    """
 
     def __init__(
         self,
         running: Running,
         waiting: WaitingQueue,
-        speculation: Speculation,
+        drafts: Drafts,
         stats: EngineStats,
         events: list[Event],
     ) -> None:
         self._running = running
         self._waiting = waiting
-        self._speculation = speculation
+        self._drafts = drafts
         self._stats = stats
         self.events = events
 
@@ -319,7 +240,7 @@ class Ends:
             self._waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._running.leave(sequence, now, leaving)
-        self._speculation.close(sequence)
+        self._drafts.close(sequence)
         sequence.move(Status.ENDED)
 
     def abort(self, sequence: Sequence, now: float) -> None:
@@ -334,7 +255,7 @@ class Ends:
         self.events.append(sequence.failed(error))
         self.end(sequence, now, Leaving.FAILED)
 
-    def preempt(self, builder: PlanBuilder | None, sequence: Sequence, now: float) -> None:
+    def preempt(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
         """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
 
         Nothing is lost: noise is keyed by position, so the recomputed sequence goes on as it would have.
@@ -348,7 +269,7 @@ class Ends:
         sequence.move(Status.WAITING)
         self._waiting.push(sequence)
 
-    def fault(self, builder: PlanBuilder | None, sequence: Sequence, failure: Exception, now: float) -> None:
+    def fault(self, builder: StepBuilder | None, sequence: Sequence, failure: Exception, now: float) -> None:
         """The supervisor of planning and commit: what was raised for one sequence fails that sequence alone."""
         if isinstance(failure, BooksError) or sequence.status is Status.ENDED:
             raise failure
@@ -357,3 +278,43 @@ class Ends:
             builder.forget(sequence)
         known = failure if isinstance(failure, InvalidRequestError) else EngineError(f"the engine failed: {failure}")
         self.fail(sequence, known.info, now)
+
+
+class Histories:
+    """What programs had computed when their last turn ended, to see how much of it their next prompt drops.
+
+    Some chat templates rewrite what was said: they drop old reasoning, or move the system prompt. Everything behind the
+    first changed token is computed again, and no cache can help; here it is counted. `capacity` tokens are remembered;
+    the least recently seen program goes first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tokens: OrderedDict[Owner, TokenIds] = OrderedDict()
+        self._remembered = 0
+
+    @property
+    def remembered(self) -> int:
+        """Tokens remembered."""
+        return self._remembered
+
+    def remember(self, owner: Owner, tokens: TokenIds) -> None:
+        """`owner` ended a turn with these tokens computed."""
+        self._remembered -= len(self._tokens.pop(owner, ()))
+        self._tokens[owner] = tokens.copy()
+        self._remembered += len(tokens)
+        while self._remembered > self._capacity:
+            self._remembered -= len(self._tokens.popitem(last=False)[1])
+
+    def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
+        """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.
+
+        Where more is cached than the two have in common, the prompt goes on from something else that the program
+        had computed, and nothing was rewritten.
+        """
+        before = self._tokens.get(owner)
+        if before is None or n_cached >= min(len(before), len(prompt)):
+            return 0
+        common = common_prefix(before, prompt)
+        leaves = common < min(len(before), len(prompt)) and n_cached <= common
+        return len(before) - common if leaves else 0

@@ -47,8 +47,11 @@ class EngineMachine(RuleBasedStateMachine):
         order=st.sampled_from(get_args(OrderName)),
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
+        equal_chunks=st.booleans(),
     )
-    def start(self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells, overlap) -> None:
+    def start(
+        self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells, overlap, equal_chunks
+    ) -> None:
         self.world = World(
             page_size=page_size,
             cells=cells,
@@ -64,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
             order=order,
             host_cells=host_cells,
             overlap_steps=overlap,
+            equal_chunks=equal_chunks,
         )
         self.world.runner.eager = lambda n: n % 3 == 0
         self.world.step_s = 0.9
@@ -154,10 +158,10 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def histories_are_counted_as_they_are(self) -> None:
         if hasattr(self, "world"):
-            places, size = self.world.engine.places, self.world.config.page_size
-            idle, going = places._parking.pins, list(places.sessions._going.values())
-            assert places.sessions.idle == size * len(history_pages(idle, [], size))
-            assert places.sessions.total == size * len(history_pages(idle, going, size))
+            rows, size = self.world.engine.scheduler.rows, self.world.config.page_size
+            idle, going = list(rows.sessions._pins), list(rows.sessions._running.values())
+            assert rows.sessions.idle == size * len(history_pages(idle, [], size))
+            assert rows.sessions.total == size * len(history_pages(idle, going, size))
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

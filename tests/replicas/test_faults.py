@@ -65,6 +65,7 @@ class FaultyWorld(World):
             admission_ceiling=1.0,
             high_water=1.0,
             completion_reserve=2,
+            equal_chunks=True,  # so that cells run short
             step_tokens=16,
         )
         engine = self.engine
@@ -109,7 +110,7 @@ class FaultyWorld(World):
 
 
 def boundaries(engine) -> list[object]:
-    return [engine.cache, engine._pool, engine._steps._runner, engine._drafter]
+    return [engine.cache, engine._pool, engine._pipeline._runner, engine._drafter]
 
 
 def inside_the_books(engine) -> list[object]:

@@ -3,6 +3,7 @@
 import pytest
 from engine_world import World, words
 
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Abort, Failed
 
 LONG = words(1, 60)
@@ -132,7 +133,28 @@ def test_who_goes_while_cells_come_back_leaves_nothing_behind():
     world.give(Abort("again"))
     world.check()
     world.assert_idle()
-    assert len(world.engine._scheduler._running.reloads) == 0
+    assert len(world.engine.scheduler._running.reloads) == 0
     world.submit("third", LONG)
     world.run()
     world.assert_right("third")
+
+
+def test_a_client_that_leaves_while_its_load_is_in_flight_costs_nobody_else_anything():
+    world = small(cells=160, overlap_steps="on", speculation=DraftConfig(enabled=False))
+    world.submit("first", LONG)
+    world.run()
+    world.submit("other", words(2, 120))
+    world.run()
+    world.submit("long", words(3, 8), 60)
+    for _ in range(4):
+        world.step()
+    cache = world.engine.cache
+    world.submit("again", LONG)
+    while not (world.runner.begun_plans and len(world.runner.begun_plans[-1].loads)):
+        world.step()
+    assert world.engine._pipeline.flying
+    world.give(Abort("again"))
+    world.run()
+    world.assert_right("long")
+    assert world.engine.cache is cache, "the engine did not start anew"
+    world.assert_idle()

@@ -117,7 +117,7 @@ def test_one_that_ends_in_flight_gets_nothing_more_and_gives_everything_back(how
     world.submit("b", words(2, 9), max_tokens=30)
     for _ in range(6):
         world.step()
-    assert world.engine._steps.flying
+    assert world.engine._pipeline.flying
     told = list(world.out["a"])
     world.give(how("a"))
     assert isinstance(world.end("a"), Finished if how is Stop else Aborted)
@@ -137,7 +137,7 @@ def test_a_step_that_fails_in_flight_fails_its_own_requests():
     world.submit("a", words(1, 9), max_tokens=30)
     for _ in range(4):
         world.step()
-    assert world.engine._steps.flying
+    assert world.engine._pipeline.flying
     world.runner.fail = lambda plan: len(plan.chunks) == 1  # what is in flight now, and not what begins next
     world.submit("b", words(2, 9), max_tokens=5)
     world.step()
@@ -168,11 +168,11 @@ def test_books_that_break_with_a_step_in_flight_are_opened_anew(monkeypatch):
         world.submit(f"{i}", words(i, 9), max_tokens=20)
     for _ in range(4):
         world.step()
-    assert world.engine._steps.flying
+    assert world.engine._pipeline.flying
     with monkeypatch.context() as patch:
         patch.setattr(RadixTree, "release", lambda *_: 1 / 0)
         world.give(Stop("0"))
-    assert not world.engine._steps.flying
+    assert not world.engine._pipeline.flying
     world.run()
     assert isinstance(world.end("0"), Finished)
     assert isinstance(world.end("1"), Failed)

@@ -88,7 +88,7 @@ class RetentionMachine(RuleBasedStateMachine):
             self.world.give(TurnEnded(name, scope, program, tools, last, turn, answered))
             if last:
                 self.answered[scope, program] = self.turns[scope, program]
-                held = self.world.engine._scheduler.keeping.kept.find(Owner(scope, program, session=False))
+                held = self.world.engine.scheduler.retention.pins.find(Owner(scope, program, session=False))
                 assert held is None or held.turn > turn
 
     @rule(tool=st.sampled_from(["", "ls", "ls,pytest"]), seconds=st.floats(0.0, 30.0), times=st.integers(1, 4))

@@ -152,7 +152,7 @@ class World:
 
     def _check_pins(self) -> None:
         """Pinned cells are counted as they are, and no more than they may be."""
-        kept, size = self.engine._scheduler.keeping.kept, self.config.page_size
+        kept, size = self.engine.scheduler.retention.pins, self.config.page_size
         assert kept.cells == pinned_pages(held.pin for held in kept) * size
         assert kept.cells <= self.config.cells * self.config.retention.share
         for tenant in {held.owner.scope for held in kept}:

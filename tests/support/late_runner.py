@@ -40,6 +40,7 @@ class LateRunner(FakeRunner):
         super().__init__(*args)
         self.eager = eager
         self.begun = 0
+        self.begun_plans: list[StepPlan] = []
         self.most_in_flight = 0
         self._flights: list[LateFlight] = []
         self._drawn: tuple[Drawn | None, ...] = ()
@@ -53,6 +54,7 @@ class LateRunner(FakeRunner):
             for each in self._flights:  # in the order they were begun in
                 each.compute()
         self.begun += 1
+        self.begun_plans.append(plan)
         return flight
 
     def _step(self, plan: StepPlan) -> StepOutput:

@@ -2,20 +2,16 @@
 
 import numpy as np
 import pytest
+from engine_world import World, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.retention.policy import Learned, PrefillFit, RestoreCost, Turns
-from holdfast.replicas.scheduling.plan import Chunk, StepPlan
 
 
-def prefill(start: int, n: int) -> StepPlan:
-    return StepPlan((Chunk(0, start, np.ones(n, np.int32)),))
-
-
-def decode(drafts: int = 0) -> StepPlan:
-    return StepPlan((Chunk(0, 500, np.ones(1 + drafts, np.int32), Draw(Sampling(), 0, drafts)),))
+def prefill(start: int, n: int) -> list[tuple[int, int]]:
+    return [(start, start + n)]
 
 
 def seconds(cost: RestoreCost, start: int, n: int) -> float:
@@ -40,17 +36,29 @@ def test_noise_makes_no_coefficient_negative():
     assert fit.cost.seconds(64) > 0
 
 
-def test_steps_that_only_decode_say_nothing_and_few_steps_too_little():
+def test_few_steps_say_too_little_and_steps_without_a_clock_nothing():
     fit = PrefillFit()
     for _ in range(50):
-        fit.measured(decode(), 9.0)
-        fit.measured(decode(drafts=3), 9.0)
-        fit.measured(prefill(0, 100), 0.0)  # no clock
+        fit.measured(prefill(0, 100), 0.0)
     for _ in range(7):
         fit.measured(prefill(0, 100), 1.0)
     assert fit.cost == RestoreCost()
     fit.measured(prefill(0, 100), 1.0)
     assert fit.cost.seconds(100) == pytest.approx(1.0, rel=0.01)
+
+
+def test_steps_that_only_decode_say_nothing():
+    world = World(speculation=DraftConfig(enabled=False))
+    world.step_s = 1.0
+    learned = world.engine._learned
+    for i in range(12):
+        world.submit(f"short {i}", [i + 1], 8)
+        world.run()
+    assert learned.conditions().restore == RestoreCost()
+    for i in range(12):
+        world.submit(f"long {i}", words(i, 40), 1)
+        world.run()
+    assert learned.conditions().restore.seconds(40) > 0.5
 
 
 def test_cells_are_had_again_the_cheaper_way():

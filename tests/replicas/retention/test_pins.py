@@ -4,71 +4,117 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from pinned_pages import pinned_pages
 
-from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.radix import Node
-from holdfast.replicas.retention.pins import Held, Pins
-from holdfast.replicas.sequences import Owner
+from holdfast.replicas.config import RetentionConfig
+from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.retention.pins import Pins, ProgramPin
+from holdfast.replicas.sequences import Owner, Sequence
 
-NODE = Node(np.empty(0, np.int32), 0, np.empty(0, np.int32), 0)
 names = st.sampled_from("abcdefgh")
+TOKENS = np.arange(1, 33, dtype=np.int32)
+
+
+def owner_of(name: str) -> Owner:
+    return Owner("t", name, session=False)
+
+
+class Turns:
+    """A queue in which turns of some programs wait, one each."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Owner, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def turns_of(self, owner: Owner) -> list[Sequence]:
+        return [self.waiting[owner]] if owner in self.waiting else []
+
+    def reorder(self, sequence: Sequence) -> None:
+        assert self.waiting[sequence.owner] is sequence
+
+
+class Book:
+    """Pins of a cache that has one text, in pages of 4."""
+
+    def __init__(self) -> None:
+        self.cache = KVCache(64, 4)
+        holding = self.cache.acquire("t", TOKENS, 0.0).holding
+        self.cache.grow(holding, len(TOKENS))
+        self.cache.finish(holding, TOKENS, len(TOKENS), 0.0)
+        self.turns = Turns()
+        self.pins = Pins(RetentionConfig(), self.cache, self.turns)
+
+    def turn(self, name: str, arrival: float = 0.0) -> Sequence:
+        submit = Submit("r", TOKENS, Sampling(), "t", name, arrival)
+        return Sequence.of(submit, 0, 0.0, frozenset(), 0)
+
+    def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
+        pin = self.cache.pin("t", TOKENS[:n], 0.0)
+        self.pins.add(self.turn(name, arrival), owner_of(name), pin, 0.0, deadline)
+        added = self.pins.find(owner_of(name))
+        assert added is not None
+        return added
 
 
 class PinsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.pins = Pins()
-        self.model: dict[Owner, Held] = {}
-        self.waiting: set[Owner] = set()
+        self.book = Book()
+        self.pins, self.turns = self.book.pins, self.book.turns
+        self.model: dict[Owner, ProgramPin] = {}
         self.now = 0.0
 
-    def _owner(self, name: str) -> Owner:
-        return Owner("t", name, session=False)
-
-    @rule(name=names, arrival=st.integers(0, 5), ttl=st.integers(0, 9))
-    def add(self, name: str, arrival: int, ttl: int) -> None:
-        owner = self._owner(name)
-        if owner in self.model:
-            self.pins.drop(self.model.pop(owner))
+    @rule(name=names, arrival=st.integers(0, 5), ttl=st.integers(0, 9), n=st.integers(1, 32))
+    def add(self, name: str, arrival: int, ttl: int, n: int) -> None:
         # Arrivals of different programs differ, so that there is one latest.
-        held = Held(owner, Pin(NODE, 0), arrival + ord(name) / 1e3, name, 1, 1, self.now, self.now + ttl)
-        self.pins.add(held)
-        self.model[owner] = held
+        self.model[owner_of(name)] = self.book.add(name, arrival + ord(name) / 1e3, self.now + ttl, n)
 
     @rule(name=names, ttl=st.integers(-3, 9))
     def prolong(self, name: str, ttl: int) -> None:
-        held = self.model.get(self._owner(name))
-        if held is not None:
-            self.pins.until(held, self.now + ttl)
+        pin = self.model.get(owner_of(name))
+        if pin is not None:
+            self.pins.until(pin, self.now + ttl)
 
     @rule(name=names)
     def drop(self, name: str) -> None:
-        held = self.model.pop(self._owner(name), None)
-        if held is not None:
-            self.pins.drop(held)
+        pin = self.model.pop(owner_of(name), None)
+        if pin is not None:
+            self.pins.drop(pin)
 
     @rule(name=names)
     def turn(self, name: str) -> None:
-        self.waiting ^= {self._owner(name)}
+        owner = owner_of(name)
+        if self.turns.waiting.pop(owner, None) is None:
+            self.turns.waiting[owner] = self.book.turn(name)
+            self.turns.waiting[owner].pinned = owner in self.model
 
     @rule(seconds=st.integers(0, 6))
     def expire(self, seconds: int) -> None:
         self.now += seconds
-        found = self.pins.expired(self.now, lambda owner: owner in self.waiting)
-        due = {owner for owner, held in self.model.items() if held.deadline <= self.now and owner not in self.waiting}
-        assert {held.owner for held in found} == due
-        for held in found:
-            self.pins.drop(held)
-            del self.model[held.owner]
+        found = self.pins.expired(self.now)
+        due = {o for o, pin in self.model.items() if pin.deadline <= self.now and o not in self.turns.waiting}
+        assert {pin.owner for pin in found} == due
+        for pin in found:
+            self.pins.drop(pin)
+            del self.model[pin.owner]
 
     @rule(besides=names)
     def latest(self, besides: str) -> None:
-        owner = self._owner(besides)
-        for spared in (None, owner):
-            rest = [held for held in self.model.values() if held.owner != spared]
-            assert self.pins.latest(spared) is max(rest, key=lambda held: held.arrival, default=None)
+        for spared in (None, owner_of(besides)):
+            rest = [pin for pin in self.model.values() if pin.owner != spared]
+            assert self.pins.latest(spared) is max(rest, key=lambda pin: pin.arrival, default=None)
         assert len(self.pins) == len(self.model)
-        assert {held.owner for held in self.pins} == set(self.model)
+        assert {pin.owner for pin in self.pins} == set(self.model)
+
+    @rule()
+    def count(self) -> None:
+        assert self.pins.cells == self.pins.cells_of("t") == 4 * pinned_pages(pin.pin for pin in self.pins)
+        self.book.cache.check()
+        for owner, waiting in self.turns.waiting.items():
+            assert waiting.pinned is (owner in self.model)
 
 
 PinsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -76,27 +122,28 @@ TestPinsLaw = PinsMachine.TestCase
 
 
 def test_pins_that_come_and_go_leave_nothing_behind():
-    pins, owner = Pins(), Owner("t", "p", session=False)
+    book = Book()
     for i in range(5000):
-        held = Held(owner, Pin(NODE, 0), float(i), "r", 1, 1, 0.0, 1e9)
-        pins.add(held)
-        pins.until(held, 2e9)
-        pins.drop(held)
-    assert len(pins._due._heap) < 200
-    assert len(pins._latest._heap) < 200
-    assert pins.expired(3e9, lambda owner: False) == []
+        pin = book.add("p", float(i), 1e9)
+        book.pins.until(pin, 2e9)
+        book.pins.drop(pin)
+    assert len(book.pins._due._heap) < 200
+    assert len(book.pins._latest._heap) < 200
+    assert book.pins.expired(3e9) == []
+    assert book.pins.cells == 0
 
 
 def test_a_program_whose_turn_waits_is_looked_at_again():
-    pins, waiting = Pins(), True
+    book = Book()
     for i in range(100):
-        pins.add(Held(Owner("t", str(i), session=False), Pin(NODE, 0), float(i), "r", 1, 1, 0.0, 1.0))
-    assert pins.expired(2.0, lambda owner: waiting) == []
-    waiting = False
+        book.add(str(i), float(i), 1.0)
+        book.turns.waiting[owner_of(str(i))] = book.turn(str(i))
+    assert book.pins.expired(2.0) == []
+    book.turns.waiting.clear()
     steps, gone = 0, 0
-    while len(pins):
-        for held in pins.expired(2.0, lambda owner: waiting):
-            pins.drop(held)
+    while len(book.pins):
+        for pin in book.pins.expired(2.0):
+            book.pins.drop(pin)
             gone += 1
         steps += 1
     assert gone == 100

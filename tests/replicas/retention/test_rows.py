@@ -1,68 +1,76 @@
-"""Places between turns: programs give way in the order of their last use, sessions do not; and what was rewritten."""
+"""Rows between turns: programs give way in the order of their last use, sessions do not."""
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.retention.rows import Parking, Place
-from holdfast.replicas.sequences import Histories, Owner
+from holdfast.replicas.retention.rows import KeptRow, Rows
+from holdfast.replicas.sequences import Owner, SequencePool
+
+NOBODY = np.empty(0, np.int32)
 
 
 def program(name: str) -> Owner:
     return Owner("", name, session=False)
 
 
-def test_the_least_recently_parked_program_gives_way_and_a_session_never_does():
-    parking = Parking()
-    parking.park(Owner("", "s", session=True), Place(1, 9, NO_PAGES))
-    for row, name in enumerate("abc"):
-        assert parking.park(program(name), Place(1, row, NO_PAGES)) is None
-    assert parking.park(program("a"), Place(2, 0, NO_PAGES)).n_tokens == 1
-    assert parking.rows == 3
-    assert [parking.give_way() for _ in range(4)] == [1, 2, 0, None]
-    assert parking.find(Owner("", "s", session=True)).row == 9
+def nobody(owner: Owner) -> bool:
+    return False
 
 
-def test_a_place_is_taken_once_and_a_program_is_no_session():
-    parking = Parking()
-    parking.park(program("x"), Place(1, 0, NO_PAGES))
-    assert parking.find(Owner("", "x", session=True)) is None
-    assert parking.find(Owner("tenant", "x", session=False)) is None
-    assert parking.find(None) is None
-    assert parking.take(program("x")).row == 0
-    assert parking.take(program("x")) is None
+def rows_of(n: int, *, keep: bool = True) -> Rows:
+    """`n` rows that can be kept, and one that cannot."""
+    return Rows(KVCache(16, 4), SequencePool(n + 1, n), keep=keep)
+
+
+def turn(rows: Rows, owner: Owner, spared=nobody) -> int | None:
+    """A turn of a program from its beginning to its end; the row it had."""
+    begun = rows.begin(owner, spared)
+    if begun is None:
+        return None
+    rows.keep_program(owner, KeptRow(1, begun[0], NO_PAGES))
+    return begun[0]
+
+
+def test_the_least_recently_seen_program_gives_way_and_a_session_never_does():
+    rows = rows_of(4)
+    session = Owner("", "s", session=True)
+    rows.keep_session(session, NOBODY, KeptRow(0, rows.begin(session, nobody)[0], NO_PAGES), 0.0)
+    of = {name: turn(rows, program(name)) for name in "abc"}
+    assert len(set(of.values())) == 3
+    assert turn(rows, program("a")) == of["a"], "who goes on gets the row it had"
+    assert (rows.kept, rows.taken) == (3, 1)
+    assert [turn(rows, program(name)) for name in "de"] == [of["b"], of["c"]]
+    assert list(rows.programs()) == [program("a"), program("d"), program("e")]
+    assert rows.begin(session, nobody)[1] is not None
+
+
+def test_a_spared_program_gives_way_after_the_others():
+    rows = rows_of(2)
+    of = {name: turn(rows, program(name)) for name in "ab"}
+    assert turn(rows, program("c"), spared=lambda owner: owner.name == "a") == of["b"]
+    assert turn(rows, program("d"), spared=lambda owner: True) == of["a"]
+
+
+def test_a_row_is_taken_once_and_a_program_is_no_session():
+    rows = rows_of(2)
+    row = turn(rows, program("x"))
+    for other in (Owner("", "x", session=True), Owner("tenant", "x", session=False), None):
+        taken, last = rows.begin(other, nobody)
+        assert last is None
+        assert taken != row
+        rows.release(taken)
+    assert rows.begin(program("x"), nobody)[0] == row
+    assert rows.begin(program("x"), nobody)[1] is None
+
+
+def test_programs_keep_nothing_where_they_are_not_to():
+    rows = rows_of(2, keep=False)
+    assert turn(rows, program("x")) is not None
+    assert (rows.kept, rows.taken) == (0, 0)
 
 
 def test_an_owner_is_the_session_before_the_program():
     assert Owner.of("", "s", "p") == Owner("", "s", session=True)
     assert Owner.of("", "", "p") == program("p")
     assert Owner.of("", "", "") is None
-
-
-tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda ids: np.asarray(ids, np.int32))
-
-
-@given(tokens, tokens, st.integers(0, 12))
-def test_rewritten_is_what_lies_behind_the_first_changed_token(before, prompt, n_cached):
-    histories = Histories(100)
-    histories.remember(program("p"), before)
-    common = next(
-        (i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt))
-    )
-    lost = histories.rewritten(program("p"), prompt, n_cached)
-    changed = common < len(before) and common < len(prompt)
-    assert lost == (len(before) - common if changed and n_cached <= common else 0)
-    assert histories.rewritten(program("q"), prompt, 0) == 0
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=30))
-def test_histories_are_bounded_and_forget_the_oldest(turns):
-    histories, model = Histories(50), {}
-    for name, n in turns:
-        histories.remember(program(name), np.zeros(n, np.int32))
-        model.pop(name, None)
-        model[name] = n
-        while sum(model.values()) > 50:
-            del model[next(iter(model))]
-        assert histories.held == sum(model.values())

@@ -20,7 +20,7 @@ def talkative(n_prompt: int, n: int, begun: list[int] | None = None, first: int 
 
 
 def cells_of_running(world: World) -> int:
-    pages = {page for sequence in world.engine._scheduler._running for page in sequence.held.pages.tolist()}
+    pages = {page for sequence in world.engine.scheduler._running for page in sequence.the_holding.pages.tolist()}
     return len(pages) * world.config.page_size
 
 
@@ -143,5 +143,5 @@ def test_no_pin_is_dropped_where_all_of_them_would_not_be_enough() -> None:
     world.submit("next", words(900, 8), 4, began=2.0)
     world.step()
     assert world.engine.stats.chunks_deferred == 1
-    assert len(world.engine._scheduler.keeping.kept) == 3
+    assert len(world.engine.scheduler.retention.pins) == 3
     world.run()

@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.drafts import check, fitting
+from holdfast.replicas.scheduling.drafts import check_grammar, fitting
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 
@@ -62,10 +62,10 @@ def test_forced_drafts_are_limited_and_leave_room_for_the_token_after_them():
 def test_a_sequence_without_a_grammar_keeps_its_drafts():
     drafts = np.array([3, 5], np.int32)
     assert fitting(sequence_of(None), drafts, 32) is drafts
-    check(sequence_of(None))
+    check_grammar(sequence_of(None))
 
 
 def test_a_grammar_beyond_its_limits_is_an_error_of_the_request():
-    check(sequence_of(Fixed()))
+    check_grammar(sequence_of(Fixed()))
     with pytest.raises(InvalidRequestError, match="limits"):
-        check(sequence_of(Fixed(failed=True)))
+        check_grammar(sequence_of(Fixed(failed=True)))

@@ -103,8 +103,8 @@ def test_rows_that_come_free_together_go_to_both():
     apart = []
     while world.engine.busy:
         world.step()
-        waiting = {sequence.submit.scope for sequence in world.engine._scheduler.admission}
-        running = Counter(sequence.submit.scope for sequence in world.engine._scheduler._running)
+        waiting = {sequence.submit.scope for sequence in world.engine.scheduler.admission}
+        running = Counter(sequence.submit.scope for sequence in world.engine.scheduler._running)
         if waiting == {"a", "b"}:
             apart.append(abs(running["a"] - running["b"]))
     assert max(apart) <= 3
@@ -166,3 +166,15 @@ def test_the_tenant_served_longest_ago_is_forgotten_as_if_it_had_been_away():
 
 def waiting(tenant: str) -> Sequence:
     return Sequence.of(Submit(tenant, np.zeros(1, np.int32), Sampling(1), tenant), 0, 0.0, frozenset(), 0)
+
+
+def test_who_comes_next_is_decided_when_a_row_is_free_and_not_before():
+    world = one_row()
+    world.submit("b warm", words(1, 4), 5, scope="b", weight=0.25)
+    world.run()
+    world.submit("a long", words(2, 4), 40, scope="a")
+    world.step()
+    world.submit("a next", words(3, 4), 5, scope="a")
+    world.submit("b next", words(4, 4), 5, scope="b", weight=0.25)
+    world.run()
+    assert finished(world) == ["b warm", "a long", "b next", "a next"], "a has had more than b by then"

@@ -1,13 +1,16 @@
 """The pure rules of a step: chunk sizes, admission, and who follows whom."""
 
+from dataclasses import replace
+
 import numpy as np
+from engine_world import World, words
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.scheduling.admission import Budget, find_leader
-from holdfast.replicas.scheduling.scheduler import chunk_size
+from holdfast.replicas.scheduling.scheduler import chunk_sizes
 from holdfast.replicas.sequences import Sequence, Status
 
 CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admission_ceiling=0.5, completion_reserve=100)
@@ -20,18 +23,37 @@ def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed:
     return made
 
 
-@given(st.integers(1, 10**5), st.integers(1, 5000), st.booleans())
-def test_a_chunk_is_positive_and_within_its_bounds(remaining, active, hurried):
-    size = chunk_size(remaining, active, hurried, CONFIG)
-    assert 1 <= size <= remaining
-    assert size <= max(1, (1024 if hurried else 4096))
-    assert size * active <= max(4096, active)
+prompts = st.lists(st.tuples(st.integers(1, 10**5), st.booleans()), min_size=1, max_size=200)
+
+
+@given(prompts, st.booleans())
+def test_chunks_are_positive_and_within_their_bounds(prefilling, equal):
+    pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
+    sizes = chunk_sizes(pending, narrow, replace(CONFIG, equal_chunks=equal))
+    for size, left, slim in zip(sizes, pending, narrow, strict=True):
+        assert 1 <= size <= left
+        assert size <= (1024 if slim else 4096)
+    assert sum(sizes) <= max(4096, len(pending))
+
+
+@given(prompts)
+def test_who_began_first_has_what_the_floors_of_the_others_leave(prefilling):
+    pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
+    sizes = chunk_sizes(pending, narrow, CONFIG)
+    wants = [min(left, 1024) if slim else left for left, slim in zip(pending, narrow, strict=True)]
+    floor = min(CONFIG.chunk_floor, max(1, 4096 // len(pending) // 4))
+    assert all(size >= min(want, floor) for size, want in zip(sizes, wants, strict=True))
+    below = [i for i, (size, want) in enumerate(zip(sizes, wants, strict=True)) if size < want]
+    if below:  # whoever comes behind the first that does not get all has the floor
+        assert all(sizes[i] <= floor for i in range(below[0] + 1, len(sizes)))
 
 
 def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
-    assert chunk_size(9000, 1, False, CONFIG) == 4096
-    assert chunk_size(9000, 4, False, CONFIG) == 1024
-    assert chunk_size(9000, 1, True, CONFIG) == 1024
+    assert chunk_sizes([9000], [False], CONFIG) == [4096]
+    assert chunk_sizes([9000], [True], CONFIG) == [1024]
+    assert chunk_sizes([9000] * 4, [False] * 4, CONFIG) == [4096 - 3 * CONFIG.chunk_floor] + [CONFIG.chunk_floor] * 3
+    assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, equal_chunks=True)) == [1024] * 4
+    assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, adaptive_chunks=False)) == [4096] * 4
 
 
 def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion():
@@ -64,3 +86,19 @@ def test_nobody_leads_for_too_little_or_for_what_is_cached():
 def test_the_last_token_is_never_shared():
     twin = sequence([1, 2, 3, 4])
     assert find_leader(sequence([1, 2, 3, 4]), [twin], n_cached=0, least=1).shared == 3
+
+
+def first_tokens(**settings: bool) -> list[float]:
+    """When each of eight prompts that come together has its first token, a step a second."""
+    world = World(cells=2048, max_sequences=8, step_tokens=64, context_length=256, admission_ceiling=1.0, **settings)
+    for i in range(8):
+        world.submit(f"r{i}", words(i, 128), 2, program=f"p{i}", began=1.0 + i)
+    world.run()
+    return [world.end(f"r{i}").timing.first_token for i in range(8)]
+
+
+def test_prompts_that_come_together_are_answered_in_order_and_sooner_than_shared_equally():
+    ordered, equal = first_tokens(), first_tokens(equal_chunks=True)
+    assert ordered == sorted(ordered)
+    assert sum(ordered) < 0.75 * sum(equal)
+    assert max(ordered) <= max(equal)

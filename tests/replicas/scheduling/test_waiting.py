@@ -96,20 +96,20 @@ def test_operations_that_are_cancelled_between_two_steps_are_let_go():
     assert len(queue._unseen) < 200
 
 
-def test_a_held_sequence_is_no_head_but_still_waits():
+def test_a_sequence_that_is_set_aside_is_no_head_but_still_waits():
     queue = WaitingQueue(ProgramOrder())
     first, second = waiting("first", 1.0), waiting("second", 2.0)
     queue.push(first)
     queue.push(second)
-    assert queue.hold() is first
+    assert queue.set_aside() is first
     assert queue.head() is second
     assert len(queue) == 2
-    queue.unhold(first)
+    queue.put_back(first)
     assert drain(queue) == ["first", "second"]
-    queue.unhold(first)  # removed meanwhile
+    queue.put_back(first)  # removed meanwhile
     assert queue.head() is None
     with pytest.raises(IndexError):
-        queue.hold()
+        queue.set_aside()
 
 
 def test_a_pin_that_comes_or_goes_gives_a_new_place():
@@ -177,7 +177,8 @@ def test_no_operation_looks_at_more_than_one_of_ten_thousand():
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["push", "pop", "remove", "hold", "unhold", "pin"]), st.integers(0, 9)), max_size=60
+        st.tuples(st.sampled_from(["push", "pop", "remove", "set_aside", "put_back", "pin"]), st.integers(0, 9)),
+        max_size=60,
     )
 )
 def test_any_use_agrees_with_a_sorted_list(operations):
@@ -198,10 +199,10 @@ def test_any_use_agrees_with_a_sorted_list(operations):
         elif what == "remove" and model:
             sequence = model.pop(value % len(model))
             queue.remove(sequence)
-        elif what == "hold" and queue.head() is not None:
-            held.append(queue.hold())
-        elif what == "unhold" and held:
-            queue.unhold(held.pop())
+        elif what == "set_aside" and queue.head() is not None:
+            held.append(queue.set_aside())
+        elif what == "put_back" and held:
+            queue.put_back(held.pop())
         present = [s for s in model if s not in held]
         expected = min(present, key=_place, default=None)
         assert queue.head() is expected

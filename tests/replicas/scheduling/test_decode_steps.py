@@ -15,7 +15,8 @@ SILENT = DraftConfig(enabled=False)
 def step(world: World, times: int) -> int:
     """One call for `times` steps; how many were planned."""
     world.now += 1.0
-    world.take(world.engine.step(world.now, lambda: world.now, times))
+    world.engine.scheduler.decode_steps = times
+    world.take(world.engine.step(world.now, lambda: world.now))
     world.check()
     return world.runner.plans[-1].times
 

@@ -47,7 +47,7 @@ def ended(world: World, name: str, program: str, scope: str = "", tools=("ls",),
 
 
 def pinned(world: World) -> set[str]:
-    return {held.owner.name for held in world.engine._scheduler.keeping.kept}
+    return {held.owner.name for held in world.engine.scheduler.retention.pins}
 
 
 def flood(world: World, n: int = 200, began: float = 99.0) -> str:
@@ -172,7 +172,7 @@ def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
         world.submit(program, words(ord(program[0]), 20), 4, program=program, turns=turns, answered=answered)
         world.run()
         world.give(TurnEnded(program, "", program, ("ls",), False, turns + 1, answered))
-        (held,) = [held for held in world.engine._scheduler.keeping.kept if held.owner.name == program]
+        (held,) = [held for held in world.engine.scheduler.retention.pins if held.owner.name == program]
         kept[program] = held.deadline - held.since
     assert kept["first"] == pytest.approx(kept["again"])
     assert kept["late"] < kept["first"]
@@ -186,7 +186,7 @@ def test_idle_sessions_wait_for_nobody():
     world.append("h", "s", words(9, 200))
     world.run()
     turn(world, "p", words(1, 40))
-    (held,) = engine._scheduler.keeping.kept
+    (held,) = engine.scheduler.retention.pins
     # Nothing runs: InferCept's rule keeps its cells for as long as it takes to compute them.
     assert held.deadline - held.since == pytest.approx(0.01 * held.pin.length)
 
@@ -302,7 +302,7 @@ def test_branches_of_a_program_keep_the_one_that_ended_last():
     world.run()
     for branch in range(3):
         world.assert_right(f"b{branch}")
-    assert len(world.engine._scheduler.keeping.kept) == 1
+    assert len(world.engine.scheduler.retention.pins) == 1
     world.check()
 
 
@@ -327,7 +327,7 @@ def test_the_row_of_a_pinned_program_goes_last():
         world.run()
         ended(world, program, program, last=True)
     turn(world, "new", words(3, 20))
-    parked = {owner.name for owner in world.engine.places._parking._programs}
+    parked = {owner.name for owner in world.engine.scheduler.rows.programs()}
     assert parked == {"kept", "y", "new"}
 
 

@@ -4,11 +4,11 @@ from enum import Enum
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.policy import Pause, preserve_until
+from holdfast.replicas.retention.policy import Interception, preserve_until
 
 seconds = st.floats(0.001, 100.0)
 pauses = st.builds(
-    Pause,
+    Interception,
     cells=st.integers(1, 10_000),
     others=st.integers(0, 100_000),
     recompute_s=seconds,
@@ -23,7 +23,7 @@ class Way(Enum):
     SWAP = "swap"  # they wait in host memory
 
 
-def least_waste(pause: Pause, pause_s: float) -> Way:
+def least_waste(pause: Interception, pause_s: float) -> Way:
     """The best way for a pause of known length; of equals the one that keeps more."""
     if pause.preserve(pause_s) <= min(pause.discard, pause.swap):
         return Way.PRESERVE
@@ -31,14 +31,14 @@ def least_waste(pause: Pause, pause_s: float) -> Way:
 
 
 def test_the_formulas_of_the_paper():
-    pause = Pause(cells=100, others=300, recompute_s=2.0, swap_s=0.5, stalled=400)
+    pause = Interception(cells=100, others=300, recompute_s=2.0, swap_s=0.5, stalled=400)
     assert pause.preserve(3.0) == 300.0
     assert pause.discard == 2.0 * 100 + 2.0 * 300
     assert pause.swap == 2 * 0.5 * 400
 
 
 def test_without_a_host_tier_nothing_is_swapped():
-    pause = Pause(cells=100, others=0, recompute_s=2.0)
+    pause = Interception(cells=100, others=0, recompute_s=2.0)
     assert least_waste(pause, 1.9) is Way.PRESERVE
     assert least_waste(pause, 2.1) is Way.DISCARD
 
@@ -57,4 +57,4 @@ def test_a_pin_is_worth_it_exactly_as_long_as_preserving_wastes_least(pause):
 
 
 def test_an_empty_program_is_not_worth_a_pin():
-    assert preserve_until(Pause(cells=0, others=5, recompute_s=1.0)) == 0.0
+    assert preserve_until(Interception(cells=0, others=5, recompute_s=1.0)) == 0.0

@@ -118,15 +118,14 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class TextStats:
-    """What the text side did since the start. Prompts by whether their rendering was known; characters of rendered
-    prompts by whether their tokens were; replies ended early, and replies of which a part was written again."""
+    """What the text side did since the start."""
 
-    render_hits: int = 0
+    render_hits: int = 0  # prompts whose rendering was known
     render_misses: int = 0
-    characters_reused: int = 0
+    characters_reused: int = 0  # of rendered prompts, those whose tokens were known
     characters_tokenized: int = 0
-    stopped: int = 0
-    rewritten: int = 0
+    stopped: int = 0  # replies ended early
+    rewritten: int = 0  # replies of which a part was written again
 
 
 @dataclass(frozen=True, slots=True)

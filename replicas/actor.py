@@ -78,7 +78,7 @@ class Replica:
 
 
 class EngineCollector(Collector):
-    """Everything in `metrics.listed` as Prometheus families, read when scraped."""
+    """Everything in `metrics.ALL` as Prometheus families, read when scraped."""
 
     def __init__(self, service: Service, replica: str) -> None:
         self._service = service

@@ -1,7 +1,9 @@
 """Between asyncio and the engine: one thread runs the engine, one event loop talks to it.
 
-Commands cross through a queue, events come back with one `call_soon_threadsafe` per step. Asyncio stops here: nothing
-below this file awaits, nothing above it touches the engine.
+    event loop        Bridge.run ---- commands ----> inbox of EngineThread      engine thread
+                      Mailbox <- call_soon_threadsafe <- events of one step
+
+Asyncio stops here: nothing below this file awaits, nothing above it touches the engine.
 """
 
 import asyncio
@@ -9,7 +11,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
@@ -17,15 +20,122 @@ from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Reje
 
 log = logging.getLogger(__name__)
 
+Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent; None: the thread is to end
 
-# ---- Where one request's events wait for their reader. Used on the event loop only.
+_LONGEST_WAIT_S = 3600.0
+
+
+class EngineThread:
+    """Runs an engine until told to stop. When it ends, for whatever reason, it ends every request it knows.
+
+    `deliver` is called on the thread with the events of commands and with those of a step, `ended` once after the last
+    of them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        deliver: Callable[[list[Event]], None],
+        ended: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._ended = ended
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.error: BaseException | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put((command, self._clock()))
+
+    def stop(self) -> None:
+        """Ask the thread to end after the step it is in."""
+        self._inbox.put(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def _main(self) -> None:
+        reason: HoldfastError = UnavailableError("the engine is shutting down")
+        try:
+            self._loop()
+        except BaseException as error:  # the thread's supervisor: the error is kept, the requests are told
+            log.exception("the engine died")
+            self.error = error
+            reason = EngineError(f"the engine died: {error}")
+        self._deliver(self._end_all(reason))
+        self._ended()
+
+    def _loop(self) -> None:
+        """Take in the commands that are here, deliver what they ended, run a step and deliver its events."""
+        engine, clock = self._engine, self._clock
+        while True:
+            events: list[Event] = []
+            try:
+                for sent in self._waiting():
+                    if sent is None:
+                        return
+                    command, at = sent
+                    events += engine.handle(command, clock(), at)
+            finally:  # also where the thread ends here: these requests are over
+                if events:
+                    self._deliver(events)
+            if self._idle_s() == 0.0:
+                events = engine.step(clock(), clock)
+                if events:
+                    self._deliver(events)
+
+    def _waiting(self) -> Iterator[Sent]:
+        """What is in the inbox; while the engine may be left alone, wait for the first.
+
+        What is sent meanwhile comes after the next step, so that steps run however many commands there are.
+        """
+        try:
+            yield self._inbox.get(timeout=self._idle_s())
+        except queue.Empty:
+            return
+        for _ in range(self._inbox.qsize()):
+            yield self._inbox.get()
+
+    def _idle_s(self) -> float | None:
+        """For how long the engine may be left alone, in seconds: 0 where a step has something to do, None for ever.
+
+        An engine without requests still has to let go, now and then, of what its time is over for.
+        """
+        if self._engine.busy:
+            return 0.0
+        due = self._engine.due
+        return None if due is None else min(max(due - self._clock(), 0.0), _LONGEST_WAIT_S)
+
+    def _end_all(self, reason: HoldfastError) -> list[Event]:
+        """End what the engine knows, and refuse what is still in the inbox."""
+        events: list[Event] = []
+        try:
+            events = self._engine.fail_all(reason, self._clock())
+        except Exception:  # after a crash the books may be wrong; the bridge tells those that are left
+            log.exception("the engine could not end its requests")
+        while not self._inbox.empty():
+            sent = self._inbox.get()
+            if sent is not None and not isinstance(sent[0], Stop | Abort | Notice):
+                events.append(Rejected(sent[0].request_id, reason.info))
+        return events
 
 
 class Mailbox:
-    """Events in order, handed over in lists: at once when the last list is `interval` seconds old, else together.
+    """The events of one request, in order, until its reader takes them. Used on the event loop only.
 
-    A reader pays for each list (a wake-up here, a message between processes later), not for each token, so steps much
-    shorter than the interval share one. The first and the terminal event are never held back.
+    They are handed over in lists: at once when the last list is `interval` seconds old, else together. A reader pays
+    for each list (a wake-up here, a message between processes later), not for each token, so steps much shorter than
+    the interval share one. The first and the terminal event are never held back.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
@@ -60,7 +170,9 @@ class Mailbox:
                 await self._reader
             finally:
                 self._reader = None
-                self._cancel_timer()
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
         events, self._events = self._events, []
         self._due = self._loop.time() + self._interval
         return events
@@ -68,100 +180,6 @@ class Mailbox:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-Deliver = Callable[[list[Event]], None]
-Ended = Callable[[], None]
-
-_LONGEST_S = 3600.0  # of one wait
-
-
-class EngineThread:
-    """Runs an engine until told to stop. When it ends, for whatever reason, it ends every request it knows."""
-
-    def __init__(
-        self, engine: Engine, deliver: Deliver, ended: Ended, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._engine = engine
-        self._deliver = deliver
-        self._ended = ended  # called once, after the last delivery
-        self._clock = clock
-        self._inbox: queue.SimpleQueue[tuple[Command, float] | None] = queue.SimpleQueue()  # and when it was sent
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self.error: BaseException | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def send(self, command: Command) -> None:
-        self._inbox.put((command, self._clock()))
-
-    def stop(self) -> None:
-        """Ask the thread to end after the step it is in."""
-        self._inbox.put(None)
-
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-
-    def _main(self) -> None:
-        farewell: HoldfastError = UnavailableError("the engine is shutting down")
-        try:
-            self._loop()
-        except BaseException as error:  # the thread's supervisor: the error is kept, the requests are told
-            log.exception("the engine died")
-            self.error = error
-            farewell = EngineError(f"the engine died: {error}")
-        self._deliver(self._end(farewell))
-        self._ended()
-
-    def _loop(self) -> None:
-        engine, clock = self._engine, self._clock
-        while True:
-            events: list[Event] = []
-            while not self._inbox.empty() or not engine.busy:
-                try:
-                    entry = self._inbox.get(timeout=self._patience())
-                except queue.Empty:
-                    events += engine.step(clock(), clock)  # nothing runs: it only ends what its time is over for
-                    if events:
-                        break
-                    continue
-                if entry is None:
-                    return
-                command, sent = entry
-                events += engine.handle(command, clock(), sent)
-                if events:
-                    break  # what ends without a step must not wait for one
-            if engine.busy:
-                events += engine.step(clock(), clock)
-            if events:
-                self._deliver(events)
-
-    def _patience(self) -> float | None:
-        """For how long an engine that has nothing to do may be left alone, in seconds; None: for ever."""
-        due = self._engine.due
-        return None if due is None or self._engine.busy else min(max(due - self._clock(), 0.0), _LONGEST_S)
-
-    def _end(self, farewell: HoldfastError) -> list[Event]:
-        events: list[Event] = []
-        try:
-            events = self._engine.fail_all(farewell, self._clock())
-        except Exception:  # after a crash the books may be wrong; the bridge tells those that are left
-            log.exception("the engine could not end its requests")
-        while not self._inbox.empty():
-            entry = self._inbox.get()
-            if entry is not None and not isinstance(entry[0], Stop | Abort | Notice):
-                events.append(Rejected(entry[0].request_id, farewell.info))
-        return events
 
 
 class Bridge:
@@ -176,7 +194,7 @@ class Bridge:
         self._mailboxes: dict[str, Mailbox] = {}
         self._unended: set[str] = set()  # ids whose terminal event is on its way, also where its reader has left
         self._closed = False
-        self._thread = EngineThread(engine, self._deliver, lambda: self._on_loop(self._fail_the_rest))
+        self._thread = EngineThread(engine, self._deliver, self._thread_ended)
         self._thread.start()
 
     @property
@@ -229,17 +247,24 @@ class Bridge:
         self._thread.stop()
         await asyncio.to_thread(self._thread.join)
 
-    def _deliver(self, events: list[Event]) -> None:
-        """Called on the engine thread, once per step."""
-        self._on_loop(lambda: self._dispatch(events))
+    # ---- on the engine's thread ----
 
-    def _on_loop(self, call: Callable[[], None]) -> None:
+    def _deliver(self, events: list[Event]) -> None:
+        self._call_on_loop(self._dispatch, events)
+
+    def _thread_ended(self) -> None:
+        self._call_on_loop(self._fail_the_rest)
+
+    def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
-            self._loop.call_soon_threadsafe(call)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed: nobody is left to read
             log.debug("the event loop is closed")
 
+    # ---- on the event loop ----
+
     def _dispatch(self, events: list[Event]) -> None:
+        """Put events into the mailboxes of their requests."""
         by_request: dict[str, list[Event]] = {}
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)

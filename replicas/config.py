@@ -1,15 +1,29 @@
-"""Settings of one replica's engine. Frozen: what depends on hardware is filled in by `resolve`, into a new object."""
+"""Settings of one replica's engine: of speculation, of retention, of all the rest; and `resolve`.
+
+Frozen: what depends on the hardware and the model is filled in by `resolve`, into a new object. A value that cannot be
+is refused where it is set, by the name of its field. The comment behind a field is what docs/options.md says of it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.ngrams import WINDOW
 
-# ---- Settings of the drafter. Frozen; every source of drafts has a switch.
+DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+Decoder: TypeAlias = Literal["auto", "own", "transformers"]
+Undeclared: TypeAlias = Literal["text", "regenerate"]
+Overlap: TypeAlias = Literal["auto", "on", "off"]
+OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
+PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"]
+
+POCKET = "pocket"  # the name of the shipped model
+DEVICES = ("auto", "cpu", "cuda")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +59,13 @@ class DraftConfig:
     memory_context: int = 16  # tokens before a turn that are remembered with it, so that its start can be found
 
     def __post_init__(self) -> None:
-        # Written as what has to hold: no comparison with NaN does, so NaN fails.
-        for name in (
-            "max_draft",
-            "min_n",
-            "memory_min_n",
-            "explore_every",
-            "memory_bytes",
-            "scope_bytes",
-        ):
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if not self.verify_rows >= 2:  # a sequence's own row and a draft's
-            raise ConfigError(f"verify_rows must be at least 2, not {self.verify_rows}", "verify_rows")
-        for name in ("floor", "memory_context", "own_value_length", "raw_length"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
-        for name in ("ema_weight", "confidence"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}", name)
-        for name in ("min_n", "memory_min_n"):
-            if getattr(self, name) > WINDOW:
-                raise ConfigError(f"{name} must be at most {WINDOW}, not {getattr(self, name)}", name)
-
-
-# ---- Settings of retention: how long a program's cells are kept while its tools run, and how many of them.
-
-
-PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"]
-
-_RETENTION_NOT_NEGATIVE = ("fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
-_RETENTION_POSITIVE = ("tool_samples", "overall_samples", "trusted_samples", "wait_window")
-_RETENTION_SHARES = ("share", "tenant_share")
+        _check(
+            self, _AT_LEAST_ONE, "max_draft", "min_n", "memory_min_n", "explore_every", "memory_bytes", "scope_bytes"
+        )
+        _check(self, _Rule("at least 2", lambda rows: rows >= 2), "verify_rows")  # a sequence's own row and a draft's
+        _check(self, _NOT_NEGATIVE, "floor", "memory_context", "own_value_length", "raw_length")
+        _check(self, _SHARE, "ema_weight", "confidence")
+        _check(self, _Rule(f"at most {WINDOW}", lambda length: length <= WINDOW), "min_n", "memory_min_n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,67 +92,11 @@ class RetentionConfig:
     wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
 
     def __post_init__(self) -> None:
-        policies = get_args(PolicyName)
-        if self.policy not in policies:
-            raise ConfigError(f"policy must be one of {', '.join(policies)}, not {self.policy!r}", "policy")
-        # Written as what has to hold: no comparison with NaN does, so NaN fails.
-        for name in _RETENTION_NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
-        for name in _RETENTION_POSITIVE:
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in _RETENTION_SHARES:
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} must be in [0, 1], not {getattr(self, name)}", name)
-        if not 0.0 < self.delta < 1.0:
-            raise ConfigError(f"delta must be in (0, 1), not {self.delta}", "delta")
-
-
-DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-Decoder: TypeAlias = Literal["auto", "own", "transformers"]
-Undeclared: TypeAlias = Literal["text", "regenerate"]
-Overlap: TypeAlias = Literal["auto", "on", "off"]
-OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
-
-POCKET = "pocket"  # the name of the shipped model
-DEVICES = ("auto", "cpu", "cuda")
-
-_CHOICES = {
-    "device": DEVICES,
-    "dtype": get_args(DType),
-    "decoder": get_args(Decoder),
-    "undeclared": get_args(Undeclared),
-    "overlap_steps": get_args(Overlap),
-    "order": get_args(OrderName),
-}
-_AT_LEAST_ONE = (
-    "completion_reserve",
-    "page_size",
-    "max_sequences",
-    "max_waiting",
-    "step_tokens",
-    "latency_chunk",
-    "chunk_floor",
-)
-_POSITIVE = ("session_idle_s", "queue_timeout_s", "kv_memory")
-_SHARES = ("admission_ceiling", "high_water", "gpu_memory")
-_MEMORY = ("kv_memory", "host_memory")
-_NOT_NEGATIVE = (
-    "threads",
-    "context_length",
-    "cells",
-    "session_rows",
-    "stream_interval_s",
-    "latency_max_tokens",
-    "call_grace",
-    "grammar_cache",
-    "forced_drafts",
-    "render_cache",
-    "tokenize_cache",
-    "host_cells",
-    "host_memory",
-)
+        _check(self, _one_of(get_args(PolicyName)), "policy")
+        _check(self, _NOT_NEGATIVE, "fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
+        _check(self, _AT_LEAST_ONE, "tool_samples", "overall_samples", "trusted_samples", "wait_window")
+        _check(self, _SHARE, "share", "tenant_share")
+        _check(self, _Rule("in (0, 1)", lambda value: 0 < value < 1), "delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +167,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # decoding and verifying replay graphs on a GPU, captured at the start
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}", name)
-        self._check_numbers()
+        self._check_each()
         if self.order == "infercept" and self.retention.policy != "infercept":
             told = f"order infercept goes with InferCept's own rule, not with {self.retention.policy!r}"
             raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
@@ -247,23 +177,21 @@ class EngineConfig:
         if tier and not self.prefix_cache:
             raise ConfigError(f"{tier} is for evicted cells of the prefix cache, and prefix_cache is false", tier)
 
-    def _check_numbers(self) -> None:
-        # Written as what has to hold: no comparison with NaN does, so NaN fails.
-        for name in _AT_LEAST_ONE:
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in _SHARES:
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} must be in (0, 1], not {getattr(self, name)}", name)
-        for name in _NOT_NEGATIVE:
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
-        for name in _MEMORY:  # a number of cells is made of it
-            if not getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be finite, not {getattr(self, name)}", name)
+    def _check_each(self) -> None:
+        _check(self, _one_of(DEVICES), "device")
+        _check(self, _one_of(get_args(DType)), "dtype")
+        _check(self, _one_of(get_args(Decoder)), "decoder")
+        _check(self, _one_of(get_args(Undeclared)), "undeclared")
+        _check(self, _one_of(get_args(Overlap)), "overlap_steps")
+        _check(self, _one_of(get_args(OrderName)), "order")
+        _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting")
+        _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor")
+        _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
+        _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory")
+        _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
+        _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
+        _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")
+        _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property
     def host_tier(self) -> str:
@@ -288,9 +216,6 @@ class ModelShape:
     checkpoint_dtype: DType
     cell_values: int  # of one token's KV in every layer: 2 * layers * kv_heads * head_dim
     steady_context: int  # beyond it a sequence changes what the others of its step compute; at most `context_length`
-
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
@@ -327,3 +252,30 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         threads=config.threads or hardware.cores,
         overlap_steps=config.overlap_steps if config.overlap_steps != "auto" else "on" if device != "cpu" else "off",
     )
+
+
+class _Rule(NamedTuple):
+    """What has to hold of a value. Said as what holds: no comparison with NaN does, so NaN is refused."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+_NOT_NEGATIVE = _Rule("at least 0", lambda value: value >= 0)
+_POSITIVE = _Rule("more than 0", lambda value: value > 0)
+_AT_LEAST_ONE = _Rule("at least 1", lambda value: value >= 1)
+_SHARE = _Rule("in [0, 1]", lambda value: 0 <= value <= 1)
+_POSITIVE_SHARE = _Rule("in (0, 1]", lambda value: 0 < value <= 1)
+_FINITE = _Rule("finite", lambda value: value < math.inf)
+
+
+def _one_of(values: tuple[str, ...]) -> _Rule:
+    return _Rule(f"one of {', '.join(values)}", lambda value: value in values)
+
+
+def _check(config: object, rule: _Rule, *names: str) -> None:
+    """Raise ConfigError, naming the field, where one of these fields of `config` breaks `rule`."""
+    for name in names:
+        value = getattr(config, name)
+        if not rule.holds(value):
+            raise ConfigError(f"{name} must be {rule.text}, not {value!r}", name)

@@ -33,7 +33,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop_token_ids: frozenset[int] = frozenset()  # beside the model's own end-of-sequence ids
+    stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
 
 
@@ -83,7 +83,7 @@ class Timing:
     """When things happened, in seconds of the engine's clock; None: never came that far.
 
     `render_s` is what rendering and tokenizing took before `arrived`, `validate_s` what reading the reply took (text,
-    stops, tool calls) beside its decoding. The text side tells them, the engine does not.
+    stops, tool calls) besides its decoding. The text side tells them, the engine does not.
     """
 
     arrived: float

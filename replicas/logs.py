@@ -49,7 +49,7 @@ def serving(about: About) -> None:
 
 
 def fields(**named: Any) -> dict[str, Any]:
-    """`extra` of a log call: what a line tells beside its message; what is None or "" is left out."""
+    """`extra` of a log call: what a line tells besides its message; what is None or "" is left out."""
     return {"fields": {name: value for name, value in named.items() if value not in (None, "")}}
 
 

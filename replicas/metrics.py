@@ -1,4 +1,8 @@
-"""What a replica's metrics are, and where each value stands. `actor` turns them into Prometheus' families."""
+"""What a replica's metrics are, in the order of docs/metrics.md, and how the value of each is read.
+
+A metric that is not in `GROUPS` does not exist. `actor` turns them into Prometheus' families; the router has a list of
+its own of the same `Metric`s, and the tables of the docs are made from both.
+"""
 
 import os
 import time
@@ -9,11 +13,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupancy, TextStats
-
-# ---- What is said of a metric: its name, kind, labels and unit, what it tells and what to do about it. Data alone.
-#
-# Those of a replica are in `listed`, those of the router in its own list; the tables of the docs are made from both.
-
 
 OWNER = ("model", "replica")  # labels of every metric of a replica
 
@@ -40,16 +39,16 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-# ---- What this process has used of the machine. No history: whoever asks again takes differences.
-
-
 _STARTED = time.time()
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """`cpu_s`: of all threads. `memory`: resident bytes, 0 where the system does not tell. `started`: since 1970."""
+    """What this process has used of the machine since it began; whoever asks again takes differences.
+
+    `cpu_s`: of all threads. `memory`: resident bytes, 0 where the system does not tell. `started`: since 1970.
+    """
 
     cpu_s: float
     memory: int
@@ -64,11 +63,10 @@ def process_usage() -> ProcessUsage:
     return ProcessUsage(time.process_time(), resident, _STARTED)
 
 
-# ---- All numbers of a replica at one moment, and how a metric finds its own among them.
-
-
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """All numbers of a replica at one moment."""
+
     stats: EngineStats
     now: Occupancy
     text: TextStats
@@ -93,9 +91,6 @@ def counter(name: str, unit: str, help_text: str, advice: str, read: Read, *labe
 
 def gauge(name: str, unit: str, help_text: str, advice: str, read: Read, *labels: str) -> ReplicaMetric:
     return ReplicaMetric(Metric(f"holdfast_{name}", Kind.GAUGE, unit, help_text, advice, labels), read)
-
-
-# ---- What a replica says of its requests and their tokens.
 
 
 REQUESTS = (
@@ -203,55 +198,6 @@ TOKENS = (
     ),
 )
 
-TEXT = (
-    counter(
-        "render_cache_hits",
-        "",
-        "Prompts whose rendering was known",
-        "Compare it with the misses",
-        lambda r: r.text.render_hits,
-    ),
-    counter(
-        "render_cache_misses",
-        "",
-        "Prompts rendered",
-        "Nearly every one should be: a turn's prompt is new",
-        lambda r: r.text.render_misses,
-    ),
-    counter(
-        "prompt_characters_reused",
-        "characters",
-        "Of rendered prompts, those whose tokens were known from earlier turns",
-        "Compare it with the tokenized ones",
-        lambda r: r.text.characters_reused,
-    ),
-    counter(
-        "prompt_characters_tokenized",
-        "characters",
-        "Of rendered prompts, those tokenized",
-        "Near the reused ones: `engine.tokenize_cache` is too small",
-        lambda r: r.text.characters_tokenized,
-    ),
-    counter(
-        "replies_stopped",
-        "",
-        "Replies ended where their tool calls did, without waiting for the model to end them",
-        "Nothing: what stopping early saved",
-        lambda r: r.text.stopped,
-    ),
-    counter(
-        "replies_rewritten",
-        "",
-        "Replies in which a call of an undeclared tool was written again",
-        "Many: the model does not follow its tools; ask for `strict` ones",
-        lambda r: r.text.rewritten,
-    ),
-)
-
-
-# ---- What a replica says of its KV cells, on the device and in host memory.
-
-
 STATES = ("free", "tree", "held")
 
 CELLS = (
@@ -334,10 +280,6 @@ CELLS = (
         lambda r: r.stats.failed_moves,
     ),
 )
-
-
-# ---- What a replica says of its order, of the cells that it keeps for programs, and of speculation.
-
 
 SCHEDULING = (
     counter(
@@ -445,10 +387,6 @@ SPECULATION = (
     ),
 )
 
-
-# ---- What a replica says of its steps and of its process.
-
-
 PHASES = ("schedule", "forward", "sample", "commit")
 
 STEPS = (
@@ -487,6 +425,51 @@ STEPS = (
     ),
 )
 
+TEXT = (
+    counter(
+        "render_cache_hits",
+        "",
+        "Prompts whose rendering was known",
+        "Compare it with the misses",
+        lambda r: r.text.render_hits,
+    ),
+    counter(
+        "render_cache_misses",
+        "",
+        "Prompts rendered",
+        "Nearly every one should be: a turn's prompt is new",
+        lambda r: r.text.render_misses,
+    ),
+    counter(
+        "prompt_characters_reused",
+        "characters",
+        "Of rendered prompts, those whose tokens were known from earlier turns",
+        "Compare it with the tokenized ones",
+        lambda r: r.text.characters_reused,
+    ),
+    counter(
+        "prompt_characters_tokenized",
+        "characters",
+        "Of rendered prompts, those tokenized",
+        "Near the reused ones: `engine.tokenize_cache` is too small",
+        lambda r: r.text.characters_tokenized,
+    ),
+    counter(
+        "replies_stopped",
+        "",
+        "Replies ended where their tool calls did, without waiting for the model to end them",
+        "Nothing: what stopping early saved",
+        lambda r: r.text.stopped,
+    ),
+    counter(
+        "replies_rewritten",
+        "",
+        "Replies in which a call of an undeclared tool was written again",
+        "Many: the model does not follow its tools; ask for `strict` ones",
+        lambda r: r.text.rewritten,
+    ),
+)
+
 PROCESS = (
     counter(
         "replica_cpu_seconds",
@@ -510,10 +493,6 @@ PROCESS = (
         lambda r: r.process.started,
     ),
 )
-
-
-# ---- Every metric of a replica, in the order of the docs. One that is not listed here does not exist.
-
 
 GROUPS: Mapping[str, tuple[ReplicaMetric, ...]] = {
     "Requests": REQUESTS,

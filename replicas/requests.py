@@ -1,7 +1,7 @@
 """What a router sends to a replica and what comes back: plain picklable data in text, no HTTP.
 
 A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`;
-or, for a caller that does not stream, one `Answer` folded from the same stream.
+or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes of the same stream.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,11 +159,8 @@ class ModelCard:
     replica_id: str = ""
 
 
-# ---- From the pieces of a reply to the whole answer.
-
-
-class Fold:
-    """Collects the pieces of one reply; `terminal` is set once the last one has come."""
+class AnswerBuilder:
+    """Collects the pieces of one reply to the whole answer; `terminal` is set once the last piece has come."""
 
     def __init__(self) -> None:
         self.terminal: Completed | Errored | None = None

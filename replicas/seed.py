@@ -4,8 +4,7 @@ FNV-1a is h = (h ^ byte) * P modulo 2^64, byte after byte, which no array librar
 byte of h meets the XOR, and it evolves by itself modulo 256. Once the low bytes are known, h ^ byte is h plus a known
 small number, the whole is linear in h, and the result is a dot product with the powers of P. The low bytes come bit
 by bit: bit k of the next state is bit k of this one, XOR the byte's bit, XOR a carry out of the bits below, so each bit
-is one cumulative XOR over the message. A long prompt takes a
-third of the time of a plain loop.
+is one cumulative XOR over the message. A long prompt takes a third of the time of a plain loop.
 """
 
 import numpy as np

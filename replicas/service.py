@@ -1,15 +1,22 @@
-"""One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands."""
+"""One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands.
+
+`Service.stream` is the way of a request: its prompt in token ids, the limits of its reply, an `Attempt` that the engine
+runs, the text of what it draws, and a second attempt where a call has to be written again. `SessionService` is the way
+of data that arrives without a question.
+"""
+
+from __future__ import annotations
 
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Self
 
 import numpy as np
 
@@ -32,6 +39,7 @@ from holdfast.replicas.events import (
     Failed,
     Finished,
     ForkSession,
+    Notice,
     OpenSession,
     Rejected,
     Request,
@@ -45,10 +53,10 @@ from holdfast.replicas.events import (
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.requests import (
     Answer,
+    AnswerBuilder,
     ChatPrompt,
     Completed,
     Errored,
-    Fold,
     GenerateRequest,
     ModelCard,
     Piece,
@@ -59,69 +67,10 @@ from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Encoded, TextSide
-from holdfast.replicas.text.reply import Reply
+from holdfast.replicas.text.reply import Reply, Rewrite
 from holdfast.replicas.types import TokenIds
 
-# ---- One submission of a request, and the next where a call of an undeclared tool has to be written again.
-#
-# The second one goes on from the tokens that are kept, with the noise and the penalties of the first: but for what its
-# grammar forbids it draws what the first would have drawn. There is no third: only declared tools get through.
-
-
-@dataclass(slots=True)
-class Spent:
-    """Seconds of the text side, of all submissions of a request."""
-
-    render_s: float = 0.0
-    validate_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """`earlier` is how the withdrawn submission ended."""
-
-    submit: Submit
-    reply: Reply
-    earlier: Finished | None = None
-    spent: Spent = field(default_factory=Spent)
-
-    def again(self, ended: Finished, reply: Callable[[], Reply]) -> "Attempt | None":
-        """What to submit next, with a new reader from `reply`; None where the reply stands as it is."""
-        rewrite = self.reply.rewrite
-        if rewrite is None:
-            return None
-        sampling = self.submit.sampling
-        if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=prompt_seed(self.submit.tokens))
-        submit = replace(
-            self.submit,
-            tokens=np.concatenate((self.submit.tokens, np.array(rewrite.tokens, np.int32))),
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(rewrite.tokens)),
-            matcher=rewrite.matcher,
-            n_generated=len(rewrite.tokens),
-        )
-        fresh = reply()
-        fresh.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
-        return Attempt(submit, fresh, ended, self.spent)
-
-    def usage(self, ended: Finished) -> Usage:
-        """Of the reply as the client has it: tokens that were withdrawn are not in it."""
-        first = self.earlier or ended
-        reply = self.reply
-        return Usage(first.usage.prompt, first.usage.cached, reply.completion_tokens, reply.reasoning_tokens)
-
-    def timing(self, ended: Finished) -> Timing:
-        first = (self.earlier or ended).timing
-        end, spent = ended.timing.finished, self.spent
-        return Timing(first.arrived, first.scheduled, first.first_token, end, spent.render_s, spent.validate_s)
-
-
-# ---- Sessions of one replica as an asyncio service: data comes in as it arrives, questions cost only their own
-# tokens.
-#
-# Text is tokenized piece by piece, as it is given: nothing is put around it, and its special tokens count. What a
-# session
-# is to begin with, a chat or whatever the model expects in front, is given to `open` as a prompt.
+_ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,86 +84,6 @@ class SessionTurn:
 NO_SESSION = SessionTurn("")
 
 
-class Stream(Protocol):
-    """`Service.stream`."""
-
-    def __call__(self, request: GenerateRequest, turn: SessionTurn) -> AsyncGenerator[tuple[Piece, ...], None]: ...
-
-
-class SessionService:
-    """Open, feed, ask, fork and close sessions, by id within a scope (a tenant).
-
-    Every call raises a HoldfastError: InvalidRequestError naming `session_id` for a session that is not open,
-    ContextLengthError where its history would become too long, OverloadedError where sessions are too many, or their
-    cells with those that operations in flight may come to keep. What raises leaves the history as it was.
-    """
-
-    def __init__(self, bridge: Bridge, text: TextSide, stream: Stream) -> None:
-        self._bridge = bridge
-        self._text = text
-        self._stream = stream
-        self._numbers = count()
-
-    async def open(self, session_id: str, prompt: ChatPrompt | RawPrompt | None = None, *, scope: str = "") -> Usage:
-        """Begin a session, with a prompt to start from; returns once that is computed."""
-        tokens = self._text.encode(prompt, scope).tokens if prompt is not None else None
-        await self._run(OpenSession(self._request_id(), session_id, scope))
-        return Usage() if tokens is None else await self._append(session_id, tokens, scope)
-
-    async def append(self, session_id: str, content: str | Sequence[int], *, scope: str = "") -> Usage:
-        """Compute text or token ids into a session's cells; returns once that is done. Calls may overlap: in order."""
-        return await self._append(session_id, self._continuation(content), scope)
-
-    def query(
-        self, session_id: str, request: GenerateRequest, *, keep: bool = True
-    ) -> AsyncGenerator[tuple[Piece, ...], None]:
-        """The reply to a raw prompt that goes on from the session's history, as `Service.stream` gives it.
-
-        Sees every append made before it. `max_tokens` has to be given. Errors come as the last piece.
-        """
-        if not isinstance(request.prompt, RawPrompt):
-            raise InvalidRequestError("a query of a session is text or token ids", "prompt")
-        if request.sampling.max_tokens < 0:
-            raise InvalidRequestError("a query of a session says how many tokens it may have", "max_tokens")
-        tokens = self._continuation(request.prompt.content).tolist()
-        return self._stream(replace(request, prompt=RawPrompt(tokens)), SessionTurn(session_id, keep))
-
-    async def fork(self, session_id: str, child_id: str, *, scope: str = "") -> None:
-        """Open `child_id` with the history that `session_id` has after the operations made before. Copies nothing."""
-        await self._run(ForkSession(self._request_id(), session_id, child_id, scope))
-
-    async def close(self, session_id: str, *, scope: str = "") -> None:
-        """Let a session go; operations that are not over are aborted."""
-        await self._run(CloseSession(self._request_id(), session_id, scope))
-
-    async def _append(self, session_id: str, tokens: TokenIds, scope: str) -> Usage:
-        submit = Submit(self._request_id(), tokens, Sampling(max_tokens=0), scope, session_id=session_id)
-        return (await self._run(submit)).usage
-
-    async def _run(self, request: Request) -> Finished:
-        last: Event | None = None
-        async with aclosing(self._bridge.run(request)) as steps:
-            async for events in steps:
-                last = events[-1]
-        if isinstance(last, Finished):
-            return last
-        if isinstance(last, Rejected | Failed):
-            raise error_of(last.error)
-        raise UnavailableError("the session was closed meanwhile", "session_id")
-
-    def _continuation(self, content: str | Sequence[int]) -> TokenIds:
-        """Ids of what comes in the middle of a text: none are put around it."""
-        if isinstance(content, str):
-            content = self._text.tokenizer.backend_tokenizer.encode(content, add_special_tokens=False).ids
-        return self._text.encode(RawPrompt(content)).tokens
-
-    def _request_id(self) -> str:
-        return f"session-operation-{next(self._numbers)}"
-
-
-_ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
-
-
 class Service:
     """Text side and engine of one model, joined. Create it on the event loop that uses it."""
 
@@ -224,13 +93,12 @@ class Service:
         self._text = text
         self._bridge = Bridge(engine)
         self._compiling = CompilerThreads()
-        self.notice = self._bridge.notice  # what the cluster knows of programs and tools
-        self.sessions = SessionService(self._bridge, text, self.stream)
+        self._session_operations = count()
 
     @classmethod
-    def load(cls, config: EngineConfig) -> "Service":
+    def load(cls, config: EngineConfig) -> Self:
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
-        loaded = _in_passing(lambda: load_runner(config))
+        loaded = _load_in_passing_thread(config)
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
         card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
@@ -248,10 +116,18 @@ class Service:
     def text_stats(self) -> TextStats:
         return self._text.stats
 
+    @property
+    def sessions(self) -> SessionService:
+        return SessionService(self)
+
     async def close(self) -> None:
         self._compiling.close()
         self._text.close()
         await self._bridge.close()
+
+    def notice(self, notice: Notice) -> None:
+        """Tell the engine what the cluster knows of programs and tools."""
+        self._bridge.notice(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
         """The prompt's token ids, as `generate` would compute them. Raises InvalidRequestError."""
@@ -260,6 +136,14 @@ class Service:
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return self._text.detokenize(tokens)
+
+    async def generate(self, request: GenerateRequest) -> Answer | Errored:
+        """The whole reply at once. Cancelling the call aborts the request."""
+        builder = AnswerBuilder()
+        async with aclosing(self.stream(request)) as stream:
+            async for pieces in stream:
+                builder.add(pieces)
+        return builder.answer() or builder.error()
 
     async def stream(
         self, request: GenerateRequest, turn: SessionTurn = NO_SESSION
@@ -279,89 +163,212 @@ class Service:
                         pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
                         if pieces:
                             yield pieces
-                attempt = self._next(request, encoded, attempt, events[-1])
+                attempt = self._second(request, encoded, attempt, events[-1])
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
-    async def generate(self, request: GenerateRequest) -> Answer | Errored:
-        """The whole reply at once. Cancelling the call aborts the request."""
-        fold = Fold()
-        async with aclosing(self.stream(request)) as stream:
-            async for pieces in stream:
-                fold.add(pieces)
-        return fold.answer() or fold.error()
+    # ---- the attempts of a request ----
 
     async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn, spent: Spent) -> Attempt:
         limits = await self._compiling.run(partial(self._text.constraints, request.prompt), request.scope)
-        submit = replace(
-            self._submit(request, encoded.tokens),
-            matcher=self._text.after_thinking(request, encoded, limits.matcher),
-            session_id=turn.session_id,
-            keep=turn.keep,
-        )
-        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent=spent)
-
-    def _next(self, request: GenerateRequest, encoded: Encoded, attempt: Attempt, ended: Event) -> Attempt | None:
-        """What is submitted after an attempt that `ended`; None: the reply is complete, or has failed."""
-        if not isinstance(ended, Finished):
-            return None
-        again = attempt.again(ended, lambda: self._text.reply(request, encoded))
-        self._text.rewritten += again is not None
-        return again
-
-    def _submit(self, request: GenerateRequest, tokens: TokenIds) -> Submit:
-        sampling = request.sampling
-        if sampling.max_tokens == -1:
-            sampling = replace(sampling, max_tokens=self._room(len(tokens)))
-        if sampling.seed is None and sampling.temperature > 0 and not self.engine.config.prompt_seed:
-            sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a rewritten reply goes on with it
-        return Submit(
+        submit = Submit(
             request.request_id,
-            tokens,
-            sampling,
+            encoded.tokens,
+            self._sampling(request, len(encoded.tokens)),
             request.scope,
             request.program_id,
             request.program_arrival,
-            self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
+            skeletons=self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
+            session_id=turn.session_id,
+            keep=turn.keep,
+            matcher=self._text.after_thinking(request, encoded, limits.matcher),
             program_turns=request.program_turns,
             answered_turns=request.answered_turns,
             program_end=request.program_end,
             weight=request.weight,
         )
+        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent)
 
-    def _room(self, n_prompt: int) -> int:
-        """Tokens a completion may have where the request does not say: what the context and the cache leave."""
-        config = self.engine.config
-        return max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
+    def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
+        """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.
 
-    def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> list[Piece]:
-        reply = attempt.reply
+        There is no third: only declared tools get through the second.
+        """
+        rewrite = first.reply.rewrite
+        if rewrite is None or not isinstance(ended, Finished):
+            return None
+        self._text.rewritten += 1
+        reply = self._text.reply(request, encoded)
+        reply.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
+        return Attempt(first.rewritten(rewrite), reply, first.spent, ended)
+
+    def _sampling(self, request: GenerateRequest, n_prompt: int) -> Sampling:
+        """The request's sampling with what it left open: the room for its reply, and a seed where none is derived."""
+        sampling, config = request.sampling, self.engine.config
+        if sampling.max_tokens == -1:  # what the context and the cache leave
+            room = min(config.context_length, config.cells - 2 * config.page_size) - n_prompt
+            sampling = replace(sampling, max_tokens=max(1, room))
+        if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
+            sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
+        return sampling
+
+    def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> Sequence[Piece]:
+        """What the client is told of an event."""
         if isinstance(event, Tokens):
-            if reply.done:
-                return []  # drawn after the text had ended, before the engine heard of it
-            began = time.perf_counter()
-            pieces: list[Piece] = list(reply.feed(event.tokens, event.logprobs))
-            attempt.spent.validate_s += time.perf_counter() - began
-            if reply.done:
-                self._text.stopped += reply.calls_done
-                drawn = reply.completion_tokens - attempt.submit.n_generated
-                self._bridge.stop(event.request_id, drawn)
-            return pieces
+            return self._read(attempt, event)
         if isinstance(event, Finished):
-            if reply.rewrite is not None:
-                return []
-            tail, reason = reply.finish(event.reason)
-            reply.remember()
-            waits_for = _called(request, reply, reason)
-            if request.program_id:
-                self.notice(_turn_ended(request, waits_for))
-            return [*tail, Completed(reason, attempt.usage(event), attempt.timing(event), waits_for)]
+            return self._complete(request, attempt, event)
         if isinstance(event, Aborted):
-            return [Errored(_ABORTED, event.usage)]
-        return [_errored(request, event.error)]
+            return (Errored(_ABORTED, event.usage),)
+        return (_errored(request, event.error),)
+
+    def _read(self, attempt: Attempt, drawn: Tokens) -> Sequence[Piece]:
+        """The text of drawn tokens; where it ends the reply, the engine is told."""
+        reply = attempt.reply
+        if reply.done:
+            return ()  # drawn after the text had ended, before the engine heard of it
+        began = time.perf_counter()
+        pieces = reply.feed(drawn.tokens, drawn.logprobs)
+        attempt.spent.validate_s += time.perf_counter() - began
+        if reply.done:
+            self._text.stopped += reply.calls_done
+            self._bridge.stop(drawn.request_id, reply.completion_tokens - attempt.submit.n_generated)
+        return pieces
+
+    def _complete(self, request: GenerateRequest, attempt: Attempt, ended: Finished) -> Sequence[Piece]:
+        """The end of a whole reply; nothing where a second attempt follows."""
+        reply = attempt.reply
+        if reply.rewrite is not None:
+            return ()
+        tail, reason = reply.finish(ended.reason)
+        reply.remember()
+        found = _called(request, reply, reason)
+        if request.program_id:
+            self.notice(_turn_ended(request, found))
+        return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found))
 
 
-def _in_passing(load: Callable[[], LoadedRunner]) -> LoadedRunner:
+@dataclass(slots=True)
+class Spent:
+    """Seconds of the text side, of all attempts of a request."""
+
+    render_s: float = 0.0
+    validate_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One submission of a request and the reader of its reply. `earlier` is how the one before it ended."""
+
+    submit: Submit
+    reply: Reply
+    spent: Spent = field(default_factory=Spent)
+    earlier: Finished | None = None
+
+    def rewritten(self, rewrite: Rewrite) -> Submit:
+        """What to submit next, so that a call is written again.
+
+        It goes on from the tokens that are kept, with the noise and the penalties of this attempt: but for what its
+        grammar forbids it draws what this one would have drawn.
+        """
+        sampling = self.submit.sampling
+        if sampling.seed is None and sampling.temperature > 0:
+            sampling = replace(sampling, seed=prompt_seed(self.submit.tokens))
+        return replace(
+            self.submit,
+            tokens=np.concatenate((self.submit.tokens, np.array(rewrite.tokens, np.int32))),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(rewrite.tokens)),
+            matcher=rewrite.matcher,
+            n_generated=len(rewrite.tokens),
+        )
+
+    def usage(self, ended: Finished) -> Usage:
+        """Of the reply as the client has it: tokens that were withdrawn are not in it."""
+        first = (self.earlier or ended).usage
+        return Usage(first.prompt, first.cached, self.reply.completion_tokens, self.reply.reasoning_tokens)
+
+    def timing(self, ended: Finished) -> Timing:
+        """From the first attempt's arrival to the last one's end."""
+        first = (self.earlier or ended).timing
+        return replace(
+            first, finished=ended.timing.finished, render_s=self.spent.render_s, validate_s=self.spent.validate_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionService:
+    """Open, feed, ask, fork and close sessions of a service, by id within a scope (a tenant).
+
+    Data comes in as it arrives, questions cost only their own tokens. Text is tokenized piece by piece, as it is given:
+    nothing is put around it, and its special tokens count. What a session is to begin with, a chat or whatever the
+    model expects in front, is given to `open` as a prompt.
+
+    Every call raises a HoldfastError: InvalidRequestError naming `session_id` for a session that is not open,
+    ContextLengthError where its history would become too long, OverloadedError where sessions are too many, or their
+    cells with those that operations in flight may come to keep. What raises leaves the history as it was.
+    """
+
+    _service: Service
+
+    async def open(self, session_id: str, prompt: ChatPrompt | RawPrompt | None = None, *, scope: str = "") -> Usage:
+        """Begin a session, with a prompt to start from; returns once that is computed."""
+        tokens = self._service._text.encode(prompt, scope).tokens if prompt is not None else None
+        await self._run(OpenSession(self._request_id(), session_id, scope))
+        return Usage() if tokens is None else await self._append(session_id, tokens, scope)
+
+    async def append(self, session_id: str, content: str | Sequence[int], *, scope: str = "") -> Usage:
+        """Compute text or token ids into a session's cells; returns once that is done. Calls may overlap: in order."""
+        return await self._append(session_id, self._continuation(content), scope)
+
+    def query(
+        self, session_id: str, request: GenerateRequest, *, keep: bool = True
+    ) -> AsyncGenerator[tuple[Piece, ...], None]:
+        """The reply to a raw prompt that goes on from the session's history, as `Service.stream` gives it.
+
+        Sees every append made before it. `max_tokens` has to be given. Errors come as the last piece.
+        """
+        if not isinstance(request.prompt, RawPrompt):
+            raise InvalidRequestError("a query of a session is text or token ids", "prompt")
+        if request.sampling.max_tokens < 0:
+            raise InvalidRequestError("a query of a session says how many tokens it may have", "max_tokens")
+        tokens = self._continuation(request.prompt.content).tolist()
+        return self._service.stream(replace(request, prompt=RawPrompt(tokens)), SessionTurn(session_id, keep))
+
+    async def fork(self, session_id: str, child_id: str, *, scope: str = "") -> None:
+        """Open `child_id` with the history that `session_id` has after the operations made before. Copies nothing."""
+        await self._run(ForkSession(self._request_id(), session_id, child_id, scope))
+
+    async def close(self, session_id: str, *, scope: str = "") -> None:
+        """Let a session go; operations that are not over are aborted."""
+        await self._run(CloseSession(self._request_id(), session_id, scope))
+
+    async def _append(self, session_id: str, tokens: TokenIds, scope: str) -> Usage:
+        submit = Submit(self._request_id(), tokens, Sampling(max_tokens=0), scope, session_id=session_id)
+        return (await self._run(submit)).usage
+
+    async def _run(self, request: Request) -> Finished:
+        last: Event | None = None
+        async with aclosing(self._service._bridge.run(request)) as steps:
+            async for events in steps:
+                last = events[-1]
+        if isinstance(last, Finished):
+            return last
+        if isinstance(last, Rejected | Failed):
+            raise error_of(last.error)
+        raise UnavailableError("the session was closed meanwhile", "session_id")
+
+    def _continuation(self, content: str | Sequence[int]) -> TokenIds:
+        """Ids of what comes in the middle of a text: none are put around it."""
+        text = self._service._text
+        if isinstance(content, str):
+            content = text.tokenizer.backend_tokenizer.encode(content, add_special_tokens=False).ids
+        return text.encode(RawPrompt(content)).tokens
+
+    def _request_id(self) -> str:
+        return f"session-operation-{next(self._service._session_operations)}"
+
+
+def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
     """Load in a thread that is gone afterwards, and with it the team of OpenMP threads that torch gave it.
 
     While more such threads live than there are cores, those of the engine sleep wherever they wait for each other, and
@@ -371,7 +378,7 @@ def _in_passing(load: Callable[[], LoadedRunner]) -> LoadedRunner:
 
     def work() -> None:
         try:
-            loaded.set_result(load())
+            loaded.set_result(load_runner(config))
         except BaseException as error:
             loaded.set_exception(error)
 

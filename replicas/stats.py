@@ -1,18 +1,23 @@
-"""What the engine counts while it runs. Plain numbers: the actor turns them into metrics."""
+"""What the engine and the text side count while they run, and what one replica says of itself. Plain numbers.
+
+`metrics` says which of them are told to Prometheus, and under which names.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-from holdfast.replicas.speculation.drafter import DraftCounts
-
-# ---- Counts of observations by size, for whoever has no time to spare: one bisection and two additions each. Pure.
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations up to each of `bounds`, and a last count of those beyond. One thread observes, any may read."""
+    """Observations up to each of `bounds`, and a last count of those beyond. One thread observes, any may read.
+
+    An observation costs one bisection and two additions.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -34,7 +39,21 @@ class Histogram:
         return told
 
 
-STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+class DraftSource(IntEnum):
+    """Where a draft came from."""
+
+    PROMPT_LOOKUP = 0
+    MEMORY = 1
+    SKELETON = 2
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals by source: tokens verified, and those of them that were right; tokens that the gate held back."""
+
+    drafted: dict[DraftSource, int] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0))
+    accepted: dict[DraftSource, int] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0))
+    withheld: int = 0
 
 
 @dataclass(slots=True)
@@ -99,23 +118,22 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class TextStats:
-    """What the text side did since the start. Prompts by whether their rendering was known; characters of rendered
-    prompts by whether their tokens were; replies ended early, and replies of which a part was written again."""
+    """What the text side did since the start."""
 
-    render_hits: int = 0
+    render_hits: int = 0  # prompts whose rendering was known
     render_misses: int = 0
-    characters_reused: int = 0
+    characters_reused: int = 0  # of rendered prompts, those whose tokens were known
     characters_tokenized: int = 0
-    stopped: int = 0
-    rewritten: int = 0
-
-
-# ---- What one replica says of itself to those who watch a cluster: plain picklable data. Metrics are told elsewhere.
+    stopped: int = 0  # replies ended early
+    rewritten: int = 0  # replies of which a part was written again
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What is in use now, and totals since the start: whoever looks twice has the rates."""
+    """One replica as those who watch a cluster see it, picklable: what is in use now, and totals since the start.
+
+    Whoever looks twice has the rates.
+    """
 
     replica_id: str
     model: str

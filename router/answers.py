@@ -19,7 +19,7 @@ from holdfast.replicas.retention.latency import Called
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
-    """The pieces that fold to `answer`."""
+    """The pieces that make up `answer`."""
     pieces: list[Piece] = [ReasoningDelta(answer.reasoning)] if answer.reasoning else []
     if answer.text or answer.logprobs:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))

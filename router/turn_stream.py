@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.replicas.requests import Answer, Completed, Errored, Fold
+from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored
 from holdfast.router.backend import Batch
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
@@ -36,7 +36,7 @@ class TurnStream:
         self._meter = meter
         self._on_answer = on_answer
         self._note = note
-        self._fold = Fold()
+        self._built = AnswerBuilder()
         self._opening = b""
 
     async def start(self) -> None:
@@ -57,7 +57,7 @@ class TurnStream:
 
     async def next(self) -> bytes | None:
         data, self._opening = self._opening, b""
-        while not data and self._fold.terminal is None:
+        while not data and self._built.terminal is None:
             data = await self._receive()
         return data or None
 
@@ -80,13 +80,13 @@ class TurnStream:
         return self._fail(_ended_early()) if batch is None else self._take(batch)
 
     def _take(self, batch: Batch) -> bytes:
-        fold = self._fold
-        fold.add(batch.pieces)
-        if isinstance(fold.terminal, Errored):
-            self._meter.failed(ReplyError(fold.terminal.error))
-        elif isinstance(fold.terminal, Completed):
-            answer = fold.answer()
-            assert answer is not None  # the fold has completed
+        built = self._built
+        built.add(batch.pieces)
+        if isinstance(built.terminal, Errored):
+            self._meter.failed(ReplyError(built.terminal.error))
+        elif isinstance(built.terminal, Completed):
+            answer = built.answer()
+            assert answer is not None  # the reply has completed
             if self._note is not None:
                 self._note(batch.replica_id, answer)
             self._meter.answered(answer.usage, answer.timing)
@@ -94,7 +94,7 @@ class TurnStream:
         return self._encoder.encode(batch.pieces)
 
     def _fail(self, error: HoldfastError) -> bytes:
-        self._fold.terminal = Errored(error.info)
+        self._built.terminal = Errored(error.info)
         self._meter.failed(error)
         return error_event(error.info)
 

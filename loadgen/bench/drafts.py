@@ -25,7 +25,7 @@ from holdfast.loadgen.traces.model import Program
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.drafter import Drafter
-from holdfast.replicas.speculation.gate import agreement
+from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, compile_tools, value_endings
 from holdfast.replicas.types import TokenIds
 
@@ -187,7 +187,7 @@ def _replay_turn(
     # The clock is read around the turn: a reading costs as much as a draft. So comparing counts as drafting here.
     while done < len(truth):
         draft = drafter.propose(state, len(truth)).tolist()
-        right = agreement(draft, truth[done : done + len(draft)])
+        right = common_prefix(draft, truth[done : done + len(draft)])
         drawn = truth[done : done + right + 1]
         drafter.learn(state, drawn)
         done += len(drawn)

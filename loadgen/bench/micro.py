@@ -29,7 +29,8 @@ from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
-from holdfast.replicas.speculation.gate import VerificationCost, agreement
+from holdfast.replicas.speculation.gate import VerificationCost
+from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.types import TokenIds
 
@@ -185,7 +186,7 @@ def _replay(drafter: Drafter, live: list[tuple[DraftState, list[int]]]) -> int:
     while live:
         drafts = drafter.propose_all([(state, len(truth)) for state, truth in live])
         for draft, (state, truth) in zip(drafts, live, strict=True):
-            drawn = truth[: agreement(draft.tolist(), truth) + 1]
+            drawn = truth[: common_prefix(draft.tolist(), truth) + 1]
             drafter.learn(state, drawn)
             del truth[: len(drawn)]
         count += len(live)

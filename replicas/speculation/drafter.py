@@ -1,4 +1,4 @@
-"""The one face of speculation: for each sequence propose drafts, and learn from what was drawn.
+"""The one entrance to speculation: for each sequence propose drafts, and learn from what was drawn.
 
     own tokens --- NGramIndex ---.
     tenant's turns - TurnMemory --+-- longest match -- draft -- gate over all sequences of the step -- propose
@@ -13,72 +13,32 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
+from functools import partial
 
 import numpy as np
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.speculation.gate import (
     Acceptance,
-    StepCost,
+    LearnedCost,
     VerificationCost,
-    agreement,
-    alike,
     cap,
+    competing_lengths,
     draft_length,
-    shares,
+    uniform_length,
 )
-from holdfast.replicas.speculation.ngrams import GAP, NO_MATCH, WINDOW, Context, Match, NGramIndex
+from holdfast.replicas.speculation.ngrams import (
+    GAP,
+    NO_OCCURRENCE,
+    WINDOW,
+    Context,
+    NGramIndex,
+    Occurrence,
+    common_prefix,
+)
 from holdfast.replicas.speculation.skeletons import SHORT_VALUE, SkeletonCursor, SkeletonSet
+from holdfast.replicas.stats import DraftCounts, DraftSource
 from holdfast.replicas.types import TokenIds
-
-# ---- What the model said in a tenant's earlier turns: one bounded index for each scope. No scope sees another's text.
-
-
-class TurnMemory:
-    """Turns by scope, the latest used scope last.
-
-    A scope beyond its share forgets the older half of its tokens; all together beyond theirs, the least recently
-    used scopes go whole. So a token is indexed a few times in its life, and only when a turn ends.
-    """
-
-    __slots__ = ("_nbytes", "_scope_bytes", "_scopes", "_total_bytes")
-
-    def __init__(self, total_bytes: int, scope_bytes: int) -> None:
-        self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
-        self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, at most `total_bytes`."""
-        return self._nbytes
-
-    def find(self, scope: str) -> NGramIndex | None:
-        """The scope's turns, or None before its first."""
-        return self._scopes.get(scope)
-
-    def add(self, scope: str, turn: TokenIds) -> None:
-        """Remember a turn, which ends with a gap."""
-        index = self._scopes.pop(scope, None)
-        if index is None:
-            index = NGramIndex(turn)
-        else:
-            self._nbytes -= index.nbytes
-            index.extend(turn.tolist())
-        index.extend((GAP,))
-        if index.crowded:
-            index = NGramIndex(index.tokens(), capacity=2 * len(index))
-        while index.nbytes > self._scope_bytes and len(index) > 1:
-            index = NGramIndex(index.tokens(len(index) - len(index) // 2))
-        if index.nbytes > self._scope_bytes:  # too small a share for anything
-            return
-        self._scopes[scope] = index
-        self._nbytes += index.nbytes
-        while self._nbytes > self._total_bytes:
-            _, oldest = self._scopes.popitem(last=False)
-            self._nbytes -= oldest.nbytes
-
 
 NO_DRAFT: TokenIds = np.zeros(0, np.int32)
 NO_DRAFT.setflags(write=False)
@@ -86,16 +46,6 @@ NO_DRAFT.setflags(write=False)
 _INITIAL_ACCEPTANCE = 0.6  # of a sequence, and of a kind of draft, of which nothing is known yet
 _EXPLORED = 4  # an exploring step verifies one draft for so many sequences
 _SCOPES = 1024  # tenants whose acceptance is remembered, the latest come
-
-
-class Source(IntEnum):
-    """Where a draft came from."""
-
-    PROMPT_LOOKUP = 0
-    MEMORY = 1
-    SKELETON = 2
-
-
 _LENGTH_CLASSES = WINDOW.bit_length() + 1  # of match lengths, by powers of two
 
 
@@ -108,7 +58,7 @@ class DraftState:
     cursor: SkeletonCursor | None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(_INITIAL_ACCEPTANCE))
     draft: Sequence[int] = ()  # what may follow, before the gate
-    source: Source = Source.PROMPT_LOOKUP  # of `draft`
+    source: DraftSource = DraftSource.PROMPT_LOOKUP  # of `draft`
     kind: Acceptance | None = None  # of the drafts like `draft`
     proposed: int = 0  # tokens of `draft` that passed the gate
 
@@ -117,22 +67,13 @@ class DraftState:
         return (self.kind.value + self.acceptance.value) / 2 if self.kind is not None else 0.0
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Totals by source: tokens verified, and those of them that were right; tokens that the gate held back."""
-
-    drafted: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
-    accepted: dict[Source, int] = field(default_factory=lambda: dict.fromkeys(Source, 0))
-    withheld: int = 0
-
-
 class Drafter:
     """Drafts for all sequences of an engine. Not thread-safe: the loop that plans steps calls it."""
 
     def __init__(self, config: DraftConfig, cost: VerificationCost | None = None) -> None:
         self.config = config
         self.counts = DraftCounts()
-        self._cost = StepCost(cost, config.verify_rows) if cost is not None and config.cost_gate else None
+        self._cost = LearnedCost(cost, config.verify_rows) if cost is not None and config.cost_gate else None
         self._memory = TurnMemory(config.memory_bytes, config.scope_bytes)
         self._kinds: OrderedDict[str, tuple[Acceptance, ...]] = OrderedDict()
         self._steps = 0
@@ -180,10 +121,90 @@ class Drafter:
             proposals.append(np.array(state.draft[:length], np.int32) if length else NO_DRAFT)
         return proposals
 
+    def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
+        """Append the tokens drawn in a step: accepted drafts and the one after them.
+
+        `verified` are the drafts in the step, where they may be others than those proposed: cut off for lack of room,
+        or by a grammar that forces its own.
+
+        What could have been drafted is compared with them whether or not it was verified, so a source that the gate
+        turned off comes back when it is right again.
+        """
+        if not self.config.enabled:
+            return
+        if state.kind is not None:
+            right = common_prefix(state.draft, drawn)
+            compared = min(right + 1, len(state.draft), len(drawn))
+            state.acceptance.learn(compared, right, self.config.ema_weight)
+            state.kind.learn(compared, right, self.config.ema_weight)
+            state.kind = None
+            proposed = state.draft[: state.proposed]
+            counted = len(proposed) if verified is None else common_prefix(proposed, verified)
+            self.counts.drafted[state.source] += counted
+            self.counts.accepted[state.source] += min(right, counted)
+        if state.cursor is not None:
+            state.cursor.advance(drawn, state.index.window)
+        state.index.extend(drawn)
+
     def measured(self, rows: int, seconds: float) -> None:
         """A step that verified `rows` rows and did nothing else took `seconds`."""
         if self._cost is not None:
             self._cost.learn(rows, seconds)
+
+    def close(self, state: DraftState, n_prompt: int) -> None:
+        """End a sequence; its completion, all after `n_prompt` tokens, is remembered for its scope."""
+        if self.config.enabled and self.config.memory and len(state.index) > n_prompt:
+            self._memory.add(state.scope, state.index.tokens(max(n_prompt - self.config.memory_context, 0)))
+
+    # ---- what may follow a sequence ----
+
+    def _draft(self, state: DraftState, most: int) -> None:
+        """Find it: at most `most` tokens."""
+        state.kind, state.draft = None, ()
+        if most == 0:
+            return
+        context = state.index.context()
+        found, source, copied = self._lookup(state, context, most)
+        draft: Sequence[int] = copied
+        cursor = state.cursor
+        if cursor is not None and cursor.place is not None and found.length < self.config.raw_length:
+            composed = cursor.compose(draft, most, partial(self._value, state, cursor, context, most))
+            if composed:
+                source, draft = DraftSource.SKELETON, composed
+        if draft:
+            state.kind = self._kind(state.scope, source, found.length)
+            state.source, state.draft = source, draft
+
+    def _value(
+        self, state: DraftState, cursor: SkeletonCursor, context: Context, most: int, so_far: list[int]
+    ) -> array[int]:
+        """What continues a call that is drafted `so_far` and ends in a value."""
+        own_first = bool(so_far) or cursor.filled <= SHORT_VALUE
+        _, _, tokens = self._lookup(state, context.then(so_far), most, own_first)
+        return tokens
+
+    def _lookup(
+        self, state: DraftState, context: Context, most: int, own_first: bool = False
+    ) -> tuple[Occurrence, DraftSource, array[int]]:
+        """The longest match in the sequence or the memory, of equals the sequence's; and what came after it.
+
+        `own_first`: for a value in a call, which is rather the conversation's own.
+        """
+        config, longest, source = self.config, NO_OCCURRENCE, DraftSource.PROMPT_LOOKUP
+        index = state.index
+        if config.prompt_lookup:
+            found = index.longest(context)
+            if found.length >= config.min_n:
+                longest = found
+        enough = own_first and longest.length >= config.own_value_length
+        memory = self._memory.find(state.scope) if config.memory and not enough else None
+        if memory is not None:
+            found = memory.longest(context, above=max(longest.length, config.memory_min_n - 1))
+            if found.length:
+                index, source, longest = memory, DraftSource.MEMORY, found
+        return longest, source, index.after(longest, most) if longest.length else array("i")
+
+    # ---- how much of it is verified ----
 
     def _lengths(self, states: Sequence[DraftState], decoding: int) -> list[int]:
         """How many of each one's drafts pass the gate."""
@@ -199,95 +220,60 @@ class Drafter:
         table = self._cost.table
         if config.shared_budget:
             least = -(-decoding // _EXPLORED) if self._steps % config.explore_every == 0 else 0
-            return shares(acceptances, most, table, decoding, least)
-        return [alike(a, n, decoding, table) for a, n in zip(acceptances, most, strict=True)]
+            return competing_lengths(acceptances, most, table, decoding, least)
+        return [uniform_length(a, n, decoding, table) for a, n in zip(acceptances, most, strict=True)]
 
-    def _draft(self, state: DraftState, most: int) -> None:
-        """Find what may follow a sequence, at most `most` tokens."""
-        state.kind, state.draft = None, ()
-        if most == 0:
-            return
-        context = state.index.context()
-        match, source, copied = self._lookup(state, context, most)
-        draft: Sequence[int] = copied
-        if state.cursor is not None and state.cursor.place is not None and match.length < self.config.raw_length:
-            composed = self._compose(state, context, draft, most)
-            if composed:
-                source, draft = Source.SKELETON, composed
-        if draft:
-            state.kind = self._kind(state.scope, source, match.length)
-            state.source, state.draft = source, draft
-
-    def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
-        """Append the tokens drawn in a step: accepted drafts and the one after them.
-
-        `verified` are the drafts in the step, where they may be others than those proposed: cut off for lack of room,
-        or by a grammar that forces its own.
-
-        What could have been drafted is compared with them whether or not it was verified, so a source that the gate
-        turned off comes back when it is right again.
-        """
-        if not self.config.enabled:
-            return
-        if state.kind is not None:
-            right = agreement(state.draft, drawn)
-            compared = min(right + 1, len(state.draft), len(drawn))
-            state.acceptance.learn(compared, right, self.config.ema_weight)
-            state.kind.learn(compared, right, self.config.ema_weight)
-            state.kind = None
-            proposed = state.draft[: state.proposed]
-            counted = len(proposed) if verified is None else agreement(proposed, verified)
-            self.counts.drafted[state.source] += counted
-            self.counts.accepted[state.source] += min(right, counted)
-        if state.cursor is not None:
-            state.cursor.advance(drawn, state.index.window)
-        state.index.extend(drawn)
-
-    def close(self, state: DraftState, n_prompt: int) -> None:
-        """End a sequence; its completion, all after `n_prompt` tokens, is remembered for its scope."""
-        if self.config.enabled and self.config.memory and len(state.index) > n_prompt:
-            self._memory.add(state.scope, state.index.tokens(max(n_prompt - self.config.memory_context, 0)))
-
-    def _lookup(
-        self, state: DraftState, context: Context, most: int, value: bool = False
-    ) -> tuple[Match, Source, array[int]]:
-        """The longest match in the sequence or the memory; of equals the sequence's.
-
-        `value`: for a value in a call, which is rather the conversation's own.
-        """
-        config, match, source = self.config, NO_MATCH, Source.PROMPT_LOOKUP
-        index = state.index
-        if config.prompt_lookup:
-            found = index.longest(context)
-            if found.length >= config.min_n:
-                match = found
-        found_value = value and match.length >= config.own_value_length
-        memory = self._memory.find(state.scope) if config.memory and not found_value else None
-        if memory is not None:
-            found = memory.longest(context, above=max(match.length, config.memory_min_n - 1))
-            if found.length:
-                index, source, match = memory, Source.MEMORY, found
-        return match, source, index.after(match, most) if match.length else array("i")
-
-    def _compose(self, state: DraftState, context: Context, draft: Sequence[int], most: int) -> list[int]:
-        cursor = state.cursor
-        assert cursor is not None
-        assert cursor.place is not None
-
-        def fill(so_far: list[int]) -> Sequence[int]:
-            return self._lookup(state, context.then(so_far), most, value=bool(so_far) or cursor.filled <= SHORT_VALUE)[
-                2
-            ]
-
-        place = cursor.skeletons.towards(cursor.place, draft)
-        return cursor.skeletons.compose(place, cursor.filled, most, fill)
-
-    def _kind(self, scope: str, source: Source, length: int) -> Acceptance:
+    def _kind(self, scope: str, source: DraftSource, length: int) -> Acceptance:
         """How drafts of this source and length of match fared in the scope."""
         kinds = self._kinds.get(scope)
         if kinds is None:
-            kinds = tuple(Acceptance(_INITIAL_ACCEPTANCE) for _ in range(len(Source) * _LENGTH_CLASSES))
+            kinds = tuple(Acceptance(_INITIAL_ACCEPTANCE) for _ in range(len(DraftSource) * _LENGTH_CLASSES))
             self._kinds[scope] = kinds
             if len(self._kinds) > _SCOPES:
                 self._kinds.popitem(last=False)
         return kinds[source * _LENGTH_CLASSES + length.bit_length()]
+
+
+class TurnMemory:
+    """What the model said in earlier turns, by scope, the latest used scope last. No scope sees another's text.
+
+    A scope beyond its share forgets the older half of its tokens; all together beyond theirs, the least recently
+    used scopes go whole. So a token is indexed a few times in its life, and only when a turn ends.
+    """
+
+    __slots__ = ("_nbytes", "_scope_bytes", "_scopes", "_total_bytes")
+
+    def __init__(self, total_bytes: int, scope_bytes: int) -> None:
+        self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
+        self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, at most `total_bytes`."""
+        return self._nbytes
+
+    def find(self, scope: str) -> NGramIndex | None:
+        """The scope's turns, or None before its first."""
+        return self._scopes.get(scope)
+
+    def add(self, scope: str, turn: TokenIds) -> None:
+        """Remember a turn, which ends with a gap."""
+        index = self._scopes.pop(scope, None)
+        if index is None:
+            index = NGramIndex(turn)
+        else:
+            self._nbytes -= index.nbytes
+            index.extend(turn.tolist())
+        index.extend((GAP,))
+        if index.crowded:
+            index = NGramIndex(index.tokens(), capacity=2 * len(index))
+        while index.nbytes > self._scope_bytes and len(index) > 1:
+            index = NGramIndex(index.tokens(len(index) - len(index) // 2))
+        if index.nbytes > self._scope_bytes:  # too small a share for anything
+            return
+        self._scopes[scope] = index
+        self._nbytes += index.nbytes
+        while self._nbytes > self._total_bytes:
+            _, oldest = self._scopes.popitem(last=False)
+            self._nbytes -= oldest.nbytes

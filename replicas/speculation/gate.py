@@ -3,9 +3,10 @@
 Acceptance here is that of single drafts: of those compared, the share that was right. A draft of n tokens is then
 expected to yield a + a^2 + ... + a^n tokens (Leviathan et al. 2023, equation 1).
 
-The paper caps each sequence's draft by load and acceptance (`draft_length`). `shares` goes further: a step reads the
-weights once for all its rows, so what a row costs depends on how many there are already, and the drafts of all
-sequences compete for the rows that pay.
+The paper caps each sequence's draft by load (`cap`) and acceptance (`draft_length`). `competing_lengths` goes further:
+a step reads the weights once for all its rows, so what a row costs depends on how many there are already, and the
+drafts of all sequences compete for the rows that pay. What rows cost is measured when the model is loaded
+(`VerificationCost`) and corrected by the steps that run (`LearnedCost`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,85 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 
 _UNLIKELY = 0.03  # a draft less likely to be right never pays for its row
-
-
 _WORTH = 1.02  # what drafts must promise over none: of many estimates the highest are rather too high
+
+_RATE = 0.1  # how far one step moves the curve towards what it took
+_OUTLIER = 1.5  # a step is taken for at most so many times what was expected: something else ran meanwhile
+_LEAST = 1e-9  # seconds
+_REFRESH = 16  # steps after which the table is made anew
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Moving average of single drafts' acceptance."""
+
+    value: float
+
+    def learn(self, compared: int, right: int, weight: float) -> None:
+        """Of `compared` drafts the first `right` were; `weight` is that of one draft."""
+        if compared:
+            self.value += (1.0 - (1.0 - weight) ** compared) * (right / compared - self.value)
+
+
+def cap(config: DraftConfig, decoding: int) -> int:
+    """Drafts for each of `decoding` sequences, so that all windows are within the rows of a step."""
+    return max(min(config.max_draft, config.verify_rows // max(decoding, 1) - 1), 0)
+
+
+def draft_length(config: DraftConfig, most: int, acceptance: float) -> int:
+    """How many of `most` drafts to verify, as acceptance alone says: below `confidence` only the floor."""
+    return min(most, config.floor) if acceptance < config.confidence else most
+
+
+def uniform_length(acceptance: float, most: int, decoding: int, seconds: Sequence[float]) -> int:
+    """How many of `most` drafts yield the most tokens a second if all `decoding` sequences draft alike, or none.
+
+    `seconds[rows]` is what a step of so many rows takes.
+    """
+    expected, best, best_rate = 1.0, 0, _WORTH / seconds[decoding]
+    right = 1.0
+    for n in range(1, most + 1):
+        rows = decoding * (1 + n)
+        if rows >= len(seconds):
+            break
+        right *= acceptance
+        if right < _UNLIKELY:
+            break
+        expected += right
+        rate = expected / seconds[rows]
+        if rate > best_rate:
+            best, best_rate = n, rate
+    return best
+
+
+def competing_lengths(
+    acceptances: Sequence[float], most: Sequence[int], seconds: Sequence[float], decoding: int, least: int = 0
+) -> list[int]:
+    """How many drafts each sequence verifies, so that the step yields the most tokens a second.
+
+    Sequence i offers `most[i]` drafts, the n-th of which is right with probability `acceptances[i]` ** n. The step has
+    `decoding` rows without drafts and takes `seconds[rows]`. The most likely drafts come first, whose ever they are;
+    since a sequence's own become less likely, they are taken in order. `least` drafts are taken in any case.
+    """
+    if decoding == 1:
+        return [max(uniform_length(acceptances[0], most[0], 1, seconds), min(least, most[0]))]
+    offers: list[tuple[float, int]] = []
+    for i, (acceptance, length) in enumerate(zip(acceptances, most, strict=True)):
+        right = 1.0
+        while length and (right := right * acceptance) >= _UNLIKELY:
+            offers.append((-right, i))
+            length -= 1
+    offers.sort()
+    expected, taken, best_rate = float(decoding), 0, _WORTH * decoding / seconds[decoding]
+    for n, (right, _) in enumerate(offers[: max(len(seconds) - 1 - decoding, 0)], 1):
+        expected -= right
+        rate = expected / seconds[decoding + n]
+        if rate > best_rate or n <= least:
+            taken, best_rate = n, max(rate, best_rate)
+    lengths = [0] * len(most)
+    for _, i in offers[:taken]:
+        lengths[i] += 1
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,101 +124,12 @@ class VerificationCost:
         return y0 + slope * (rows - x0)
 
 
-@dataclass(slots=True)
-class Acceptance:
-    """Moving average of single drafts' acceptance."""
+class LearnedCost:
+    """Seconds of a decode step by its rows, `table[rows]` for 0 to `most`: as measured, corrected by every step.
 
-    value: float
-
-    def learn(self, compared: int, right: int, weight: float) -> None:
-        """Of `compared` drafts the first `right` were; `weight` is that of one draft."""
-        if compared:
-            self.value += (1.0 - (1.0 - weight) ** compared) * (right / compared - self.value)
-
-
-def agreement(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many drafts were right before the first wrong one."""
-    for i, (a, b) in enumerate(zip(draft, drawn, strict=False)):
-        if a != b:
-            return i
-    return min(len(draft), len(drawn))
-
-
-def cap(config: DraftConfig, decoding: int) -> int:
-    """Drafts for each of `decoding` sequences, so that all windows are within the rows of a step."""
-    return max(min(config.max_draft, config.verify_rows // max(decoding, 1) - 1), 0)
-
-
-def draft_length(config: DraftConfig, most: int, acceptance: float) -> int:
-    """How many of `most` drafts to verify, as acceptance alone says: below `confidence` only the floor."""
-    return min(most, config.floor) if acceptance < config.confidence else most
-
-
-def alike(acceptance: float, most: int, decoding: int, seconds: Sequence[float]) -> int:
-    """How many of `most` drafts yield the most tokens a second if all `decoding` sequences draft alike, or none.
-
-    `seconds[rows]` is what a step of so many rows takes.
+    A machine that others share measures badly once, and a step costs more as contexts grow; so each step that only
+    decodes moves the curve a little. Deterministic in what it is told.
     """
-    expected, best, best_rate = 1.0, 0, _WORTH / seconds[decoding]
-    right = 1.0
-    for n in range(1, most + 1):
-        rows = decoding * (1 + n)
-        if rows >= len(seconds):
-            break
-        right *= acceptance
-        if right < _UNLIKELY:
-            break
-        expected += right
-        rate = expected / seconds[rows]
-        if rate > best_rate:
-            best, best_rate = n, rate
-    return best
-
-
-def shares(
-    acceptances: Sequence[float], most: Sequence[int], seconds: Sequence[float], decoding: int, least: int = 0
-) -> list[int]:
-    """How many drafts each sequence verifies, so that the step yields the most tokens a second.
-
-    Sequence i offers `most[i]` drafts, the n-th of which is right with probability `acceptances[i]` ** n. The step has
-    `decoding` rows without drafts and takes `seconds[rows]`. The most likely drafts come first, whose ever they are;
-    since a sequence's own become less likely, they are taken in order. `least` drafts are taken in any case.
-    """
-    if decoding == 1:
-        return [max(alike(acceptances[0], most[0], 1, seconds), min(least, most[0]))]
-    offers: list[tuple[float, int]] = []
-    for i, (acceptance, length) in enumerate(zip(acceptances, most, strict=True)):
-        right = 1.0
-        while length and (right := right * acceptance) >= _UNLIKELY:
-            offers.append((-right, i))
-            length -= 1
-    offers.sort()
-    expected, taken, best_rate = float(decoding), 0, _WORTH * decoding / seconds[decoding]
-    for n, (right, _) in enumerate(offers[: max(len(seconds) - 1 - decoding, 0)], 1):
-        expected -= right
-        rate = expected / seconds[decoding + n]
-        if rate > best_rate or n <= least:
-            taken, best_rate = n, max(rate, best_rate)
-    lengths = [0] * len(most)
-    for _, i in offers[:taken]:
-        lengths[i] += 1
-    return lengths
-
-
-# ---- What a decode step of so many rows takes: what was measured when the model was loaded, corrected by every step.
-#
-# A machine that others share measures badly once, and a step costs more as contexts grow; so each step that only
-# decodes moves the curve a little. Not here: what to do with it (`gate`).
-
-
-_RATE = 0.1  # how far one step moves the curve towards what it took
-_OUTLIER = 1.5  # a step is taken for at most so many times what was expected: something else ran meanwhile
-_LEAST = 1e-9  # seconds
-_REFRESH = 16  # steps after which the table is drawn anew
-
-
-class StepCost:
-    """Seconds by rows, `table[rows]` for 0 to `most` rows. Learns; deterministic in what it is told."""
 
     __slots__ = ("_fresh", "_knots", "_most", "_values", "table")
 
@@ -151,7 +139,7 @@ class StepCost:
         self._values = [smooth.at(rows) for rows in self._knots]
         self._most, self._fresh = most, 0
         self.table: list[float] = []
-        self._draw()
+        self._make_table()
 
     def learn(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows took `seconds`. What lies outside of the table is ignored."""
@@ -167,9 +155,9 @@ class StepCost:
         values[right] = max(values[right] + _RATE * share * error, _LEAST)
         self._fresh += 1
         if self._fresh == _REFRESH:
-            self._draw()
+            self._make_table()
 
-    def _draw(self) -> None:
+    def _make_table(self) -> None:
         """Straight lines between the knots."""
         self._fresh = 0
         values = self._values = _rising(self._values)

@@ -2,7 +2,7 @@
 
 Chains of equal n-grams, as in LZ77: a table leads from the hash of n tokens to where they were last, and from there
 to the occurrence before. A look-up walks a bounded number of candidates and measures each one that can be longer than
-the best so far. What to do with a match is decided in `drafter`.
+the best so far. What to do with what is found is decided in `drafter`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _FINALIZER = 0x85EBCA6B  # the high bits of a product with it are well mixed
 _MIN_BITS, _MAX_BITS = 8, 16  # of a chain's table; 2**16 heads are 256 KiB
 
 
-class Match(NamedTuple):
-    """`length` tokens before place `end` of an index equal the end of a context. Length 0: none."""
+class Occurrence(NamedTuple):
+    """`length` tokens before position `end` of an index equal the end of a context. Length 0: none do."""
 
     length: int
     end: int
 
 
-NO_MATCH = Match(0, 0)
+NO_OCCURRENCE = Occurrence(0, 0)
 
 
 class Context(NamedTuple):
@@ -63,8 +63,8 @@ class NGramIndex:
     """A token sequence that grows at its end, and the chains over it.
 
     Building takes a few numpy passes over the tokens, an append the same small work for any length. An n-gram enters
-    its chain when a token follows it: the end itself has no continuation. Places count from the buffer's beginning,
-    which is padding, so that comparing backwards needs no check of bounds; place 0 ends a chain.
+    its chain when a token follows it: the end itself has no continuation. Positions count from the buffer's beginning,
+    which is padding, so that comparing backwards needs no check of bounds; position 0 ends a chain.
     """
 
     __slots__ = ("_buffer", "_capacity", "_long", "_long_heads", "_long_older", "_pair", "_pair_heads",
@@ -141,34 +141,34 @@ class NGramIndex:
         """The sequence's own end, as `longest` takes it."""
         return Context(self.window(), self._long, self._pair, self._buffer[-1])
 
-    def after(self, match: Match, limit: int) -> array[int]:
-        """At most `limit` tokens that came after `match`, up to the end or a gap."""
-        found = self._buffer[match.end : match.end + limit]
-        return found[: found.index(GAP)] if GAP in found else found
+    def after(self, occurrence: Occurrence, limit: int) -> array[int]:
+        """At most `limit` tokens that came after it, up to the end or a gap."""
+        tokens = self._buffer[occurrence.end : occurrence.end + limit]
+        return tokens[: tokens.index(GAP)] if GAP in tokens else tokens
 
-    def longest(self, context: Context, above: int = 0) -> Match:
-        """Among the candidates the longest match of `context` with more than `above` tokens, of equals the latest."""
+    def longest(self, context: Context, above: int = 0) -> Occurrence:
+        """Where the candidates agree with more than `above` tokens of `context`: the longest, of equals the latest."""
         if above >= WINDOW:
-            return NO_MATCH
+            return NO_OCCURRENCE
         window = context.window
         if end := self._long_heads[(context.long * _FINALIZER & _WORD) >> self._shift]:
             least = above if above >= LONG else LONG - 1
-            match = self._walk(window, end, self._long_older, LONG_CANDIDATES, least)
-            if match.length:
-                return match
+            found = self._walk(window, end, self._long_older, LONG_CANDIDATES, least)
+            if found.length:
+                return found
         if above >= LONG - 1:  # a shorter n-gram would not lead to a longer match
-            return NO_MATCH
+            return NO_OCCURRENCE
         if end := self._pair_heads[(context.pair * _FINALIZER & _WORD) >> self._shift]:
-            match = self._walk(window, end, self._pair_older, PAIR_CANDIDATES, above or 1)
-            if match.length:
-                return match
+            found = self._walk(window, end, self._pair_older, PAIR_CANDIDATES, above or 1)
+            if found.length:
+                return found
         if above:
-            return NO_MATCH
+            return NO_OCCURRENCE
         end = self._single_heads[(context.last * _FINALIZER & _WORD) >> self._shift]
-        return Match(1, end) if end and self._buffer[end - 1] == context.last else NO_MATCH
+        return Occurrence(1, end) if end and self._buffer[end - 1] == context.last else NO_OCCURRENCE
 
-    def _walk(self, window: array[int], end: int, older: array[int], candidates: int, best: int) -> Match:
-        """The longest match with more than `best` tokens along the chain that begins at place `end`."""
+    def _walk(self, window: array[int], end: int, older: array[int], candidates: int, best: int) -> Occurrence:
+        """The longest one of more than `best` tokens along the chain that begins at position `end`."""
         buffer, value, found = self._buffer, 0, 0
         ahead = best + 1
         wanted = window[-ahead]  # the token that a longer match has at its beginning
@@ -178,7 +178,7 @@ class NGramIndex:
                 value = value or int.from_bytes(window, "big")
                 differs = value ^ int.from_bytes(buffer[end - WINDOW : end], "big")
                 if not differs:
-                    return Match(WINDOW, end)
+                    return Occurrence(WINDOW, end)
                 length = ((differs & -differs).bit_length() - 1) // _BITS
                 if length >= ahead:
                     found, best, ahead = end, length, length + 1
@@ -186,7 +186,7 @@ class NGramIndex:
             end = older[end]
             if not end:
                 break
-        return Match(best, found) if found else NO_MATCH
+        return Occurrence(best, found) if found else NO_OCCURRENCE
 
 
 def _hashes(tokens: array[int]) -> tuple[int, int, int]:
@@ -198,12 +198,12 @@ def _hashes(tokens: array[int]) -> tuple[int, int, int]:
 
 
 def _chain(padded: TokenIds, n: int, shift: int) -> tuple[array[int], array[int]]:
-    """The chain of n-grams of a padded sequence: by slot the latest place, and by place the next older one."""
+    """The chain of n-grams of a padded sequence: by slot the latest position, and by position the next older one."""
     slots = _slots(padded, n, shift)
     by_slot = np.argsort(slots, kind="stable")  # 16-bit keys: a radix sort
     ordered, ends = slots[by_slot], (by_slot + (WINDOW + 1)).astype(np.int32)
     same = ordered[1:] == ordered[:-1]
-    older = np.zeros(max(len(padded), WINDOW + 1), np.int32)  # by place, up to the one before the end
+    older = np.zeros(max(len(padded), WINDOW + 1), np.int32)  # by position, up to the one before the end
     older[ends[1:][same]] = ends[:-1][same]
     heads = np.zeros(1 << (32 - shift), np.int32)
     latest = np.append(~same, True)[: len(slots)]
@@ -219,3 +219,11 @@ def _slots(padded: TokenIds, n: int, shift: int) -> np.ndarray[tuple[int], np.dt
     for k in range(n):
         value = value * np.uint32(_MULTIPLIER) + tokens[k : k + count]
     return ((value * np.uint32(_FINALIZER)) >> np.uint32(shift)).astype(np.uint16)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many equal tokens two texts begin: of a draft and what was drawn, how many drafts were right."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))

@@ -1,4 +1,8 @@
-"""The border between asyncio and the engine thread: one terminal event for everybody, whatever happens."""
+"""The border between asyncio and the engine thread.
+
+Every request has one terminal event, whatever happens; what needs no step waits for none. A mailbox loses nothing, is
+never late, and hands over lists no closer than its interval.
+"""
 
 import asyncio
 import threading
@@ -8,12 +12,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from holdfast.replicas.bridge import Bridge, EngineThread
+from holdfast.replicas.bridge import Bridge, EngineThread, Mailbox
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Failed, Finished, Sampling, Submit, Tokens
+from holdfast.replicas.events import (
+    Abort,
+    Aborted,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Rejected,
+    Sampling,
+    Submit,
+    Timing,
+    Tokens,
+    Usage,
+)
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 
@@ -27,8 +46,12 @@ class GatedRunner(FakeRunner):
         super().__init__(*args)
         self.gate = threading.Event()
         self.gate.set()
+        self.stepping = threading.Event()  # set by the first step
+        self.begun = 0  # steps
 
     def run(self, plan):
+        self.begun += 1
+        self.stepping.set()
         assert self.gate.wait(30)
         output = super().run(plan)
         if len(self.plans) == self.closes_after:
@@ -127,24 +150,18 @@ def test_a_dead_engine_fails_everybody():
 
 def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
     engine, runner = make()
-    times, stepping, events, over = [1.0], threading.Event(), {}, threading.Event()
-    step = runner.run
-
-    def entered(plan):
-        stepping.set()
-        return step(plan)
+    times, events, over = [1.0], {}, threading.Event()
 
     def deliver(told):
         events.update({event.request_id: event for event in told if isinstance(event, Finished)})
         if len(events) == 2:
             over.set()
 
-    runner.run = entered
     thread = EngineThread(engine, deliver, lambda: None, lambda: times[-1])
     runner.gate.clear()
     thread.start()
     thread.send(submit("a"))
-    assert stepping.wait(30)
+    assert runner.stepping.wait(30)
     times.append(5.0)
     thread.send(submit("b", 2))
     times.append(9.0)
@@ -234,5 +251,178 @@ def test_an_id_in_use_is_refused():
         runner.gate.set()
         assert isinstance((await task)[-1], Finished)
         await bridge.close()
+
+    asyncio.run(main())
+
+
+class Deliveries:
+    """What an engine thread delivered: for each terminal event the number of steps that had begun by then."""
+
+    def __init__(self, runner: GatedRunner) -> None:
+        self._runner = runner
+        self._changed = threading.Condition()
+        self.steps: dict[str, int] = {}
+        self.kinds: dict[str, type] = {}
+
+    def __call__(self, events: list[Event]) -> None:
+        with self._changed:
+            for event in events:
+                if not isinstance(event, Tokens):
+                    assert event.request_id not in self.kinds, "a second terminal event"
+                    self.steps[event.request_id] = self._runner.begun
+                    self.kinds[event.request_id] = type(event)
+            self._changed.notify_all()
+
+    def wait_for(self, names: set[str]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: names <= self.kinds.keys(), 30)
+
+
+def gone(name: str) -> Command:
+    return Abort(name)
+
+
+def refused(name: str) -> Command:
+    return Submit(f"new {name}", np.zeros(0, np.int32))
+
+
+@pytest.mark.parametrize(("command", "kind"), [(gone, Aborted), (refused, Rejected)])
+def test_what_needs_no_step_waits_for_one_at_most_however_much_came_at_once(command, kind):
+    engine, runner = make()
+    delivered = Deliveries(runner)
+    thread = EngineThread(engine, delivered, lambda: None)
+    runner.gate.clear()
+    thread.start()
+    for name in range(65):
+        thread.send(submit(str(name), name, 400))
+    assert runner.stepping.wait(30)
+    burst = [command(str(name)) for name in range(1, 65)]  # the first goes on: there are steps to run
+    for each in burst:
+        thread.send(each)
+    begun = runner.begun
+    runner.gate.set()
+    delivered.wait_for({each.request_id for each in burst})
+    thread.stop()
+    thread.join(30)
+    assert {delivered.kinds[each.request_id] for each in burst} == {kind}
+    assert max(delivered.steps[each.request_id] for each in burst) <= begun + 1
+
+
+def test_commands_that_never_end_do_not_keep_steps_from_running():
+    engine, runner = make()
+    delivered = Deliveries(runner)
+    thread = EngineThread(engine, delivered, lambda: None)
+    handle = engine.handle
+
+    def flooded(command, now, sent):
+        thread.send(Abort("nobody"))
+        return handle(command, now, sent)
+
+    engine.handle = flooded
+    thread.start()
+    thread.send(submit("a"))
+    delivered.wait_for({"a"})
+    thread.stop()
+    thread.join(30)
+    assert delivered.kinds == {"a": Finished}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_had_ended_when_the_engine_stops_is_told_as_it_ended(dies):
+    engine, runner = make()
+    delivered, ended = Deliveries(runner), threading.Event()
+    thread = EngineThread(engine, delivered, ended.set)
+    handle = engine.handle
+
+    def dying(command, now, sent):
+        if command.request_id == "last":
+            raise RuntimeError("bug")
+        return handle(command, now, sent)
+
+    engine.handle = dying
+    runner.gate.clear()
+    thread.start()
+    thread.send(submit("running", max_tokens=400))
+    assert runner.stepping.wait(30)
+    thread.send(refused("one"))
+    if dies:
+        thread.send(Abort("last"))
+    else:
+        thread.stop()
+    thread.send(submit("late"))
+    runner.gate.set()
+    assert ended.wait(30)
+    assert delivered.kinds == {"running": Failed, "new one": Rejected, "late": Rejected}
+
+
+END = Finished("a", "stop", Usage(), Timing(0.0))
+
+
+def token(i: int) -> Tokens:
+    return Tokens("a", (i,))
+
+
+def test_the_first_event_and_the_end_are_not_held_back():
+    async def main():
+        box = Mailbox(asyncio.get_running_loop(), 3600.0)
+        box.put([token(1)])
+        assert await box.take() == [token(1)]
+        reader = asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        box.put([token(2)])
+        await asyncio.sleep(0)
+        assert not reader.done()
+        box.put([token(3), END])
+        assert await reader == [token(2), token(3), END]
+        box.put([token(4)])
+
+    asyncio.run(main())
+
+
+def test_what_came_while_the_reader_was_away_is_handed_over_when_due():
+    async def main():
+        box = Mailbox(asyncio.get_running_loop(), 0.01)
+        box.put([token(1)])
+        first = await box.take()
+        box.put([token(2)])
+        assert first + await box.take() == [token(1), token(2)]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_reader_loses_nothing():
+    async def main():
+        box = Mailbox(asyncio.get_running_loop(), 0.0)
+        reader = asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        box.put([END])
+        assert await box.take() == [END]
+
+    asyncio.run(main())
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.sampled_from([0.0, 0.001]))
+def test_every_event_comes_once_and_in_order(pauses, interval):
+    async def main():
+        box = Mailbox(asyncio.get_running_loop(), interval)
+
+        async def write():
+            for i, pause in enumerate(pauses):
+                box.put([token(i)])
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+            box.put([END])
+
+        writer = asyncio.create_task(write())
+        got = []
+        while not got or got[-1] is not END:
+            taken = await box.take()
+            assert taken
+            got += taken
+        await writer
+        assert got == [*(token(i) for i in range(len(pauses))), END]
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.speculation.ngrams import WINDOW
 
 KINDS = (EngineConfig, RetentionConfig, DraftConfig)
 NUMBERS = [
@@ -50,3 +51,33 @@ def test_a_choice_is_one_of_those_there_are(name):
 
 def test_a_retention_policy_is_one_of_those_there_are():
     assert_refused(RetentionConfig, "policy", "foo")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((EngineConfig, name) for name in ("page_size", "max_sequences", "max_waiting", "step_tokens")),
+        *((DraftConfig, name) for name in ("max_draft", "min_n", "scope_bytes", "explore_every")),
+        *((RetentionConfig, name) for name in ("tool_samples", "wait_window")),
+    ],
+)
+def test_some_are_at_least_one(kind, name):
+    assert_refused(kind, name, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(EngineConfig, "high_water"), (DraftConfig, "confidence"), (RetentionConfig, "share")]
+)
+def test_a_share_is_at_most_one(kind, name):
+    assert_refused(kind, name, 1.01)
+    assert getattr(kind(**{name: 1.0}), name) == 1.0
+
+
+def test_a_step_has_room_for_a_row_and_its_draft():
+    assert_refused(DraftConfig, "verify_rows", 1)
+    assert DraftConfig(verify_rows=2).verify_rows == 2
+
+
+@pytest.mark.parametrize("name", ["min_n", "memory_min_n"])
+def test_no_match_is_longer_than_what_is_measured(name):
+    assert_refused(DraftConfig, name, WINDOW + 1)

@@ -15,10 +15,10 @@ from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import (
     Answer,
+    AnswerBuilder,
     ChatPrompt,
     Completed,
     Errored,
-    Fold,
     GenerateRequest,
     JsonOutput,
     ToolCallDelta,
@@ -156,11 +156,11 @@ def test_a_stream_says_what_the_whole_reply_says() -> None:
         async with serving(stream_interval_s=0.0) as service:
             for prompt in (REQUIRED, NAMED, ANSWER):
                 whole = await service.generate(request("a", prompt))
-                fold, kinds = Fold(), []
+                built, kinds = AnswerBuilder(), []
                 async for pieces in service.stream(request("b", prompt)):
-                    fold.add(pieces)
+                    built.add(pieces)
                     kinds += map(type, pieces)
-                assert said([fold.answer()]) == said([whole])
+                assert said([built.answer()]) == said([whole])
                 assert kinds[-1] is Completed
                 assert (ToolCallDelta in kinds) is (prompt is not ANSWER)
 
@@ -341,10 +341,10 @@ def test_a_call_of_an_undeclared_tool_is_written_again(settings: dict[str, Any])
         for speculation in (DRAFTS, NO_DRAFTS):
             async with serving(undeclared="regenerate", speculation=speculation, stream_interval_s=0.0) as service:
                 with_all_tools(service)
-                fold = Fold()
+                built = AnswerBuilder()
                 async for pieces in service.stream(request("a", SEEN, **settings)):
-                    fold.add(pieces)
-                reply = fold.answer()
+                    built.add(pieces)
+                reply = built.answer()
                 replies.append(reply)
                 assert service._text.rewritten == 1
                 assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)

@@ -13,7 +13,15 @@ from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.requests import ChatPrompt, Completed, Errored, Fold, GenerateRequest, RawPrompt, TextDelta
+from holdfast.replicas.requests import (
+    AnswerBuilder,
+    ChatPrompt,
+    Completed,
+    Errored,
+    GenerateRequest,
+    RawPrompt,
+    TextDelta,
+)
 from holdfast.replicas.service import Service
 
 CONFIG = EngineConfig(cells=8192, threads=1, max_sequences=40)
@@ -56,13 +64,13 @@ def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (),
     return GenerateRequest(name, prompt, Sampling(max_tokens=max_tokens, **sampling), stop)
 
 
-async def streamed(service: Service, command: GenerateRequest) -> tuple[Fold, int]:
-    """The folded reply and in how many pieces it came."""
-    fold, batches = Fold(), 0
+async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBuilder, int]:
+    """The collected reply, and in how many pieces it came."""
+    built, batches = AnswerBuilder(), 0
     async for pieces in service.stream(command):
-        fold.add(pieces)
+        built.add(pieces)
         batches += 1
-    return fold, batches
+    return built, batches
 
 
 def test_an_agents_conversation_computes_only_what_is_new():
@@ -102,8 +110,8 @@ def test_a_stream_says_what_the_whole_reply_says():
         async with serving(replace(CONFIG, stream_interval_s=0.0, speculation=DraftConfig(enabled=False))) as service:
             prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
             whole = await service.generate(request("a", prompt))
-            fold, batches = await streamed(service, request("b", prompt))
-            answer = fold.answer()
+            built, batches = await streamed(service, request("b", prompt))
+            answer = built.answer()
             assert (answer.text, answer.reason) == (whole.text, whole.reason)
             assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
             assert batches > 3
@@ -117,9 +125,9 @@ def test_32_streams_at_once_end_and_leave_everything_free():
             replies = await asyncio.gather(
                 *(streamed(service, request(f"r{i}", f"Number {i % 16} says", 30, ignore_eos=True)) for i in range(32))
             )
-            texts = [fold.answer().text for fold, _ in replies]
+            texts = [built.answer().text for built, _ in replies]
             assert texts[:16] == texts[16:]  # the same prompts, whatever else is in the batch
-            assert all(fold.answer().usage.completion == 30 for fold, _ in replies)
+            assert all(built.answer().usage.completion == 30 for built, _ in replies)
             now = service.engine.occupancy()
             assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
             assert now.cells_free + now.cells_tree == now.cells_total

@@ -6,9 +6,9 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
+    AnswerBuilder,
     Completed,
     Errored,
-    Fold,
     LogprobText,
     TextDelta,
     ToolCall,
@@ -46,9 +46,9 @@ def answers(draw):
 
 @given(answers())
 def test_pieces_of_an_answer_fold_to_it(answer):
-    fold = Fold()
-    fold.add(pieces_of(answer))
-    assert fold.answer() == answer
+    built = AnswerBuilder()
+    built.add(pieces_of(answer))
+    assert built.answer() == answer
 
 
 @given(answers())
@@ -57,21 +57,21 @@ def test_an_answer_survives_the_store(answer):
 
 
 def test_interleaved_deltas_fold_by_call():
-    fold = Fold()
-    fold.add([TextDelta("a"), ToolCallDelta(1, "c1", "g", "{"), ToolCallDelta(0, "c0", "f")])
-    assert fold.answer() is None
-    fold.add([ToolCallDelta(1, arguments="}"), ToolCallDelta(0, arguments="{}"), TextDelta("b")])
-    fold.add([Completed("tool_calls", Usage(), TIMING)])
-    assert fold.answer() == Answer(
+    built = AnswerBuilder()
+    built.add([TextDelta("a"), ToolCallDelta(1, "c1", "g", "{"), ToolCallDelta(0, "c0", "f")])
+    assert built.answer() is None
+    built.add([ToolCallDelta(1, arguments="}"), ToolCallDelta(0, arguments="{}"), TextDelta("b")])
+    built.add([Completed("tool_calls", Usage(), TIMING)])
+    assert built.answer() == Answer(
         "ab", (ToolCall("c0", "f", "{}"), ToolCall("c1", "g", "{}")), (), "tool_calls", Usage(), TIMING
     )
 
 
 def test_an_error_is_no_answer():
-    fold = Fold()
+    built = AnswerBuilder()
     error = Errored(ErrorInfo(ErrorKind.INTERNAL, "bug"))
-    fold.add([TextDelta("half"), error])
-    assert (fold.answer(), fold.terminal) == (None, error)
+    built.add([TextDelta("half"), error])
+    assert (built.answer(), built.terminal) == (None, error)
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b"{}", b"1", b'{"text":"a","tool_calls":[[1]]}', b"\xff"])

@@ -8,7 +8,7 @@ from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Answer, Completed, Errored, Fold, LogprobText, ReasoningDelta, TextDelta
+from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, LogprobText, ReasoningDelta, TextDelta
 from holdfast.router.protocol.chat import chat_reply
 from holdfast.router.protocol.usage import completion_logprobs
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder
@@ -91,10 +91,10 @@ def test_reasoning_is_a_field_of_its_own_and_its_tokens_are_counted():
     assert [delta.get("reasoning_content") for delta in deltas] == [None, "Hm", ".", None, None]
     assert [delta.get("content") for delta in deltas] == ["", None, None, "Hi", None]
     assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
-    fold = Fold()
+    built = AnswerBuilder()
     for batch in pieces:
-        fold.add(batch)
-    whole = orjson.loads(chat_reply("chatcmpl-1", 7, "m", fold.answer()))
+        built.add(batch)
+    whole = orjson.loads(chat_reply("chatcmpl-1", 7, "m", built.answer()))
     message = whole["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Hi")
     assert ChatCompletion.model_validate(whole).usage.completion_tokens_details.reasoning_tokens == 6

@@ -15,10 +15,10 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
+    AnswerBuilder,
     ChatPrompt,
     Completed,
     Errored,
-    Fold,
     GenerateRequest,
     ModelCard,
     Piece,
@@ -70,14 +70,14 @@ class FakeBackend:
         self.ended_programs: list[tuple[str, str]] = []
 
     async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
-        fold = Fold()
+        built = AnswerBuilder()
         async with contextlib.aclosing(self.stream(request, last_replica)) as batches:
             async for batch in batches:
-                fold.add(batch.pieces)
-        reply: Answer | Errored | None = fold.answer()
+                built.add(batch.pieces)
+        reply: Answer | Errored | None = built.answer()
         if reply is None:
-            assert isinstance(fold.terminal, Errored)
-            reply = fold.terminal
+            assert isinstance(built.terminal, Errored)
+            reply = built.terminal
         return Routed("r1", reply)
 
     async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:

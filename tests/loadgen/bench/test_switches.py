@@ -14,8 +14,7 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit, Tokens
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.speculation.drafter import Source
-from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.stats import DraftSource, EngineStats
 from holdfast.replicas.text.conversation import TextSide
 
 # Without the cost of verifying, which is measured: then what is drafted is the same in every run.
@@ -29,8 +28,8 @@ SAVED: dict[str, Callable[[EngineStats], float]] = {
     "grouped_prefill": lambda stats: stats.prompt_grouped,
     "prompt_seed": lambda stats: stats.prompt_seeds,
     "speculation": lambda stats: stats.accepted,
-    "prompt_lookup": lambda stats: stats.drafts.drafted[Source.PROMPT_LOOKUP],
-    "memory": lambda stats: stats.drafts.drafted[Source.MEMORY],
+    "prompt_lookup": lambda stats: stats.drafts.drafted[DraftSource.PROMPT_LOOKUP],
+    "memory": lambda stats: stats.drafts.drafted[DraftSource.MEMORY],
 }
 
 SHOWS_AT = {"prompt_seed": 0.8, "memory": 0.0}

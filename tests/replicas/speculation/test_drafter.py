@@ -1,4 +1,7 @@
-"""The drafter as the scheduler sees it: its limits, its switches, its secrets, and what it learns."""
+"""The drafter as the scheduler sees it: its limits, its switches, its secrets, and what it learns.
+
+The memory of earlier turns is bounded, the oldest goes first, and scopes do not meet.
+"""
 
 from dataclasses import replace
 
@@ -8,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.speculation.drafter import Drafter, DraftState
-from holdfast.replicas.speculation.gate import VerificationCost, agreement
+from holdfast.replicas.speculation.drafter import Drafter, DraftState, TurnMemory
+from holdfast.replicas.speculation.gate import VerificationCost
+from holdfast.replicas.speculation.ngrams import GAP, common_prefix
 from holdfast.replicas.speculation.skeletons import Skeleton, SkeletonSet
 
 ALL = DraftConfig(memory_context=2)
@@ -27,7 +31,7 @@ def generate(drafter: Drafter, state: DraftState, text: list[int], limit: int = 
     while done < len(text):
         draft = drafter.propose(state, limit).tolist()
         proposals.append(draft)
-        drawn = text[done : done + agreement(draft, text[done:]) + 1]
+        drawn = text[done : done + common_prefix(draft, text[done:]) + 1]
         drafter.learn(state, drawn)
         done += len(drawn)
     return proposals
@@ -229,8 +233,47 @@ def test_sources_that_the_gate_turned_off_are_still_watched() -> None:
     assert len(proposed) == 16
 
 
-def test_memory_is_bounded() -> None:
+def test_what_it_remembers_is_bounded() -> None:
     drafter = Drafter(replace(ALL, memory_bytes=200_000, scope_bytes=50_000))
     for i in range(60):
         remember(drafter, f"tenant {i % 7}", [1, 2], list(range(i, i + 400)))
         assert 0 < drafter.memory_bytes <= 200_000
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 600)), max_size=25))
+def test_bytes_stay_within_both_bounds(turns: list[tuple[str, int]]) -> None:
+    memory = TurnMemory(total_bytes=60_000, scope_bytes=40_000)
+    for scope, length in turns:
+        memory.add(scope, ids(list(range(length))))
+        indices = [index for index in map(memory.find, "abc") if index]
+        assert memory.nbytes == sum(index.nbytes for index in indices) <= 60_000
+        assert all(index.nbytes <= 40_000 for index in indices)
+
+
+def test_a_scope_keeps_its_latest_turns_each_behind_a_gap() -> None:
+    memory = TurnMemory(total_bytes=1 << 20, scope_bytes=40_000)
+    for start in range(0, 10_000, 100):
+        memory.add("a", ids(list(range(start, start + 100))))
+    index = memory.find("a")
+    assert index is not None
+    kept = index.tokens().tolist()
+    assert kept[-101:] == [*range(9900, 10_000), GAP]
+    assert 0 not in kept
+    assert kept.count(GAP) >= len(kept) // 101
+
+
+def test_the_scope_used_least_recently_goes_first() -> None:
+    memory = TurnMemory(total_bytes=60_000, scope_bytes=40_000)
+    for scope in "aba":
+        memory.add(scope, ids(list(range(300))))
+    memory.add("c", ids(list(range(900))))
+    assert memory.find("b") is None
+    assert memory.find("c") is not None
+
+
+def test_a_share_too_small_for_anything_holds_nothing() -> None:
+    memory = TurnMemory(total_bytes=100, scope_bytes=100)
+    memory.add("a", ids([1, 2, 3]))
+    assert memory.find("a") is None
+    assert memory.nbytes == 0

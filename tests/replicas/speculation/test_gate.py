@@ -1,4 +1,7 @@
-"""How many tokens are drafted: laws of the gate."""
+"""How many tokens are drafted: laws of the gate, and of the cost that it goes by.
+
+The learned cost begins as measured, follows what steps take, and never falls with the rows.
+"""
 
 from itertools import product
 
@@ -8,7 +11,15 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.speculation.gate import Acceptance, VerificationCost, agreement, alike, cap, draft_length, shares
+from holdfast.replicas.speculation.gate import (
+    Acceptance,
+    LearnedCost,
+    VerificationCost,
+    cap,
+    competing_lengths,
+    draft_length,
+    uniform_length,
+)
 
 CONFIG = DraftConfig(verify_rows=64)
 LINEAR = VerificationCost((1, 101), (1.0, 6.0))  # 5 % of a step for each row
@@ -47,7 +58,7 @@ def test_better_drafts_are_never_shorter(most: int, one: float, other: float) ->
     low, high = sorted((one, other))
     assert draft_length(CONFIG, most, low) <= draft_length(CONFIG, most, high) <= most
     for cost in (LINEAR, FREE, DEAR):
-        assert alike(low, most, 2, table(cost)) <= alike(high, most, 2, table(cost)) <= most
+        assert uniform_length(low, most, 2, table(cost)) <= uniform_length(high, most, 2, table(cost)) <= most
 
 
 @settings(deadline=None)
@@ -55,7 +66,9 @@ def test_better_drafts_are_never_shorter(most: int, one: float, other: float) ->
 def test_more_load_never_means_longer_drafts(
     most: int, decoding: int, acceptance: float, cost: VerificationCost
 ) -> None:
-    assert alike(acceptance, most, decoding + 1, table(cost)) <= alike(acceptance, most, decoding, table(cost))
+    assert uniform_length(acceptance, most, decoding + 1, table(cost)) <= uniform_length(
+        acceptance, most, decoding, table(cost)
+    )
 
 
 def test_below_confidence_only_the_floor_is_drafted() -> None:
@@ -64,7 +77,7 @@ def test_below_confidence_only_the_floor_is_drafted() -> None:
     assert draft_length(CONFIG, 2, 0.0) == 2
 
 
-@pytest.mark.parametrize("lengths", [alike, lambda a, n, d, t: shares([a] * d, [n] * d, t, d)[0]])
+@pytest.mark.parametrize("lengths", [uniform_length, lambda a, n, d, t: competing_lengths([a] * d, [n] * d, t, d)[0]])
 def test_where_verifying_costs_more_than_it_saves_nothing_is_drafted(lengths) -> None:
     assert lengths(0.95, 16, 1, table(DEAR)) == 0
     assert lengths(0.95, 16, 1, table(FREE)) == 16
@@ -75,32 +88,32 @@ def test_length_is_that_of_the_most_tokens_a_second() -> None:
     def yields(n: int) -> float:
         return sum(0.75**i for i in range(n + 1)) / LINEAR.at(2 * (1 + n))
 
-    assert alike(0.75, 16, 2, table(LINEAR)) == max(range(17), key=yields)
+    assert uniform_length(0.75, 16, 2, table(LINEAR)) == max(range(17), key=yields)
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(share, st.integers(0, 3)), min_size=1, max_size=3), costs)
 def test_no_other_sharing_yields_more(offered: list[tuple[float, int]], cost: VerificationCost) -> None:
     seconds = table(cost)
-    lengths = shares([a for a, _ in offered], [n for _, n in offered], seconds, len(offered))
+    lengths = competing_lengths([a for a, _ in offered], [n for _, n in offered], seconds, len(offered))
     best = max(rate(offered, other, seconds) for other in product(*(range(n + 1) for _, n in offered)))
     assert rate(offered, lengths, seconds) >= best * 0.95  # drafts hardly ever right are not looked at
 
 
 @settings(deadline=None)
 @given(offers, costs, st.integers(0, 20))
-def test_shares_keep_to_what_is_offered_and_to_the_table(
+def test_lengths_keep_to_what_is_offered_and_to_the_table(
     offered: list[tuple[float, int]], cost: VerificationCost, least: int
 ) -> None:
     acceptances, most = [a for a, _ in offered], [n for _, n in offered]
-    lengths = shares(acceptances, most, table(cost, 20), len(offered), least)
+    lengths = competing_lengths(acceptances, most, table(cost, 20), len(offered), least)
     assert all(0 <= n <= m for n, m in zip(lengths, most, strict=True))
     assert len(offered) + sum(lengths) < 20
-    assert sum(lengths) >= sum(shares(acceptances, most, table(cost, 20), len(offered)))
+    assert sum(lengths) >= sum(competing_lengths(acceptances, most, table(cost, 20), len(offered)))
 
 
 def test_the_likelier_drafts_come_first() -> None:
-    lengths = shares([0.9, 0.1], [16, 16], table(LINEAR), 2)
+    lengths = competing_lengths([0.9, 0.1], [16, 16], table(LINEAR), 2)
     assert lengths[0] > lengths[1]
 
 
@@ -130,21 +143,44 @@ def test_acceptance_stays_a_share_and_moves_towards_what_was_seen(compared: int,
     assert min(start, seen) - 1e-9 <= acceptance.value <= max(start, seen) + 1e-9
 
 
-def test_agreement() -> None:
-    assert agreement([1, 2, 3], [1, 2, 4]) == 2
-    assert agreement([1, 2, 3], [1]) == 1
-    assert agreement([], [1]) == 0
+MEASURED = VerificationCost((1, 4, 16), (1.0, 2.0, 4.0))
 
 
-@pytest.mark.parametrize("field", ["max_draft", "confidence", "floor", "min_n", "scope_bytes"])
-def test_a_setting_that_cannot_be_is_named(field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DraftConfig(**{field: -1})
-    assert caught.value.field == field
+def test_it_begins_as_measured() -> None:
+    cost = LearnedCost(MEASURED, 32)
+    assert [cost.table[rows] for rows in (1, 2, 4, 16, 32)] == pytest.approx([1, 4 / 3, 2, 4, 20 / 3])
 
 
-def test_a_step_has_room_for_a_row_and_its_draft() -> None:
-    with pytest.raises(ConfigError) as caught:
-        DraftConfig(verify_rows=1)
-    assert caught.value.field == "verify_rows"
-    assert DraftConfig(verify_rows=2).verify_rows == 2
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 40), st.floats(-1, 100)), max_size=60))
+def test_a_wider_step_never_costs_less(steps: list[tuple[int, float]]) -> None:
+    cost = LearnedCost(MEASURED, 32)
+    for rows, seconds in steps:
+        cost.learn(rows, seconds)
+    assert len(cost.table) == 33
+    assert cost.table[0] > 0
+    assert all(a <= b for a, b in zip(cost.table, cost.table[1:], strict=False))
+
+
+def test_it_follows_what_steps_take() -> None:
+    cost = LearnedCost(MEASURED, 32)
+    for _ in range(100):
+        for rows in (2, 8, 24):
+            cost.learn(rows, 0.1 * rows)
+    assert abs(cost.table[8] - 0.8) < 0.1
+    assert abs(cost.table[24] - 2.4) < 0.2
+
+
+def test_one_step_that_something_else_delayed_changes_little() -> None:
+    cost = LearnedCost(MEASURED, 32)
+    for _ in range(16):
+        cost.learn(4, 2.0)
+    cost.learn(4, 1000.0)
+    for _ in range(15):
+        cost.learn(4, 2.0)
+    assert cost.table[4] <= 2.1
+
+
+def test_what_was_measured_in_a_noisy_moment_is_evened_out() -> None:
+    cost = LearnedCost(VerificationCost((1, 8, 16, 32), (1.0, 9.0, 2.0, 3.0)), 64)
+    assert cost.table[8] == 2.0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.ngrams import GAP, PAIR_CANDIDATES, WINDOW, Match, NGramIndex
+from holdfast.replicas.speculation.ngrams import GAP, PAIR_CANDIDATES, WINDOW, NGramIndex, Occurrence, common_prefix
 
 SHORT = PAIR_CANDIDATES  # so long that no chain is cut off
 tokens_of = st.lists(st.integers(0, 3), max_size=SHORT)
@@ -28,8 +28,8 @@ def naive(tokens: list[int], context: list[int], ends: range) -> tuple[int, int]
     return max(((ends_alike(tokens, end, context), end) for end in ends), default=(0, 0))
 
 
-def found(match: Match) -> tuple[int, int]:
-    return match.length, match.end - WINDOW
+def found(occurrence: Occurrence) -> tuple[int, int]:
+    return occurrence.length, occurrence.end - WINDOW
 
 
 @settings(deadline=None)
@@ -119,3 +119,9 @@ def test_any_id_can_be_held(token: int) -> None:
     index = index_of([])
     index.extend([token])
     assert index.tokens().tolist() == [token]
+
+
+def test_a_common_prefix_is_as_long_as_both_texts_at_most() -> None:
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2, 3], [1]) == 1
+    assert common_prefix([], [1]) == 0

@@ -15,7 +15,7 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.kv.cache import in_use
-from holdfast.replicas.requests import ChatPrompt, Fold, GenerateRequest, RawPrompt
+from holdfast.replicas.requests import AnswerBuilder, ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 
 CONFIG = EngineConfig(cells=4096, threads=1, max_sequences=8, session_rows=2, context_length=512)
@@ -26,13 +26,13 @@ def request(name: str, prompt: RawPrompt, scope: str = "") -> GenerateRequest:
 
 
 async def asked(service: Service, session: str, name: str, question: str, keep: bool = True, scope: str = ""):
-    fold = Fold()
+    built = AnswerBuilder()
     async with aclosing(
         service.sessions.query(session, request(name, RawPrompt(question), scope), keep=keep)
     ) as pieces:
         async for some in pieces:
-            fold.add(some)
-    return fold
+            built.add(some)
+    return built
 
 
 def test_a_session_is_fed_asked_forked_and_closed():

@@ -1,3 +1,5 @@
+"""Counts of observations by size."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ import pytest
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Abort, Command, Sampling
 from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
@@ -139,14 +139,22 @@ def test_32_streams_at_once_end_and_leave_everything_free():
 def test_leaving_a_stream_aborts_it_within_two_steps():
     async def main():
         async with serving() as service:
-            engine = service.engine
+            engine, thread = service.engine, service._bridge._thread
+            drawn: list[int] = []  # when the engine was told
+            send = thread.send
+
+            def told(command: Command) -> None:
+                if isinstance(command, Abort):
+                    drawn.append(engine.stats.completion)
+                send(command)
+
+            thread.send = told
             async with aclosing(service.stream(request("a", "Once", 4000, ignore_eos=True))) as stream:
                 async for _ in stream:
                     break
-                left_at = engine.stats.steps
             await service.generate(request("b", "x", 1))
             assert engine.stats.ended["aborted"] == 1
-            assert engine.stats.completion <= left_at + 2 + 1
+            assert engine.stats.completion <= drawn[0] + 2 + 1
             assert engine.occupancy().cells_held == 0
             assert service.n_live == 0
 
@@ -249,7 +257,7 @@ def test_the_actor_tells_its_metrics_and_load():
 THREADS_SCRIPT = """
 import asyncio, os, torch
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Abort, Command, Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 

@@ -257,7 +257,7 @@ def test_the_actor_tells_its_metrics_and_load():
 THREADS_SCRIPT = """
 import asyncio, os, torch
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Abort, Command, Sampling
+from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 

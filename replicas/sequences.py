@@ -11,8 +11,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
 from holdfast.replicas.kv.holding import Holding
-from holdfast.replicas.kv.radix import common_prefix
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, common_prefix
 
 
 class Owner(NamedTuple):

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
-from holdfast.replicas.kv.cache import KVCache, in_use, running
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.radix import PinnedPages
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.retention.policy import Learned, Pause, policy_of
 from holdfast.replicas.retention.rows import surely
@@ -174,7 +173,6 @@ class Kept:
         self._cache = cache
         self._waiting = waiting
         self._pins = Pins()
-        self._pages = PinnedPages(cache.tree)
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -185,10 +183,10 @@ class Kept:
     @property
     def cells(self) -> int:
         """Cells that pins keep from being evicted, shared ones counted once."""
-        return self._pages.total * self._cache.page_size
+        return self._cache.soft_pinned()
 
     def cells_of(self, tenant: str) -> int:
-        return self._pages.of(tenant) * self._cache.page_size
+        return self._cache.soft_pinned(tenant)
 
     def find(self, owner: Owner | None) -> Held | None:
         return self._pins.find(owner) if owner is not None else None
@@ -206,7 +204,6 @@ class Kept:
         turn = submit.program_turns + 1
         run_turn = turn - submit.answered_turns
         self._pins.add(Held(owner, pin, submit.program_arrival, submit.request_id, turn, run_turn, now, until))
-        self._pages.add(owner.scope, pin.node)
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
 
@@ -215,7 +212,6 @@ class Kept:
 
     def drop(self, held: Held) -> None:
         self._pins.drop(held)
-        self._pages.remove(held.owner.scope, held.pin.node)
         surely(self._cache.unpin, held.pin)
         self._mark(held.owner, pinned=False)
 
@@ -356,9 +352,9 @@ class Keeping:
 
         Where all pins would not be enough, none gives way.
         """
-        if running(self._cache) >= mark:
+        if self._cache.active >= mark:
             return False
-        while in_use(self._cache) >= mark:
+        while self._cache.in_use >= mark:
             if not self.give_way(to):
                 return False
         return True
@@ -393,6 +389,6 @@ class Keeping:
     def _ttl(self, ended: TurnEnded, held: Held) -> float:
         """What the policy says of a turn that left a pin."""
         # What is kept for programs and for idle sessions waits for nobody.
-        busy = max(running(self._cache) - self._idle(), 0)
+        busy = max(self._cache.active - self._idle(), 0)
         pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.run_turn)
         return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))

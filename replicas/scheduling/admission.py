@@ -8,12 +8,13 @@ import numpy as np
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed, found, running, to_be_had
-from holdfast.replicas.kv.radix import Match, common_prefix
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.scheduling.queue import WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, PlanBuilder, Running
 from holdfast.replicas.sequences import Sequence, Status, decoded
 from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.types import common_prefix
 
 # ---- How much may run at once, in cells (stateful inference, section 3.2). Pure arithmetic.
 
@@ -174,7 +175,7 @@ class Admission:
 
         `needed` are the cells that those who run may come to need beyond those they have.
         """
-        match = found(self._cache, sequence.submit.scope, sequence.tokens)
+        match = self._cache.find(sequence.submit.scope, sequence.tokens)
         n_cached = match.length if match is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
@@ -182,7 +183,7 @@ class Admission:
             return 0
         need = self._budget.need(sequence, n_cached)
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
-        taken = running(self._cache) + claimed(self._cache, match, besides_pins=True)
+        taken = self._cache.active + self._cache.inactive_in(match)
         if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
             return None
         if not self._has_room(sequence, needed + need, match):
@@ -196,7 +197,7 @@ class Admission:
             self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _has_room(self, sequence: Sequence, needed: int, match: Match | None) -> bool:
+    def _has_room(self, sequence: Sequence, needed: int, match: Prefix | None) -> bool:
         """Whether `needed` cells are to be had beside the sequence's cached prefix, which is evicted for nobody then.
 
         `match` is where that ends: giving way lets leases go and leaves the tree as it is.
@@ -209,8 +210,8 @@ class Admission:
         alone = not len(self._running)
         to = None if alone else sequence
         while True:
-            prefix = claimed(self._cache, match)
-            if needed + prefix <= to_be_had(self._cache):
+            prefix = self._cache.available_in(match)
+            if needed + prefix <= self._cache.available:
                 return True
             others = len(keeping.kept) > keeping.holds(owner)
             if not (others and keeping.give_way(to, besides=owner)):

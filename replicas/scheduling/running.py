@@ -15,7 +15,7 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import Reloads
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
-from holdfast.replicas.kv.radix import Match, common_prefix
+from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.retention.pins import Keeping
 from holdfast.replicas.retention.rows import Place, Places, surely
 from holdfast.replicas.scheduling.drafts import Speculation
@@ -24,7 +24,7 @@ from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.sequences import Histories, Owner, Sequence, Status, closing, reach
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Running:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
         return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and closing(s))]
 
-    def start(self, builder: PlanBuilder, sequence: Sequence, match: Match | None, now: float) -> bool:
+    def start(self, builder: PlanBuilder, sequence: Sequence, match: Prefix | None, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, which `match` has found; False when no row is free.
 
         Where its owner left off the row shows the pages already, and only what differs is written.
@@ -174,7 +174,7 @@ class Running:
                 now,
                 reuse=sequence.reuse,
                 continues=kept or place is not None,
-                match=match,
+                prefix=match,
             )
         except Exception:
             self.places.release(row)

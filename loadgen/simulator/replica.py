@@ -161,7 +161,7 @@ class Replica:
     def _most(self, most: int) -> int:
         """Decode steps until a sequence ends, at most `most`; fewer where cells may come to be missing before."""
         steps = min(min(reply.left for reply in self._replies.values() if reply.decoding), most)
-        room = self.engine.cache.available // len(self._replies) - 2 * self.engine.config.page_size
+        room = self.engine.cache.cells.available // len(self._replies) - 2 * self.engine.config.page_size
         return max(min(steps, room), 1)
 
     def _ended(self, event: Terminal) -> Finished:

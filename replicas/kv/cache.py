@@ -40,6 +40,60 @@ class CacheStats:
     host_used: int = 0
 
 
+class CellCounts:
+    """How many cells are in which state now. Each is in one of these:
+
+    total    |-- free --|-- evictable --|-- kept by soft pins alone --|-- active --|
+             |-------- available -------|----------------- in_use -----------------|
+    """
+
+    def __init__(self, pool: PagePool, tree: RadixTree) -> None:
+        self._pool = pool
+        self._tree = tree
+
+    @property
+    def available(self) -> int:
+        """Cells that are free, or would be by eviction."""
+        return (self._pool.free + self._tree.evictable) * self._pool.page_size
+
+    @property
+    def in_use(self) -> int:
+        """Cells that no eviction could free now."""
+        return self._pool.total * self._pool.page_size - self.available
+
+    @property
+    def active(self) -> int:
+        """Cells in use by sequences and by pins that are not soft."""
+        return self.in_use - self._tree.soft_only * self._pool.page_size
+
+    @property
+    def soft_pinned(self) -> int:
+        """Cells that soft pins keep, shared ones counted once; others may keep them as well."""
+        return self._tree.soft_pages * self._pool.page_size
+
+    def soft_pinned_of(self, scope: str) -> int:
+        """The same, of one scope."""
+        return self._tree.soft_pages_of.get(scope, 0) * self._pool.page_size
+
+    def available_in(self, prefix: Prefix | None) -> int:
+        """Cells of a prefix that was found that count as available: acquiring it protects them from then on."""
+        return self._kept_by_none(prefix, but_soft_pins=False)
+
+    def inactive_in(self, prefix: Prefix | None) -> int:
+        """Cells of a prefix that was found that do not count as active: acquiring it makes them so."""
+        return self._kept_by_none(prefix, but_soft_pins=True)
+
+    def _kept_by_none(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
+        """Cells of `prefix` that nobody has a lease on, or nobody but soft pins: those at its end."""
+        if prefix is None or prefix.node.parent is None:
+            return 0
+        size, step, found = self._pool.page_size, prefix.node, 0
+        pages = step.owned_before(prefix.length, size)
+        while step.parent is not None and step.leases == (step.soft if but_soft_pins else 0):
+            found, pages, step = found + pages, step.parent.owned, step.parent
+        return found * size
+
+
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
     """A verb that changes the books: the cache is not sound any more once one has broken off."""
 
@@ -56,11 +110,7 @@ def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Co
 class KVCache:
     """Pages, radix tree, and what others have of them: the holdings of running sequences, and pins.
 
-    Every cell is one of these:
-
-        total    |-- free --|-- evictable --|-- kept by soft pins alone --|-- active --|
-                 |-------- available -------|----------------- in_use -----------------|
-
+    `cells`: how many are in use, and by whom.
     `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
     `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
     With a `host` tier what is evicted goes there; `host.Reloads` brings it back.
@@ -71,6 +121,7 @@ class KVCache:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
         self.tree = RadixTree(self.pool)
+        self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sound = True
@@ -252,34 +303,6 @@ class KVCache:
         return prefix.length if prefix is not None else 0
 
     @property
-    def available(self) -> int:
-        """Cells that are free, or would be by eviction."""
-        return (self.pool.free + self.tree.evictable) * self.page_size
-
-    @property
-    def in_use(self) -> int:
-        """Cells that no eviction could free now."""
-        return self.pool.total * self.page_size - self.available
-
-    @property
-    def active(self) -> int:
-        """Cells in use by sequences and by pins that are not soft."""
-        return self.in_use - self.tree.soft_only * self.page_size
-
-    def available_in(self, prefix: Prefix | None) -> int:
-        """Cells of a prefix that was found that count as available: acquiring it protects them from then on."""
-        return self._kept_by_none(prefix, but_soft_pins=False)
-
-    def inactive_in(self, prefix: Prefix | None) -> int:
-        """Cells of a prefix that was found that do not count as active: by acquiring it they come to."""
-        return self._kept_by_none(prefix, but_soft_pins=True)
-
-    def soft_pinned(self, scope: str | None = None) -> int:
-        """Cells that soft pins keep, those of one scope or all; shared ones are counted once."""
-        pages = self.tree.soft_pages if scope is None else self.tree.soft_pages_of.get(scope, 0)
-        return pages * self.page_size
-
-    @property
     def stats(self) -> CacheStats:
         size = self.page_size
         return CacheStats(
@@ -322,16 +345,6 @@ class KVCache:
             self.tree.soften(node)
         self._pins.add(pin)
         return pin
-
-    def _kept_by_none(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
-        """Cells of `prefix` that nobody has a lease on, or nobody but soft pins: those at its end."""
-        if prefix is None or prefix.node.parent is None:
-            return 0
-        pages, step = prefix.node.owned_before(prefix.length, self.page_size), prefix.node
-        found = 0
-        while step.parent is not None and step.leases == (step.soft if but_soft_pins else 0):
-            found, pages, step = found + pages, step.parent.owned, step.parent
-        return found * self.page_size
 
     def _save(self, prefix: Prefix, tokens: TokenIds, holding: Holding, label: Label) -> Node:
         """A node at the end of `tokens`: what lies beyond `prefix` is added, with the holding's own pages."""

@@ -3,8 +3,8 @@
 Here: finding a prefix; splitting, adding, leasing and evicting nodes, and in which order they are evicted. Not here:
 sequences and their rows (`cache`).
 
-Each holder of a path has a *lease* on it, and each node counts those of its holders and of the nodes below. So whether a
-node may go, and how many pages could be had, is known without a search. A walk compares whole edges as bytes: about
+Each holder of a path has a *lease* on it, and each node counts those of its holders and of the nodes below. So whether
+a node may go, and how many pages could be had, is known without a search. A walk compares whole edges as bytes: about
 0.5 us a node plus a fraction of a nanosecond a token.
 """
 

@@ -183,10 +183,10 @@ class Kept:
     @property
     def cells(self) -> int:
         """Cells that pins keep from being evicted, shared ones counted once."""
-        return self._cache.soft_pinned()
+        return self._cache.cells.soft_pinned
 
     def cells_of(self, tenant: str) -> int:
-        return self._cache.soft_pinned(tenant)
+        return self._cache.cells.soft_pinned_of(tenant)
 
     def find(self, owner: Owner | None) -> Held | None:
         return self._pins.find(owner) if owner is not None else None
@@ -352,9 +352,9 @@ class Keeping:
 
         Where all pins would not be enough, none gives way.
         """
-        if self._cache.active >= mark:
+        if self._cache.cells.active >= mark:
             return False
-        while self._cache.in_use >= mark:
+        while self._cache.cells.in_use >= mark:
             if not self.give_way(to):
                 return False
         return True
@@ -389,6 +389,6 @@ class Keeping:
     def _ttl(self, ended: TurnEnded, held: Held) -> float:
         """What the policy says of a turn that left a pin."""
         # What is kept for programs and for idle sessions waits for nobody.
-        busy = max(self._cache.active - self._idle(), 0)
+        busy = max(self._cache.cells.active - self._idle(), 0)
         pause = Pause(ended.scope, tool_set(ended.tools), held.pin.length, held.run_turn)
         return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))

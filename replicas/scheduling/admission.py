@@ -183,7 +183,7 @@ class Admission:
             return 0
         need = self._budget.need(sequence, n_cached)
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
-        taken = self._cache.active + self._cache.inactive_in(match)
+        taken = self._cache.cells.active + self._cache.cells.inactive_in(match)
         if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
             return None
         if not self._has_room(sequence, needed + need, match):
@@ -210,8 +210,8 @@ class Admission:
         alone = not len(self._running)
         to = None if alone else sequence
         while True:
-            prefix = self._cache.available_in(match)
-            if needed + prefix <= self._cache.available:
+            prefix = self._cache.cells.available_in(match)
+            if needed + prefix <= self._cache.cells.available:
                 return True
             others = len(keeping.kept) > keeping.holds(owner)
             if not (others and keeping.give_way(to, besides=owner)):

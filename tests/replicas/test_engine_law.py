@@ -172,7 +172,7 @@ class EngineMachine(RuleBasedStateMachine):
         world.now += 1000.0
         world.step()  # what was kept for programs that did not come back
         world.assert_idle()
-        assert world.engine.cache.in_use == 0
+        assert world.engine.cache.cells.in_use == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

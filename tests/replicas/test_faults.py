@@ -135,7 +135,7 @@ def judge(world: World, most_failed: int) -> None:
         world.assert_right("after")
     World.check(world)
     world.assert_idle()
-    assert world.engine.cache.in_use == 0
+    assert world.engine.cache.cells.in_use == 0
     assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

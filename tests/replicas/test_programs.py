@@ -89,7 +89,7 @@ def test_parked_programs_stand_in_nobodys_way():
     for program in range(4):
         turns(world, f"p{program}", 1, words(program, 40))
     assert world.engine.occupancy().rows_parked == 4
-    assert world.engine.cache.in_use == 0
+    assert world.engine.cache.cells.in_use == 0
     world.submit("all", words(9, 200), max_tokens=40)  # needs nearly every cell
     for i in range(8):
         world.submit(f"row{i}", words(20 + i, 8), program=f"new{i}")  # and every row

@@ -139,7 +139,7 @@ class RetentionMachine(RuleBasedStateMachine):
         world.now += 2 * NEVER
         world.step()
         world.assert_idle()
-        assert world.engine.cache.in_use == 0
+        assert world.engine.cache.cells.in_use == 0
         assert world.engine.occupancy().pins == 0
 
 

@@ -156,7 +156,7 @@ def test_a_soak_ends_with_everything_free_memory_flat_and_one_end_for_each_reque
     assert soak.given == soak.ended == sum(stats.ended.values())
     World.check(soak)
     soak.assert_idle()
-    assert soak.engine.cache.in_use == 0
+    assert soak.engine.cache.cells.in_use == 0
     assert grown < GROWTH
     assert min(stats.preemptions, stats.failed_steps, stats.turns_continued, soak.engine.cache.stats.evicted) > 0
     assert set(soak.outcomes) >= {"Finished", "Aborted", "Failed", "Rejected"}

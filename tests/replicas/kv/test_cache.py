@@ -160,7 +160,7 @@ def test_cells_in_use_are_never_evicted() -> None:
     _run(cache, _count(0, 8))
     reader = cache.acquire("", _count(0, 9), now=1.0).holding
     other = _begin(cache, _count(50, 8), now=2.0)
-    assert (cache.stats.free, cache.stats.evictable, cache.in_use) == (0, 0, 16)
+    assert (cache.stats.free, cache.stats.evictable, cache.cells.in_use) == (0, 0, 16)
     assert cache.grow(other, 9) is None
     cache.drop(reader)
     assert cache.stats.evictable == 8
@@ -397,13 +397,13 @@ def test_pages_that_several_pins_keep_are_counted_once() -> None:
     _run(cache, _ids(*range(8), 99, 98, 97, 96))
     long, short = _ids(*range(8), 99, 98, 97, 96), _count(0, 8)
     pins = [cache.pin("", long, 1.0, soft=True), cache.pin("", short, 1.0, soft=True)]
-    assert (cache.soft_pinned(), cache.soft_pinned(""), cache.soft_pinned("other")) == (12, 12, 0)
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of(""), cache.cells.soft_pinned_of("other")) == (12, 12, 0)
     assert pinned_pages(pins) == 3
     cache.unpin(pins[0])
-    assert (cache.soft_pinned(), cache.soft_pinned("")) == (8, 8)
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (8, 8)
     assert pinned_pages(pins[1:]) == 2
     cache.unpin(pins[1])
-    assert (cache.soft_pinned(), cache.soft_pinned("")) == (0, 0)
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (0, 0)
     assert pinned_pages([]) == 0
     cache.check()
 
@@ -412,16 +412,16 @@ def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
     cache = KVCache(16, 4)
     _run(cache, _count(0, 12))
     soft = cache.pin("", _count(0, 8), 1.0, soft=True)
-    assert (cache.available, cache.in_use, cache.active) == (56, 8, 0)
+    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (56, 8, 0)
     reader = cache.acquire("", _count(0, 5), 2.0).holding
-    assert (cache.in_use, cache.active) == (8, 4)
+    assert (cache.cells.in_use, cache.cells.active) == (8, 4)
     firm = cache.pin("", _count(0, 12), 3.0)
-    assert (cache.in_use, cache.active, cache.soft_pinned()) == (12, 12, 8)
+    assert (cache.cells.in_use, cache.cells.active, cache.cells.soft_pinned) == (12, 12, 8)
     cache.drop(reader)
     cache.unpin(firm)
-    assert (cache.in_use, cache.active) == (8, 0)
+    assert (cache.cells.in_use, cache.cells.active) == (8, 0)
     cache.unpin(soft)
-    assert (cache.available, cache.in_use, cache.active) == (64, 0, 0)
+    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (64, 0, 0)
     cache.check()
 
 
@@ -447,8 +447,8 @@ def test_what_is_finished_with_a_pin_is_as_if_it_had_been_pinned_after_that(
         assert (pin is not None) == at_once
         pin = pin or cache.pin("", _count(0, n_computed), now=1.0, soft=True)
         cache.check()
-        kept = _begin(cache, _count(50, cache.available), now=2.0)  # all that may go is evicted
-        pinned = (pin.length, pin.soft, pinned_pages([pin]), cache.soft_pinned())
+        kept = _begin(cache, _count(50, cache.cells.available), now=2.0)  # all that may go is evicted
+        pinned = (pin.length, pin.soft, pinned_pages([pin]), cache.cells.soft_pinned)
         found.append((pinned, cache.stats, cache.peek("", _count(0, 13))))
         cache.drop(kept)
         cache.unpin(pin)
@@ -465,7 +465,7 @@ def test_a_sequence_whose_cells_are_the_trees_already_is_finished_with_a_pin() -
     cache.check()
     assert pin is not None
     assert pin.length == 8
-    assert cache.in_use == 8
+    assert cache.cells.in_use == 8
 
 
 @given(
@@ -490,12 +490,12 @@ def test_what_is_told_of_a_prefix_is_what_acquiring_it_changes(
             cache.finish(holding, text, len(text), 0.0, pin=state == "pinned")
     asked = np.concatenate((np.arange(shared, dtype=np.int32), [np.int32(9)]))
     prefix = cache.find("", asked)
-    told, available = cache.available_in(prefix), cache.available
-    inactive, active = cache.inactive_in(prefix), cache.active
+    told, available = cache.cells.available_in(prefix), cache.cells.available
+    inactive, active = cache.cells.inactive_in(prefix), cache.cells.active
     holding = cache.acquire("", asked, 1.0, prefix=prefix).holding
     own = len(holding.own) * page_size
-    assert available - cache.available == told + own
-    assert cache.active - active == inactive + own
+    assert available - cache.cells.available == told + own
+    assert cache.cells.active - active == inactive + own
     cache.drop(holding)
     cache.check()
 

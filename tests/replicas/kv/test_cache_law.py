@@ -176,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step: up to `n` tokens, sampled beyond the prompt; rejected drafts leave garbage behind them."""
         end = min(agent.n_computed + n, max(len(agent.tokens), agent.n_computed + 1))
         before = agent.holding.pages.tolist()
-        free, room = self.cache.pool.free, self.cache.available
+        free, room = self.cache.pool.free, self.cache.cells.available
         added = self.cache.grow(agent.holding, end + drafts)
         self._evicted()
         missing = self.cache.pool.pages_for(end + drafts) - len(before)

@@ -4,8 +4,8 @@ Here: finding a prefix; splitting, adding, leasing and evicting nodes, and in wh
 sequences and their rows (`cache`).
 
 Each holder of a path has a *lease* on it, and each node counts those of its holders and of the nodes below. So whether
-a node may go, and how many pages could be had, is known without a search. A walk compares whole edges as bytes: about
-0.5 us a node plus a fraction of a nanosecond a token.
+a node may go, and how many pages could be had, is known without a search. A walk compares whole edges: about 0.5 us a
+node plus a fraction of a nanosecond a token.
 """
 
 from collections import OrderedDict
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 
+_LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
 
 
@@ -71,10 +72,10 @@ class Node:
             node = node.parent
         return node
 
-    def path(self, above: "Node | None" = None) -> list["Node"]:
-        """The nodes from below `above`, or from below the root, down to this one."""
+    def path(self) -> list["Node"]:
+        """The nodes from below the root down to this one."""
         path, node = [], self
-        while node is not above and node.parent is not None:
+        while node.parent is not None:
             path.append(node)
             node = node.parent
         return path[::-1]
@@ -138,7 +139,8 @@ class RadixTree:
                 break
             edge, end = child.tokens, child.end
             part = tokens[length:end]
-            if edge.tobytes() != part.tobytes() and (common := common_prefix(edge, part)) < len(edge):
+            differs = len(edge) > _LONG or edge.tobytes() != part.tobytes()  # or may do so
+            if differs and (common := common_prefix(edge, part)) < len(edge):
                 return Prefix(child, length + common)
             node, length = child, end
         return Prefix(node, length)
@@ -231,10 +233,10 @@ class RadixTree:
             step = step.parent
         self._count_soft(-lost, scope=step.tag)
 
-    def fill(self, row: PageIds, node: Node, above: Node | None = None) -> None:
-        """Write the pages of the path from below `above`, or the root, to `node` into `row`, each at its page slot."""
+    def fill(self, row: PageIds, node: Node) -> None:
+        """Write the pages of the path to `node` into `row`, each at its page slot."""
         size = self._pool.page_size
-        for step in node.path(above):  # top down: a deeper node's page stands for a slot they share
+        for step in node.path():  # top down: a deeper node's page stands for a slot they share
             slot, pages = step.start // size, step.pages
             row[slot : slot + len(pages)] = pages
 

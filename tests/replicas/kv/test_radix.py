@@ -104,7 +104,7 @@ def test_fill_lets_the_deeper_page_stand_for_a_shared_slot() -> None:
     grove.put(_ids(1, 2, 3, 4, 5, 6, 99))
     deeper = grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
     row = np.zeros(3, dtype=np.int32)
-    grove.tree.fill(row, deeper, above=grove.tree.root(""))
+    grove.tree.fill(row, deeper)
     assert row.tolist() == [upper.pages[0], *deeper.pages.tolist()]
     assert upper.pages[1] != deeper.pages[0]
 

@@ -40,7 +40,6 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
-from holdfast.replicas.kv.radix import NO_TOKENS
 from holdfast.replicas.retention.policy import Learned
 from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
@@ -53,6 +52,7 @@ from holdfast.replicas.sessions import Session, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.types import NO_TOKENS
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from holdfast.replicas.events import (
     Timing,
     Usage,
 )
-from holdfast.replicas.kv.radix import NO_TOKENS
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Token ids, and a cheap kind of frozen data: what everything else is made of."""
+"""What every room of `replicas` may know: token ids, and frozen data that is cheap to make."""
 
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, dataclass_transform
@@ -6,9 +6,19 @@ from typing import TypeAlias, TypeVar, dataclass_transform
 import numpy as np
 import numpy.typing as npt
 
+T = TypeVar("T")
+
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 
-T = TypeVar("T")
+NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
+
+
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """How many leading ids `a` and `b` have in common."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
 
 
 @dataclass_transform(frozen_default=True)
@@ -16,6 +26,6 @@ def record(cls: type[T]) -> type[T]:
     """A slotted dataclass that nobody changes, for what is made in every step, most of it for every sequence.
 
     A type checker refuses to change one; the interpreter does not look, which makes it four times as fast to make as
-    one with `frozen=True`. All other plain frozen data is `dataclass(frozen=True, slots=True)`.
+    with `frozen=True`. All other plain frozen data is `dataclass(frozen=True, slots=True)`.
     """
     return dataclass(slots=True)(cls)

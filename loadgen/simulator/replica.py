@@ -20,7 +20,6 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Event, Finished, Notice, Submit, Terminal, Tokens
-from holdfast.replicas.kv.cache import to_be_had
 from holdfast.replicas.types import TokenIds
 
 
@@ -163,7 +162,7 @@ class Replica:
     def _most(self, most: int) -> int:
         """Decode steps until a sequence ends, at most `most`; fewer where cells may come to be missing before."""
         steps = min(min(reply.left for reply in self._replies.values() if reply.decoding), most)
-        room = to_be_had(self.engine.cache) // len(self._replies) - 2 * self.engine.config.page_size
+        room = self.engine.cache.cells.available // len(self._replies) - 2 * self.engine.config.page_size
         return max(min(steps, room), 1)
 
     def _ended(self, event: Terminal) -> Finished:

@@ -1,4 +1,4 @@
-"""The law of the KV books, recounted from nothing: free + in tree + held by sequences == total.
+"""The law of the KV books, recounted from nothing: free + in tree + own pages of holdings == total.
 
 Every page is counted once, no page has two writers, and each counter that is kept along the way is what a recount
 gives. For tests, and for an engine that has gone idle: it visits every node.
@@ -18,14 +18,14 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
     """Raise AssertionError with the first thing that does not add up."""
     nodes = [node for root in tree.roots.values() for node in _below(root)]
     in_tree = [page for node in nodes for page in node.pages.tolist()]
-    written = [page for h in holdings for page in (*h.own.tolist(), *h.spare.tolist())]
+    written = [page for h in holdings for page in (*h.own.tolist(), *h.duplicates.tolist())]
     free = pool.free_pages.tolist()
 
     assert len(set(written)) == len(written), "a page has two writers"
     assert not set(written) & set(in_tree), "a page of the tree has a writer"
     assert len(set(free)) == len(free), "a page is free twice"
     assert not set(free) & (set(written) | set(in_tree)), "a free page has an owner"
-    assert len(free) + len(set(in_tree)) + len(written) == pool.total, "free + in tree + held != total"
+    assert len(free) + len(set(in_tree)) + len(written) == pool.total, "free + in tree + own pages != total"
     owners = np.zeros(pool.total, dtype=np.int32)
     for page, count in Counter(in_tree + written).items():
         owners[page] = count
@@ -38,14 +38,13 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
     assert tree.nodes == len(nodes)
     assert tree.pages == sum(node.owned for node in nodes) == len(set(in_tree)), "pages of the tree are miscounted"
     assert tree.evictable == sum(node.owned for node in idle), "evictable pages are miscounted"
-    paused = sum(node.owned for node in nodes if node.leases == node.pins > 0)
-    assert tree.paused == paused, "pages that pins alone keep are miscounted"
+    _audit_soft_pins(tree, nodes, pins)
     leased = {page for node in nodes if node.leases for page in node.pages.tolist()}
     assert tree.evictable == len({page for node in idle for page in node.pages.tolist()} - leased)
     for node in nodes:
         leaf = not node.children
-        assert node.leases == 0 or node not in tree.order, "a leased node could be evicted"
-        assert node.leases > 0 or not leaf or node in tree.order, "an idle leaf could not be evicted"
+        assert node.leases == 0 or node not in tree.queue, "a leased node could be evicted"
+        assert node.leases > 0 or not leaf or node in tree.queue, "an idle leaf could not be evicted"
 
 
 def _below(root: Node) -> list[Node]:
@@ -77,12 +76,22 @@ def _audit_leases(tree: RadixTree, holdings: Collection[Holding], pins: Collecti
         assert holding.node.end == holding.n_shared, "a lease does not end where the shared cells do"
     for pin in pins:
         assert pin.node.end == pin.length, "a pin does not end where its tokens do"
-    for held in [*(holding.node for holding in holdings), *(pin.node for pin in pins)]:
-        node: Node | None = held
-        while node is not None:
-            leases[node] += 1
-            node = node.parent
+    for end in [*(holding.node for holding in holdings), *(pin.node for pin in pins)]:
+        leases.update((end.root, *end.path()))
     for root in tree.roots.values():
         assert root.parent is None
         for node in (root, *_below(root)):
             assert node.leases == leases[node], "leases are miscounted"
+
+
+def _audit_soft_pins(tree: RadixTree, nodes: Collection[Node], pins: Collection[Pin]) -> None:
+    soft = Counter(node for pin in pins if pin.soft for node in pin.node.path())
+    pages: Counter[str] = Counter()
+    for node in nodes:
+        assert node.soft == soft[node], "soft pins are miscounted"
+        if node.soft:
+            pages[node.root.tag] += node.owned
+    assert tree.soft_pages_of == {scope: n for scope, n in pages.items() if n}, "pages of soft pins are miscounted"
+    assert tree.soft_pages == pages.total()
+    alone = sum(node.owned for node in nodes if node.leases == node.soft > 0)
+    assert tree.soft_only == alone, "pages that soft pins alone keep are miscounted"

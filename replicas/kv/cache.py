@@ -1,7 +1,7 @@
-"""The KV bookkeeping of one replica, as the scheduler sees it: acquire, grow, publish, finish, drop; pin, unpin.
+"""The books of the KV cache, for whoever runs sequences: acquire, grow, publish, finish, drop; pin, unpin.
 
-Here: who owns which page, and that the books always balance. Not here: KV data (`tensors`), when to do what
-(`scheduling`). No clock, no I/O, not thread-safe: the engine thread is the only caller.
+Here: who owns which page, and that the books always balance. Not here: KV data (`tensors`), when to do what. No clock,
+no I/O, not thread-safe: one thread is the only caller.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,8 @@ from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Match, Node, RadixTree, owned_to
+from holdfast.replicas.kv.radix import PLAIN, Label, Node, Prefix, RadixTree
 from holdfast.replicas.types import TokenIds
-
-# ---- What is held of the KV cache: by a running sequence, or by a pin. Data only: `cache` alone changes it.
-#
-#     tokens       |<------ shared ------>|<------- own ------->|
-#                  0                   n_shared              capacity
-#     page slots   | tree | tree | tree | own | own | own | own |
-#
-# Cells below `n_shared` are the tree's: read through the row, protected by a lease, never written. The rest of the row
-# is
-# written by its sequence alone. Where `n_shared` lies inside a page, that slot is the sequence's own page, into which
-# the
-# shared cells before were copied.
-
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -53,6 +40,60 @@ class CacheStats:
     host_used: int = 0
 
 
+class CellCounts:
+    """How many cells are in which state now. Each is in one of these:
+
+    total    |-- free --|-- evictable --|-- kept by soft pins alone --|-- active --|
+             |-------- available -------|----------------- in_use -----------------|
+    """
+
+    def __init__(self, pool: PagePool, tree: RadixTree) -> None:
+        self._pool = pool
+        self._tree = tree
+
+    @property
+    def available(self) -> int:
+        """Cells that are free, or would be by eviction."""
+        return (self._pool.free + self._tree.evictable) * self._pool.page_size
+
+    @property
+    def in_use(self) -> int:
+        """Cells that no eviction could free now."""
+        return self._pool.total * self._pool.page_size - self.available
+
+    @property
+    def active(self) -> int:
+        """Cells in use by sequences and by pins that are not soft."""
+        return self.in_use - self._tree.soft_only * self._pool.page_size
+
+    @property
+    def soft_pinned(self) -> int:
+        """Cells that soft pins keep, shared ones counted once; others may keep them as well."""
+        return self._tree.soft_pages * self._pool.page_size
+
+    def soft_pinned_of(self, scope: str) -> int:
+        """The same, of one scope."""
+        return self._tree.soft_pages_of.get(scope, 0) * self._pool.page_size
+
+    def available_in(self, prefix: Prefix | None) -> int:
+        """Cells of a prefix that was found that count as available: acquiring it protects them from then on."""
+        return self._kept_by_none(prefix, but_soft_pins=False)
+
+    def inactive_in(self, prefix: Prefix | None) -> int:
+        """Cells of a prefix that was found that do not count as active: acquiring it makes them so."""
+        return self._kept_by_none(prefix, but_soft_pins=True)
+
+    def _kept_by_none(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
+        """Cells of `prefix` that nobody has a lease on, or nobody but soft pins: those at its end."""
+        if prefix is None or prefix.node.parent is None:
+            return 0
+        size, step, found = self._pool.page_size, prefix.node, 0
+        pages = step.owned_before(prefix.length, size)
+        while step.parent is not None and step.leases == (step.soft if but_soft_pins else 0):
+            found, pages, step = found + pages, step.parent.owned, step.parent
+        return found * size
+
+
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
     """A verb that changes the books: the cache is not sound any more once one has broken off."""
 
@@ -67,11 +108,12 @@ def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Co
 
 
 class KVCache:
-    """Pages, radix tree and the holdings of all running sequences.
+    """Pages, radix tree, and what others have of them: the holdings of running sequences, and pins.
 
+    `cells`: how many are in use, and by whom.
     `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
     `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
-    With a `host` tier what is evicted goes there. `reloads` brings it back.
+    With a `host` tier what is evicted goes there; `host.Reloads` brings it back.
     """
 
     def __init__(self, n_pages: int, page_size: int, prefix_cache: bool = True, host: HostTier | None = None) -> None:
@@ -79,6 +121,7 @@ class KVCache:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
         self.tree = RadixTree(self.pool)
+        self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self.sound = True
@@ -90,37 +133,7 @@ class KVCache:
         self._hits = 0
         self._hit_tokens = 0
 
-    # ---- looking ----
-
-    def peek(self, scope: str, tokens: TokenIds) -> int:
-        """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
-        match = found(self, scope, tokens)
-        return match.length if match is not None else 0
-
-    @property
-    def stats(self) -> CacheStats:
-        size = self.page_size
-        return CacheStats(
-            total=self.pool.total * size,
-            free=self.pool.free * size,
-            tree=self.tree.pages * size,
-            held=(self.pool.used - self.tree.pages) * size,
-            evictable=self.tree.evictable * size,
-            evicted=self._evicted_pages * size,
-            lookups=self._lookups,
-            hits=self._hits,
-            hit_tokens=self._hit_tokens,
-            host_total=self.host.pool.total * size if self.host is not None else 0,
-            host_used=self.host.pool.used * size if self.host is not None else 0,
-        )
-
-    def check(self) -> None:
-        """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
-        audit(self.pool, self.tree, self._live, self._pins)
-        if self.host is not None:
-            self.host.check()
-
-    # ---- the five verbs ----
+    # ---- the verbs ----
 
     @_change
     def acquire(
@@ -131,7 +144,7 @@ class KVCache:
         *,
         reuse: bool = True,
         continues: bool = False,
-        match: Match | None = None,
+        prefix: Prefix | None = None,
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
@@ -140,36 +153,36 @@ class KVCache:
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
-        `match` is what `found` says of these tokens now, where that is known.
+        `prefix` is what `find` says of these tokens now, where that is known.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
         root = self.tree.root(scope)
-        if match is None or not reuse:
-            match = self.tree.walk(root, tokens[: -1 if reuse else 0])
+        if prefix is None or not reuse:
+            prefix = self.tree.walk(root, tokens[: -1 if reuse else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
         copies: tuple[PageCopy, ...] = ()
-        taken = self.tree.take_last_page(match) if continues else None
+        taken = self.tree.take_last_page(prefix) if continues else None
         if taken is not None:
             node, page = taken
             self.tree.lease(node, now)
-            self.tree.fill(row, node, above=root)
-            row[match.length // self.page_size] = page[0]
+            self.tree.fill(row, node)
+            row[prefix.length // self.page_size] = page[0]
             n_shared = node.end
         else:
-            node, match, fresh = self._alias(root, match, tokens, now)
-            self.tree.fill(row, node, above=root)
-            n_shared = match.length
+            node, prefix, fresh = self._alias(root, prefix, tokens, now)
+            self.tree.fill(row, node)
+            n_shared = prefix.length
             if len(fresh):
                 slot = n_shared // self.page_size
                 copies = (PageCopy(int(row[slot]), int(fresh[0]), cells=n_shared % self.page_size),)
                 row[slot] = fresh[0]
-        n_pages = self.pool.pages_for(match.length)
-        holding = Holding(scope, node, match.length, n_shared, self.page_size, row, n_pages)
+        n_pages = self.pool.pages_for(prefix.length)
+        holding = Holding(scope, node, prefix.length, n_shared, self.page_size, row, n_pages)
         self._live.add(holding)
         self._lookups += 1
-        self._hits += match.length > 0
-        self._hit_tokens += match.length
+        self._hits += prefix.length > 0
+        self._hit_tokens += prefix.length
         return Acquired(holding, copies)
 
     @_change
@@ -206,11 +219,11 @@ class KVCache:
         length = n_computed - n_computed % self.page_size
         if not self.prefix_cache or length <= holding.n_shared:
             return
-        match = self.tree.walk(holding.node, tokens[:length])
-        first, known = holding.n_shared // self.page_size, match.length // self.page_size
+        prefix = self.tree.walk(holding.node, tokens[:length])
+        first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
         if known > first:
-            holding.spare = np.concatenate([holding.spare, holding.row[first:known]])
-        node = self._save(match, tokens[:length], holding, label)
+            holding.duplicates = np.concatenate([holding.duplicates, holding.row[first:known]])
+        node = self._save(prefix, tokens[:length], holding, label)
         self.tree.lease(node, now, held=holding.node)
         holding.node, holding.n_shared = node, length
 
@@ -228,31 +241,30 @@ class KVCache:
         """End a sequence and keep its first `n_computed` cells: those the tree lacks become a node under `label`.
 
         For completion and for preemption. Pages that hold nothing new are freed. With `pin` what is kept stays
-        protected from eviction by what is returned.
+        protected from eviction by what is returned, a soft pin.
         """
         self._expect(holding, tokens, n_computed)
         if not self.prefix_cache or n_computed <= holding.n_shared:
             self.drop(holding)
-            return self.pin(holding.scope, tokens[:n_computed], now) if pin else None
+            return self.pin(holding.scope, tokens[:n_computed], now, soft=True) if pin else None
         self._live.remove(holding)
-        match = self.tree.walk(holding.node, tokens[:n_computed])
-        first, known = holding.n_shared // self.page_size, match.length // self.page_size
-        kept = self.pool.pages_for(n_computed) if match.length < n_computed else known
-        node = match.node
-        if match.length < n_computed:
-            node = self._save(match, tokens[:n_computed], holding, label)
+        prefix = self.tree.walk(holding.node, tokens[:n_computed])
+        first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
+        kept = self.pool.pages_for(n_computed) if prefix.length < n_computed else known
+        node = prefix.node
+        if prefix.length < n_computed:
+            node = self._save(prefix, tokens[:n_computed], holding, label)
         self.tree.lease(node, now, held=holding.node)
         if not (pin and node.end == n_computed):
             self.tree.release(node)
         self.pool.release(holding.row[first:known])
         self.pool.release(holding.row[kept : holding.n_pages])
-        self.pool.release(holding.spare)
+        self.pool.release(holding.duplicates)
         if not pin:
             return None
         # The lease of a moment ago is the pin's, but where what is kept ends inside a node.
-        held = Pin(node if node.end == n_computed else self.tree.lease_at(Match(node, n_computed), now), n_computed)
-        self._pins.add(held)
-        return held
+        leased = node if node.end == n_computed else self.tree.lease_at(Prefix(node, n_computed), now)
+        return self._pin(leased, soft=True)
 
     @_change
     def drop(self, holding: Holding) -> None:
@@ -261,17 +273,12 @@ class KVCache:
         self._live.remove(holding)
         self.tree.release(holding.node)
         self.pool.release(holding.own)
-        self.pool.release(holding.spare)
-
-    # ---- pins ----
+        self.pool.release(holding.duplicates)
 
     @_change
-    def pin(self, scope: str, tokens: TokenIds, now: float) -> Pin:
+    def pin(self, scope: str, tokens: TokenIds, now: float, *, soft: bool = False) -> Pin:
         """Protect the longest cached prefix of `tokens` from eviction, for one that comes back for it later."""
-        match = self.tree.walk(self.tree.root(scope), tokens)
-        pin = Pin(self.tree.lease_at(match, now), match.length)
-        self._pins.add(pin)
-        return pin
+        return self._pin(self.tree.lease_at(self.tree.walk(self.tree.root(scope), tokens), now), soft)
 
     @_change
     def unpin(self, pin: Pin) -> None:
@@ -279,31 +286,76 @@ class KVCache:
         if pin not in self._pins:
             raise EngineError("this pin has been given back")
         self._pins.remove(pin)
+        if pin.soft:
+            self.tree.harden(pin.node)
         self.tree.release(pin.node)
+
+    # ---- looking ----
+
+    def find(self, scope: str, tokens: TokenIds) -> Prefix | None:
+        """What `acquire` would find cached now; None in a scope that has nothing. Changes nothing."""
+        root = self.tree.roots.get(scope)
+        return self.tree.walk(root, tokens[:-1]) if root is not None else None
+
+    def peek(self, scope: str, tokens: TokenIds) -> int:
+        """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
+        prefix = self.find(scope, tokens)
+        return prefix.length if prefix is not None else 0
+
+    @property
+    def stats(self) -> CacheStats:
+        size = self.page_size
+        return CacheStats(
+            total=self.pool.total * size,
+            free=self.pool.free * size,
+            tree=self.tree.pages * size,
+            held=(self.pool.used - self.tree.pages) * size,
+            evictable=self.tree.evictable * size,
+            evicted=self._evicted_pages * size,
+            lookups=self._lookups,
+            hits=self._hits,
+            hit_tokens=self._hit_tokens,
+            host_total=self.host.pool.total * size if self.host is not None else 0,
+            host_used=self.host.pool.used * size if self.host is not None else 0,
+        )
+
+    def check(self) -> None:
+        """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
+        audit(self.pool, self.tree, self._live, self._pins)
+        if self.host is not None:
+            self.host.check()
 
     # ---- parts ----
 
-    def _alias(self, root: Node, match: Match, tokens: TokenIds, now: float) -> tuple[Node, Match, PageIds]:
-        """Lease the end of `match`, with a fresh page where it lies inside one, or cut it to whole pages."""
-        node = self.tree.lease_at(match, now)
-        tail = match.length % self.page_size
+    def _alias(self, root: Node, prefix: Prefix, tokens: TokenIds, now: float) -> tuple[Node, Prefix, PageIds]:
+        """Lease the end of `prefix`, with a fresh page where it lies inside one, or cut it to whole pages."""
+        node = self.tree.lease_at(prefix, now)
+        tail = prefix.length % self.page_size
         fresh = self._take(1 if tail else 0)
         if fresh is not None:
-            return node, match, fresh
+            return node, prefix, fresh
         self.tree.release(node)
-        match = self.tree.walk(root, tokens[: match.length - tail])
-        return self.tree.lease_at(match, now), match, NO_PAGES
+        prefix = self.tree.walk(root, tokens[: prefix.length - tail])
+        return self.tree.lease_at(prefix, now), prefix, NO_PAGES
 
-    def _save(self, match: Match, tokens: TokenIds, holding: Holding, label: Label) -> Node:
-        """A node at the end of `tokens`: what lies beyond `match` is added, with the holding's own pages."""
-        parent = self.tree.node_at(match)
-        if match.length == len(tokens):
+    def _pin(self, node: Node, soft: bool) -> Pin:
+        """A pin with the caller's lease on `node`."""
+        pin = Pin(node, node.end, soft)
+        if soft:
+            self.tree.soften(node)
+        self._pins.add(pin)
+        return pin
+
+    def _save(self, prefix: Prefix, tokens: TokenIds, holding: Holding, label: Label) -> Node:
+        """A node at the end of `tokens`: what lies beyond `prefix` is added, with the holding's own pages."""
+        parent = self.tree.node_at(prefix)
+        if prefix.length == len(tokens):
             return parent
-        slots = slice(match.length // self.page_size, self.pool.pages_for(len(tokens)))
-        return self.tree.add(parent, tokens[match.length :], holding.row[slots], label, held=holding.node)
+        slots = slice(prefix.length // self.page_size, self.pool.pages_for(len(tokens)))
+        return self.tree.add(parent, tokens[prefix.length :], holding.row[slots], label, held=holding.node)
 
     def _take(self, n: int, after: int | None = None) -> PageIds | None:
-        """`n` fresh pages, evicting where needed, those behind page `after` first.
+        """`n` fresh pages, those behind page `after` first. Evicts as many as are missing, and none in vain.
 
         None, and nothing evicted, when they are not to be had.
         """
@@ -312,7 +364,7 @@ class KVCache:
             if n > pool.free + self.tree.evictable:
                 return None
             while pool.free < n:
-                freed = self.tree.evict(self.host.save if self.host is not None else None)
+                freed = self.tree.evict(n - pool.free, self.host.save if self.host is not None else None)
                 assert freed is not None, "evictable pages were counted that are not there"
                 self._evicted_pages += freed
         return pool.alloc(n, after)
@@ -323,38 +375,3 @@ class KVCache:
             raise EngineError("this holding has ended")
         if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
-
-
-def found(cache: KVCache, scope: str, tokens: TokenIds) -> Match | None:
-    """Where what `acquire` would find cached now ends; None in a scope that has nothing. Changes nothing."""
-    root = cache.tree.roots.get(scope)
-    return cache.tree.walk(root, tokens[:-1]) if root is not None else None
-
-
-def to_be_had(cache: KVCache) -> int:
-    """Cells that are free, or would be by eviction."""
-    return (cache.pool.free + cache.tree.evictable) * cache.page_size
-
-
-def in_use(cache: KVCache) -> int:
-    """Cells that no eviction could free now."""
-    return cache.pool.total * cache.page_size - to_be_had(cache)
-
-
-def running(cache: KVCache) -> int:
-    """Cells in use by sequences and sessions: all but those that only programs' pins keep."""
-    return in_use(cache) - cache.tree.paused * cache.page_size
-
-
-def claimed(cache: KVCache, match: Match | None, besides_pins: bool = False) -> int:
-    """Cells that `acquire` would protect from then on: those of what was `found` that nobody protects now.
-
-    `besides_pins`: or nobody but programs' pins.
-    """
-    if match is None or match.node.parent is None:
-        return 0
-    pages, step = owned_to(match.node, match.length, cache.pool), match.node
-    found = 0
-    while step.parent is not None and step.leases == (step.pins if besides_pins else 0):
-        found, pages, step = found + pages, step.parent.owned, step.parent
-    return found * cache.page_size

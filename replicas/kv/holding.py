@@ -1,12 +1,6 @@
-"""What is held of the KV cache: by a running sequence, or by a pin. Data only: `cache` alone changes it.
+"""What others have of the cache: the holding of one running sequence, and the pin of one that comes back later.
 
-    tokens       |<------ shared ------>|<------- own ------->|
-                 0                   n_shared              capacity
-    page slots   | tree | tree | tree | own | own | own | own |
-
-Cells below `n_shared` are the tree's: read through the row, protected by a lease, never written. The rest of the row is
-written by its sequence alone. Where `n_shared` lies inside a page, that slot is the sequence's own page, into which the
-shared cells before were copied.
+Data only: `cache` alone changes it.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +11,16 @@ from holdfast.replicas.kv.radix import Node
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one sequence holds of the cache. The scheduler stores it; `KVCache` alone changes it."""
+    """What one running sequence has of the cache.
+
+    tokens       |<------ shared ------>|<------- own ------->|
+                 0                   n_shared              capacity
+    page slots   | tree | tree | tree | own | own | own | own |
+
+    Cells below `n_shared` are the tree's: read through the row, protected by a lease, never written. The rest of the
+    row is written by this sequence alone. Where `n_shared` lies inside a page, that slot is the sequence's own page,
+    into which the shared cells before were copied.
+    """
 
     scope: str
     node: Node = field(repr=False)  # leased; ends at `n_shared`
@@ -26,8 +29,9 @@ class Holding:
     page_size: int
     row: PageIds = field(repr=False)  # valid up to `n_pages`
     n_pages: int
-    # Own pages that the tree turned out to have already. The row goes on reading them; they are freed at the end.
-    spare: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
+    # Own pages below `n_shared`: the tree had their tokens already when they were published. The row goes on reading
+    # them; they are freed at the end.
+    duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
 
     @property
     def pages(self) -> PageIds:
@@ -47,10 +51,15 @@ class Holding:
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A hold on `length` cached tokens: until it is given back they are not evicted. It owns no pages."""
+    """Protection of `length` cached tokens until it is given back: they are not evicted. It owns no pages.
+
+    A `soft` pin may be taken away from whom it was left for when others need the cells; who does that is not said here.
+    What soft pins alone protect is counted apart.
+    """
 
     node: Node = field(repr=False)  # leased; ends at `length`
     length: int
+    soft: bool = False
 
 
 @dataclass(frozen=True, slots=True)

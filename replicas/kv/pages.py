@@ -1,15 +1,23 @@
 """The pool of KV pages: which are free, and how many owners each of the others has.
 
-Here: handing pages out and taking them back, as array operations. Not here: what a page holds (`radix` knows the
-tokens, `tensors` the numbers) and whom to take pages from when none is free (`cache`).
+Here: handing pages out and taking them back, as array operations, and what is to be copied between pages, as data. Not
+here: what a page holds (`radix` knows the tokens, `tensors` the numbers), whom to take pages from when none is free
+(`cache`).
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-PageIds = npt.NDArray[np.int32]
+PageIds: TypeAlias = npt.NDArray[np.int32]
+
+NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+
+_LEAST_ROOM = 8  # pages that are left free behind new ones, while there are others
+_FEW = 16  # pages up to which one after the other is fastest
+_STRETCH = 1 << 15  # flags that are looked at at once: about 4 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +43,7 @@ class PageMoves:
         return len(self.device)
 
 
-NO_MOVES = PageMoves(np.empty(0, np.int32), np.empty(0, np.int32))
-
-
-NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
-
-LEAST_ROOM = 8  # pages that are left free behind new ones, while there are others
-_FEW = 16  # pages up to which looking for one after the other is fastest
-_STRETCH = 1 << 15  # flags that are looked at at once: about 4 us
+NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
 
 
 class PagePool:
@@ -89,15 +90,31 @@ class PagePool:
         """One owner fewer for each of `pages`, all distinct; returns how many became free by it."""
         if not len(pages):
             return 0
-        self.owners[pages] -= 1
-        freed = pages[self.owners[pages] == 0]
-        self._is_free[freed] = True
-        self.free += len(freed)
-        return len(freed)
+        n = self._release_few(pages) if len(pages) <= _FEW else self._release_many(pages)
+        self.free += n
+        return n
 
     def pages_for(self, n_tokens: int) -> int:
         """How many pages `n_tokens` cells take."""
         return -(-n_tokens // self.page_size)
+
+    def _release_few(self, pages: PageIds) -> int:
+        """One owner fewer for each, one page after the other; how many have none left."""
+        owners, flags, n = self.owners, self._free_flags, 0
+        for page in pages.tolist():
+            left = owners.item(page) - 1
+            owners[page] = left
+            if not left:
+                flags[page] = 1
+                n += 1
+        return n
+
+    def _release_many(self, pages: PageIds) -> int:
+        """The same, with all owners looked at at once."""
+        self.owners[pages] -= 1
+        freed = pages[self.owners[pages] == 0]
+        self._is_free[freed] = True
+        return len(freed)
 
     def _few(self, n: int, after: int | None) -> PageIds:
         """`n` pages with one owner each, looked for one by one."""
@@ -149,5 +166,5 @@ class PagePool:
 
     def _leave_room(self, end: int, n: int) -> None:
         """`n` pages up to `end` were searched for: the next search skips as many as may come to belong behind them."""
-        behind = end + max(n, LEAST_ROOM)
+        behind = end + max(n, _LEAST_ROOM)
         self._cursor = behind if behind < self.total else 0

@@ -1,28 +1,42 @@
 """The radix tree over cached tokens: token-granular, edges compressed, one root per cache scope.
 
-Here: finding a prefix, splitting, adding, leasing and evicting nodes. Not here: sequences and their rows (`cache`),
-the order of eviction (`order`).
+Here: finding a prefix; splitting, adding, leasing and evicting nodes, and in which order they are evicted. Not here:
+sequences and their rows (`cache`).
 
-Costs: a walk compares whole edges as bytes, about 0.5 us a node plus a fraction of a nanosecond a token. Leases are
-counted along the path to the root, so whether a node may go, and how many pages could be had, is known without
-a search.
+Each holder of a path has a *lease* on it, and each node counts those of its holders and of the nodes below. So whether
+a node may go, and how many pages could be had, is known without a search. A walk compares whole edges: about 0.5 us a
+node plus a fraction of a nanosecond a token.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
-from holdfast.replicas.types import TokenIds, record
+from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 
-# ---- A node of the radix tree: a run of tokens and the pages that hold their cells. Data only.
+_LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
+_GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a holder says of the tokens it saves: `tag` is for people and policies, `priority` is the eviction tier."""
+
+    tag: str = ""
+    priority: int = 0
+
+
+PLAIN = Label()
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Tokens at absolute positions [start, end), below the parent that ends at `start`.
+    """Tokens at absolute positions [start, end), below the parent that ends at `start`. Data only.
 
     `pages[i]` is the page of page slot `start // page_size + i`; together they cover [start, end):
 
@@ -44,115 +58,69 @@ class Node:
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
     leases: int = 0  # holders of this node or one below it
-    pins: int = 0  # of these, programs between two turns (`pinned` counts them)
+    soft: int = 0  # of these, soft pins
     children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def root(self) -> "Node":
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
-# ---- The order in which tree nodes are evicted: lower priority tier first, then oldest use first, leaves only.
-#
-# A use ends when the last lease on a node is released, and releasing goes from a leaf towards the root. So within a
-# tier
-# every node stands behind all its descendants, the head of the queue is a leaf unless more valuable nodes
-# hang from it, and no search is needed.
+    def path(self) -> list["Node"]:
+        """The nodes from below the root down to this one."""
+        path, node = [], self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
 
+    def path_tokens(self) -> TokenIds:
+        """All tokens from the root to `end`. Not to be changed."""
+        parts = [node.tokens for node in self.path()]
+        return parts[0] if len(parts) == 1 else np.concatenate((NO_TOKENS, *parts))
 
-class EvictionOrder:
-    """Nodes without leases, one queue a tier. Every operation takes constant time, amortised."""
-
-    def __init__(self) -> None:
-        self._tiers: dict[int, OrderedDict[Node, None]] = {}
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._tiers.get(node.priority, ())
-
-    def append(self, node: Node) -> None:
-        """`node` was just used, after all its descendants in the order were."""
-        tier = self._tiers.setdefault(node.priority, OrderedDict())
-        tier[node] = None
-        tier.move_to_end(node)
-
-    def discard(self, node: Node) -> None:
-        """`node` is in use; it may have been missing here (see `pop`)."""
-        if (tier := self._tiers.get(node.priority)) is not None:
-            tier.pop(node, None)
-
-    def pop(self) -> Node | None:
-        """Take out the leaf to evict next; None when there is none.
-
-        Inner nodes met on the way wait for descendants in a higher tier. They leave the queue as well, so that
-        they are met only once, and `leaf` brings them back.
-        """
-        for priority in sorted(self._tiers):
-            tier = self._tiers[priority]
-            while tier:
-                node, _ = tier.popitem(last=False)
-                if not node.children:
-                    return node
-        return None
-
-    def leaf(self, node: Node) -> None:
-        """`node` lost its last child. If `pop` had passed it over it goes to the head, where it was then."""
-        tier = self._tiers.setdefault(node.priority, OrderedDict())
-        if node not in tier:
-            tier[node] = None
-            tier.move_to_end(node, last=False)
-
-
-_GROWN = 512  # tokens up to which a leaf grows in place: a leaf is evicted whole
-NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a holder says of the tokens it saves: `tag` is for people and policies, `priority` is the eviction tier."""
-
-    tag: str = ""
-    priority: int = 0
-
-
-PLAIN = Label()
+    def owned_before(self, at: int, page_size: int) -> int:
+        """Pages counted for the part before the absolute position `at`, which is past `start`."""
+        shared_above = len(self.pages) - self.owned
+        return -(-at // page_size) - self.start // page_size - shared_above
 
 
 @record
-class Match:
-    """The longest known prefix: its first `length` tokens end in `node`, at its end or inside its edge."""
+class Prefix:
+    """The longest known prefix of some tokens: its `length` tokens end in `node`, at its end or inside its edge."""
 
     node: Node
     length: int
-
-
-def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """How many leading tokens `a` and `b` have in common."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
-
-
-def owned_to(node: Node, at: int, pool: PagePool) -> int:
-    """Pages counted for the part of `node` before the absolute position `at`: those of a cut's upper half."""
-    shared_above = len(node.pages) - node.owned
-    return pool.pages_for(at) - node.start // pool.page_size - shared_above
 
 
 class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
     `pages` counts the pages that any node refers to, `evictable` those that would come free if every node
-    without leases went, `paused` those that programs' pins alone keep from that.
+    without leases went. What soft pins keep is counted as they come and go, a page that several of them keep once:
+
+        soft   = 0           none of a node's pages is counted
+        leases > soft > 0    kept by soft pins, and by somebody else:  `soft_pages`, `soft_pages_of` its scope
+        leases = soft > 0    kept by soft pins alone:                  `soft_only` as well
+
+    No page comes to a node with a soft pin, and none goes: it is only cut in two, and both halves have the pin then.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self.roots: dict[str, Node] = {}
-        self.order = EvictionOrder()
+        self.queue = EvictionQueue()
         self.nodes = 0  # without roots
         self.pages = 0
         self.evictable = 0
-        self.paused = 0
+        self.soft_pages = 0
+        self.soft_pages_of: dict[str, int] = {}
+        self.soft_only = 0
         self._pool = pool
 
     def root(self, scope: str) -> Node:
@@ -162,8 +130,8 @@ class RadixTree:
             root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tag=scope)
         return root
 
-    def walk(self, node: Node, tokens: TokenIds) -> Match:
-        """The longest prefix of `tokens` in the tree, given that the path to `node` is a prefix. Changes nothing."""
+    def walk(self, node: Node, tokens: TokenIds) -> Prefix:
+        """The longest prefix of `tokens` in the tree, given that the path to `node` is one. Changes nothing."""
         length, n = node.end, len(tokens)
         while length < n:
             child = node.children.get(tokens.item(length))
@@ -171,14 +139,15 @@ class RadixTree:
                 break
             edge, end = child.tokens, child.end
             part = tokens[length:end]
-            if edge.tobytes() != part.tobytes() and (common := common_prefix(edge, part)) < len(edge):
-                return Match(child, length + common)
+            differs = len(edge) > _LONG or edge.tobytes() != part.tobytes()  # or may do so
+            if differs and (common := common_prefix(edge, part)) < len(edge):
+                return Prefix(child, length + common)
             node, length = child, end
-        return Match(node, length)
+        return Prefix(node, length)
 
-    def node_at(self, match: Match) -> Node:
-        """A node that ends exactly where `match` does, by a split where needed. The caller leases it, or one below."""
-        return match.node if match.node.end == match.length else self._split(match.node, match.length)
+    def node_at(self, prefix: Prefix) -> Node:
+        """A node that ends exactly where `prefix` does, by a split where needed. The caller leases it, or one below."""
+        return prefix.node if prefix.node.end == prefix.length else self._split(prefix.node, prefix.length)
 
     def add(self, parent: Node, tokens: TokenIds, pages: PageIds, label: Label, held: Node | None = None) -> Node:
         """A leaf with `tokens` below `parent`; takes `pages` over from their one owner. The caller leases it.
@@ -212,18 +181,18 @@ class RadixTree:
             step.leases += 1
             if step.leases == 1:
                 self.evictable -= step.owned
-                self.order.discard(step)
-            elif step.leases == step.pins + 1:
-                self.paused -= step.owned
+                self.queue.discard(step)
+            elif step.leases == step.soft + 1:
+                self.soft_only -= step.owned
             step = step.parent
         step = node
         while step is not None:
             step.touched = now
             step = step.parent
 
-    def lease_at(self, match: Match, now: float) -> Node:
-        """Lease exactly what `match` found; returns the node that ends there."""
-        node = self.node_at(match)
+    def lease_at(self, prefix: Prefix, now: float) -> Node:
+        """Lease exactly `prefix`; returns the node that ends there."""
+        node = self.node_at(prefix)
         self.lease(node, now)
         return node
 
@@ -234,47 +203,75 @@ class RadixTree:
             step.leases -= 1
             if step.leases == 0:
                 self.evictable += step.owned
-                self.order.append(step)
-            elif step.leases == step.pins:
-                self.paused += step.owned
+                self.queue.append(step)
+            elif step.leases == step.soft:
+                self.soft_only += step.owned
             step = step.parent
         step.leases -= 1
 
-    def fill(self, row: PageIds, node: Node, above: Node) -> None:
-        """Write the pages of the path from below `above` to `node` into `row`, each at its page slot."""
-        path, size = [], self._pool.page_size
-        while node is not above and node.parent is not None:
-            path.append(node)
-            node = node.parent
-        for step in reversed(path):  # top down: a deeper node's page stands for a slot they share
+    def soften(self, node: Node) -> None:
+        """The lease that the caller has on the path to `node` is a soft pin's from now on."""
+        gained, step = 0, node
+        while step.parent is not None:
+            step.soft += 1
+            if step.soft == 1:
+                gained += step.owned
+            if step.soft == step.leases:
+                self.soft_only += step.owned
+            step = step.parent
+        self._count_soft(gained, scope=step.tag)
+
+    def harden(self, node: Node) -> None:
+        """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
+        lost, step = 0, node
+        while step.parent is not None:
+            if step.soft == step.leases:
+                self.soft_only -= step.owned
+            step.soft -= 1
+            if step.soft == 0:
+                lost += step.owned
+            step = step.parent
+        self._count_soft(-lost, scope=step.tag)
+
+    def fill(self, row: PageIds, node: Node) -> None:
+        """Write the pages of the path to `node` into `row`, each at its page slot."""
+        size = self._pool.page_size
+        for step in node.path():  # top down: a deeper node's page stands for a slot they share
             slot, pages = step.start // size, step.pages
             row[slot : slot + len(pages)] = pages
 
-    def evict(self, leaving: Callable[[Node], None] | None = None) -> int | None:
-        """Remove the leaf that is next in order; returns how many pages came free, None when nothing may go.
+    def evict(self, n: int, leaving: Callable[[Node], None] | None = None) -> int | None:
+        """Let up to `n` pages go from the end of the leaf that is next in order; None when nothing may go.
 
-        `leaving` is told of the leaf while it is still in its place.
+            leaf     |---- stays, and is next in order ----|--- n pages ---|
+
+        A leaf without that many goes whole. Returns how many pages came free: none, where all there was to go is half
+        of a page cut in two. `leaving` is told of the leaf while it is whole and in its place.
         """
-        leaf = self.order.pop()
+        leaf = self.queue.head()
         if leaf is None or leaf.parent is None:
             return None
         if leaving is not None:
             leaving(leaf)
+        if n < leaf.owned:
+            return self._pool.release(self._shorten(leaf, n))
         self._detach(leaf, leaf.parent)
         return self._pool.release(leaf.pages)
 
-    def take_last_page(self, match: Match) -> tuple[Node, PageIds] | None:
-        """Take the last, partly filled page of `match` out of the tree, for a writer that goes on from there.
+    def take_last_page(self, prefix: Prefix) -> tuple[Node, PageIds] | None:
+        """Take the last, partly filled page of `prefix` out of the tree, for a writer that goes on from there.
 
         Returns the node that now ends the path, and the page with one owner, the caller. None, and nothing changed,
         where somebody else holds, extends or refers to it: then its cells have to be copied.
         """
-        node, size = match.node, self._pool.page_size
-        if match.length % size == 0 or node.end != match.length or node.children or node.leases or node.parent is None:
+        node, size = prefix.node, self._pool.page_size
+        if prefix.length % size == 0 or node.end != prefix.length or node.parent is None:
+            return None
+        if node.children or node.leases:
             return None
         if self._pool.owners[node.pages[-1]] != 1:
             return None
-        start = match.length - match.length % size
+        start = prefix.length - prefix.length % size
         if node.start < start:
             self._split(node, start)
         parent = node.parent
@@ -283,13 +280,30 @@ class RadixTree:
 
     def _detach(self, leaf: Node, parent: Node) -> None:
         """Take a leaf without leases out; its pages keep their owner."""
-        self.order.discard(leaf)
+        self.queue.discard(leaf)
         del parent.children[int(leaf.tokens[0])]
         if not parent.children and parent.leases == 0 and parent.parent is not None:
-            self.order.leaf(parent)
+            self.queue.lost_last_child(parent)
         self.nodes -= 1
         self.pages -= leaf.owned
         self.evictable -= leaf.owned
+
+    def _shorten(self, leaf: Node, n: int) -> PageIds:
+        """Cut `n` of the owned pages, but not all, off the end of a leaf without leases; they keep their owner."""
+        size, kept = self._pool.page_size, len(leaf.pages) - n
+        gone = leaf.pages[kept:]
+        leaf.tokens = _head(leaf.tokens, (leaf.start // size + kept) * size - leaf.start)
+        leaf.pages = _head(leaf.pages, kept)
+        leaf.owned -= n
+        self.pages -= n
+        self.evictable -= n
+        return gone
+
+    def _count_soft(self, pages: int, scope: str) -> None:
+        self.soft_pages += pages
+        left = self.soft_pages_of.pop(scope, 0) + pages
+        if left:
+            self.soft_pages_of[scope] = left
 
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
         """Let `parent` refer to the first page of `leaf`, which holds all the cells of its own last page and more.
@@ -331,9 +345,9 @@ class RadixTree:
         )
         if at % size:
             self._pool.retain(lower[:1])
-        upper.owned = owned_to(node, at, self._pool)
-        upper.touched, upper.tag, upper.priority, upper.leases = node.touched, node.tag, node.priority, node.leases
-        upper.pins = node.pins
+        upper.owned = node.owned_before(at, size)
+        upper.touched, upper.tag, upper.priority = node.touched, node.tag, node.priority
+        upper.leases, upper.soft = node.leases, node.soft
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[cut])] = node
         node.tokens, node.start, node.pages, node.parent = node.tokens[cut:].copy(), at, lower, upper
@@ -342,54 +356,58 @@ class RadixTree:
         return upper
 
 
-# ---- How many pages the programs' pins keep in the tree: counted as pins come and go, so that nobody has to search.
-#
-#     pins    = 0          none of these pages is counted here
-#     leases  > pins > 0   kept by pins, and by sequences or sessions that read them
-#     leases == pins > 0   kept by pins alone: `RadixTree.paused`
-#
-# Pages that several pins keep are counted once. No page of a pinned node comes or goes while the pin is held: a node
-# is
-# only cut in two, and both halves are pinned then.
+class EvictionQueue:
+    """Nodes without leases in the order of eviction: lower priority tier first, then oldest use first, leaves only.
+
+    A use ends when the last lease on a node is released, and releasing goes from a leaf towards the root. So within a
+    tier every node stands behind all its descendants, the head of a tier is a leaf unless more valuable nodes hang from
+    it, and no search is needed: every operation takes constant time, amortised.
+    """
+
+    def __init__(self) -> None:
+        self._tiers: dict[int, OrderedDict[Node, None]] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._tiers.get(node.priority, ())
+
+    def append(self, node: Node) -> None:
+        """`node` was just used, after all its descendants in the queue were."""
+        tier = self._tiers.setdefault(node.priority, OrderedDict())
+        tier[node] = None
+        tier.move_to_end(node)
+
+    def discard(self, node: Node) -> None:
+        """`node` is in use, or gone; it may have been missing here (see `head`)."""
+        if (tier := self._tiers.get(node.priority)) is not None:
+            tier.pop(node, None)
+
+    def head(self) -> Node | None:
+        """The leaf to evict next, which stays where it is; None when there is none.
+
+        Inner nodes met on the way wait for descendants in a higher tier. They leave the queue, so that they are met
+        only once, and `lost_last_child` brings them back.
+        """
+        for priority in sorted(self._tiers):
+            tier = self._tiers[priority]
+            while tier:
+                node = next(iter(tier))
+                if not node.children:
+                    return node
+                del tier[node]
+        return None
+
+    def lost_last_child(self, node: Node) -> None:
+        """`node` is a leaf now. If `head` had passed it over it goes to the front, where it was then."""
+        tier = self._tiers.setdefault(node.priority, OrderedDict())
+        if node not in tier:
+            tier[node] = None
+            tier.move_to_end(node, last=False)
 
 
-class PinnedPages:
-    """Pages by scope. `Node.pins` counts the pins at a node or below it; changed here, and where a node is cut."""
+def _head(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:
+    """The first `n` of `ids`, copied only once less than half is left of the memory they are in.
 
-    def __init__(self, tree: RadixTree) -> None:
-        self._tree = tree
-        self._pages: dict[str, int] = {}
-        self.total = 0
-
-    def of(self, scope: str) -> int:
-        return self._pages.get(scope, 0)
-
-    def add(self, scope: str, node: Node) -> None:
-        """A pin at the end of `node`, which has its lease."""
-        gained, step = 0, node
-        while step.parent is not None:
-            step.pins += 1
-            if step.pins == 1:
-                gained += step.owned
-            if step.pins == step.leases:
-                self._tree.paused += step.owned
-            step = step.parent
-        self._count(scope, gained)
-
-    def remove(self, scope: str, node: Node) -> None:
-        """That pin goes; its lease is given back after it."""
-        lost, step = 0, node
-        while step.parent is not None:
-            if step.pins == step.leases:
-                self._tree.paused -= step.owned
-            step.pins -= 1
-            if step.pins == 0:
-                lost += step.owned
-            step = step.parent
-        self._count(scope, -lost)
-
-    def _count(self, scope: str, pages: int) -> None:
-        self.total += pages
-        left = self._pages.pop(scope, 0) + pages
-        if left:
-            self._pages[scope] = left
+    So that cutting piece by piece costs no more than one copy in all, and what was cut off is not held on to.
+    """
+    memory: Any = ids if ids.base is None else ids.base
+    return ids[:n] if 2 * n > len(memory) else ids[:n].copy()

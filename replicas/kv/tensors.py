@@ -1,17 +1,14 @@
-"""The KV store: one allocation for every layer, page and cell. Who owns a page is decided elsewhere (`kv/pages`).
+"""KV data: the store that attention reads, its second tier in host memory, and the copies between the two.
 
-    [layers, 2, pages, page_size, kv_heads, head_dim]      index 1: 0 keys, 1 values
-
-That is the shape everywhere; the order in memory depends on the device. On a GPU it is the shape's own, so a cell is
-one block. On a CPU the heads come before the pages: a core reads one head at a time, and a run of pages then is one
-unbroken stretch for each head. With 4 heads of 32 values out of cold memory, attention over 500 cells takes 47 us of
-a core that way and 153 us the other way; with 8 heads of 128 the two are equal in float32, 405 to 540 us in bfloat16.
+Here: numbers. Not here: who owns a page (`cache`), what is kept in the second tier (`host`).
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +19,10 @@ from holdfast.kernels.kv import copy_cells, store_kv
 from holdfast.kernels.paging import sent
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageIds, PageMoves
+
+log = logging.getLogger(__name__)
+
+STAGED = 16 << 20  # bytes of pages that are on their way between the tiers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,16 @@ class CellShape:
 
 
 class KVTensors:
-    """The storage itself; `data` has the module's shape."""
+    """The KV store: one allocation for every layer, page and cell.
+
+        data    [layers, 2, pages, page_size, kv_heads, head_dim]      index 1: 0 keys, 1 values
+
+    That is the shape everywhere; the order in memory depends on the device. On a GPU it is the shape's own, so a cell
+    is one block. On a CPU the heads come before the pages: a core reads one head at a time, and a run of pages then is
+    one unbroken stretch for each head. With 4 heads of 32 values out of cold memory, attention over 500 cells takes
+    47 us of a core that way and 153 us the other way; with 8 heads of 128 the two are equal in float32, 405 to 540 us
+    in bfloat16.
+    """
 
     def __init__(
         self,
@@ -104,19 +114,6 @@ class KVTensors:
         copy_cells(self.data, source, target, cells)
 
 
-# ---- The second tier's memory, and copies between it and the KV store beside a step's forward.
-#
-#     [pages, layers, 2, page_size, kv_heads, head_dim]      on the host; pinned where the store is on a GPU
-#
-#     step   |-- gather --|--------- forward ---------|- wait -|
-#     side                |-- out --|------ in ------|
-#
-# What leaves the device is gathered before the forward may write over it. The rest runs on the side: on a stream of
-# its
-# own, or, where the store is in host memory too, in a thread. Which page goes where is decided elsewhere
-# (`host_tier`).
-
-
 @dataclass(frozen=True, slots=True)
 class Moved:
     """How the copies of a step went. Not `ok`: it is not known what they wrote. `load_s`: seconds of copying in."""
@@ -125,13 +122,123 @@ class Moved:
     load_s: float = 0.0
 
 
+class HostPages:
+    """The second tier's memory: `pages` pages on the host, pinned where the store is on a GPU.
+
+        data    [pages, layers, 2, page_size, kv_heads, head_dim]
+
+    In each step: `save`, then `load`, then `wait`.
+
+        step    |-- save --|--------- forward ---------|- wait -|
+        side        |-- out --|------ in ------|
+
+    What leaves the store is gathered before the forward may write over it; the rest runs on the side. Both ways go
+    through one buffer of `staged` bytes, or one page, allocated once: what is more goes slice by slice, and the forward
+    waits for all but the last slice that leaves. A copy that fails is logged, and told by `wait`.
+    """
+
+    def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED) -> None:
+        """Allocate. Raises ConfigError when the machine has not that much memory."""
+        device, dtype = kv.data.device, kv.data.dtype
+        self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
+        page, page_bytes = self._pages.shape[1:], kv.page_size * kv.cell_bytes
+        cuda = device.type == "cuda"
+        slice_pages = min(max(staged // page_bytes, 1), pages)
+        try:
+            self.data = torch.zeros(pages, *page, dtype=dtype, pin_memory=cuda)
+            self._buffer = torch.empty(slice_pages, *page, dtype=dtype, device=device)
+        except RuntimeError as error:
+            wanted = pages * page_bytes / 2**30
+            raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
+        self._side: _Side = _Stream(device) if cuda else _Thread()
+        self._loads = False
+        self._failed = False
+
+    def save(self, moves: PageMoves) -> None:
+        """Copy pages out; from here on the store's pages may be written over."""
+        if len(moves):
+            self._try(f"copying {len(moves)} pages of KV to the host", lambda: self._save(moves))
+
+    def load(self, moves: PageMoves) -> None:
+        """Begin to copy pages in; they are there after `wait`."""
+        self._loads = len(moves) > 0
+        if self._loads:
+            what = f"copying {len(moves)} pages of KV from the host"
+            self._try(what, lambda: self._side.do(lambda: self._try(what, lambda: self._load(moves))))
+
+    def wait(self) -> Moved:
+        """Wait until everything that was begun is done, or has failed."""
+        seconds: list[float] = []
+        try:
+            seconds = self._side.wait()
+        except Exception:
+            self._fail("waiting for copies of KV")
+        ok, self._failed = not self._failed, False
+        return Moved(ok, seconds[-1] if ok and self._loads else 0.0)
+
+    def _save(self, moves: PageMoves) -> None:
+        index = self._index(moves.device)
+        for some in self._slices(len(moves)):
+            staged = self._buffer[: some.stop - some.start]
+            self._side.join()  # the buffer's last slice is on the host
+            with torch.no_grad():
+                torch.index_select(self._pages, 0, index[some], out=staged)
+            out = partial(self._copy_out, moves.host[some], staged)
+            self._side.do(partial(self._try, f"copying {len(staged)} staged pages of KV to the host", out))
+
+    def _copy_out(self, host: PageIds, staged: Tensor) -> None:
+        for at, first, n in _runs(host):
+            self.data[first : first + n].copy_(staged[at : at + n], non_blocking=True)
+
+    def _load(self, moves: PageMoves) -> None:
+        index = self._index(moves.device)
+        for some in self._slices(len(moves)):
+            staged = self._buffer[: some.stop - some.start]
+            for at, first, n in _runs(moves.host[some]):
+                staged[at : at + n].copy_(self.data[first : first + n], non_blocking=True)
+            self._pages.index_copy_(0, index[some], staged)
+
+    def _slices(self, n: int) -> Iterator[slice]:
+        """`n` pages, as many at a time as the buffer holds."""
+        most = len(self._buffer)
+        return (slice(at, min(at + most, n)) for at in range(0, n, most))
+
+    def _index(self, pages: PageIds) -> Tensor:
+        return sent(pages.astype(np.int64), self._pages.device)
+
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        """The supervisor of the copies. After one that failed none of its step counts, so the others are left out."""
+        try:
+            if not self._failed:
+                work()
+        except Exception:
+            self._fail(what)
+
+    def _fail(self, what: str) -> None:
+        log.exception("%s failed", what)
+        self._failed = True
+
+
+def _runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
+    """Runs of neighbouring pages: index of the first, its page, how many. One copy moves a run."""
+    cuts = np.flatnonzero(np.diff(pages) != 1) + 1
+    for run in np.split(np.arange(len(pages)), cuts):
+        yield int(run[0]), int(pages[run[0]]), len(run)
+
+
 class _Side(Protocol):
     """Does things in order, beside what the caller does."""
 
-    def do(self, work: Callable[[], None]) -> None: ...
+    def do(self, work: Callable[[], None]) -> None:
+        """Begin something that raises nothing. What the caller has begun before is done by then."""
+        ...
+
+    def join(self) -> None:
+        """What the caller begins from now on comes after all that was begun here."""
+        ...
 
     def wait(self) -> list[float]:
-        """Wait until all is done; seconds that each took. Raises what one of them raised."""
+        """Wait until all is done; seconds that each took."""
         ...
 
 
@@ -140,10 +247,10 @@ class _Thread:
 
     def __init__(self) -> None:
         threads = torch.get_num_threads()
-        self._executor = ThreadPoolExecutor(1, "host-tier", self._alone)
+        self._executor = futures.ThreadPoolExecutor(1, "host-tier", self._alone)
         self._executor.submit(int).result()
         torch.set_num_threads(threads)  # for this thread and later ones; that one's stays
-        self._begun: list[Future[float]] = []
+        self._begun: list[futures.Future[float]] = []
 
     @staticmethod
     def _alone() -> None:
@@ -159,16 +266,16 @@ class _Thread:
 
         self._begun.append(self._executor.submit(timed))
 
+    def join(self) -> None:
+        futures.wait(self._begun)
+
     def wait(self) -> list[float]:
         begun, self._begun = self._begun, []
-        errors = [error for each in begun if (error := each.exception()) is not None]
-        if errors:
-            raise errors[0]
         return [each.result() for each in begun]
 
 
 class _Stream:
-    """A CUDA stream, for a store on a GPU. What is begun on it waits for what the caller's stream has begun."""
+    """A CUDA stream, for a store on a GPU: the stream waits, and not the caller."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -183,80 +290,10 @@ class _Stream:
             end.record(self._stream)
         self._begun.append((begin, end))
 
+    def join(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def wait(self) -> list[float]:
         begun, self._begun = self._begun, []
         self._stream.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in begun]
-
-
-class HostPages:
-    """`pages` pages of host memory beside a store. In each step: `save`, then `load`, then `wait`."""
-
-    def __init__(self, kv: KVTensors, pages: int) -> None:
-        """Allocate. Raises ConfigError when the machine has not that much memory."""
-        self._kv = kv.data
-        layers, two, _, *page = kv.data.shape
-        device = kv.data.device
-        cuda = device.type == "cuda"
-        try:
-            self.data = torch.zeros(pages, layers, two, *page, dtype=kv.data.dtype, pin_memory=cuda)
-        except RuntimeError as error:
-            wanted = pages * kv.page_size * kv.cell_bytes / 2**30
-            raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
-        self._side: _Side = _Stream(device) if cuda else _Thread()
-        self._kept: list[Tensor] = []  # what the side still reads
-        self._loads = False
-        self._failed = False
-
-    def save(self, moves: PageMoves) -> None:
-        """Begin to copy pages out; from here on the store's pages may be written over."""
-        if len(moves):
-            self._try(lambda: self._save(moves))
-
-    def load(self, moves: PageMoves) -> None:
-        """Begin to copy pages in; they are there after `wait`."""
-        self._loads = len(moves) > 0
-        if self._loads:
-            self._try(lambda: self._side.do(lambda: self._load(moves)))
-
-    def wait(self) -> Moved:
-        """Wait until everything that was begun is done, or has failed."""
-        seconds: list[float] = []
-        self._try(lambda: seconds.extend(self._side.wait()))
-        ok, self._failed = not self._failed, False
-        self._kept.clear()
-        return Moved(ok, seconds[-1] if ok and self._loads else 0.0)
-
-    def _save(self, moves: PageMoves) -> None:
-        with torch.no_grad():
-            staged = self._kv.index_select(2, self._index(moves.device)).movedim(2, 0).contiguous()
-        self._kept.append(staged)
-
-        def work() -> None:
-            for at, first, n in _runs(moves.host):
-                self.data[first : first + n].copy_(staged[at : at + n], non_blocking=True)
-
-        self._side.do(work)
-
-    def _load(self, moves: PageMoves) -> None:
-        staged = torch.empty(len(moves), *self.data.shape[1:], dtype=self.data.dtype, device=self._kv.device)
-        for at, first, n in _runs(moves.host):
-            staged[at : at + n].copy_(self.data[first : first + n], non_blocking=True)
-        self._kv.index_copy_(2, self._index(moves.device), staged.movedim(0, 2))
-
-    def _index(self, pages: PageIds) -> Tensor:
-        return sent(pages.astype(np.int64), self._kv.device)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        """The supervisor of the copies: whatever goes wrong with one is told by `wait`."""
-        try:
-            work()
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            self._failed = True
-
-
-def _runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
-    """Runs of neighbouring pages: index of the first, its page, how many. One copy moves a run."""
-    cuts = np.flatnonzero(np.diff(pages) != 1) + 1
-    for run in np.split(np.arange(len(pages)), cuts):
-        yield int(run[0]), int(pages[run[0]]), len(run)

@@ -17,9 +17,8 @@ from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
-from holdfast.replicas.kv.cache import KVCache, in_use, running
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.radix import PinnedPages
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.retention.policy import Learned, Pause, policy_of
 from holdfast.replicas.retention.rows import Rows, give_back
@@ -92,7 +91,6 @@ class Pins:
         self._cache = cache
         self._waiting = waiting
         self._pins: dict[Owner, ProgramPin] = {}
-        self._pages = PinnedPages(cache.tree)
         self._due = _Heap()  # by deadline
         self._latest = _Heap()  # by arrival, the latest first
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
@@ -109,10 +107,10 @@ class Pins:
     @property
     def cells(self) -> int:
         """Cells that pins keep from being evicted, shared ones counted once."""
-        return self._pages.total * self._cache.page_size
+        return self._cache.cells.soft_pinned
 
     def cells_of(self, tenant: str) -> int:
-        return self._pages.of(tenant) * self._cache.page_size
+        return self._cache.cells.soft_pinned_of(tenant)
 
     def find(self, owner: Owner | None) -> ProgramPin | None:
         return self._pins.get(owner) if owner is not None else None
@@ -143,7 +141,6 @@ class Pins:
         self._pins[owner] = each
         self._due.push(deadline, each)
         self._latest.push(-each.arrival, each)
-        self._pages.add(owner.scope, pin.node)
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
 
@@ -161,7 +158,6 @@ class Pins:
         self._overdue.pop(pin, None)
         self._due.trim(len(self))
         self._latest.trim(len(self))
-        self._pages.remove(pin.owner.scope, pin.pin.node)
         give_back(self._cache.unpin, pin.pin)
         self._mark(pin.owner, pinned=False)
 
@@ -325,7 +321,7 @@ class Retention:
     def _ttl(self, ended: TurnEnded, pin: ProgramPin) -> float:
         """What the policy says of a turn that left a pin."""
         # What is kept for programs and for idle sessions waits for nobody.
-        busy = max(running(self._cache) - self._rows.sessions.idle, 0)
+        busy = max(self._cache.cells.active - self._rows.sessions.idle, 0)
         pause = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
         return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))
 
@@ -359,9 +355,9 @@ class Retention:
 
         Where all pins would not be enough, none gives way.
         """
-        if running(self._cache) >= mark:
+        if self._cache.cells.active >= mark:
             return False
-        while in_use(self._cache) >= mark:
+        while self._cache.cells.in_use >= mark:
             if not self.give_way(to):
                 return False
         return True

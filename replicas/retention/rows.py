@@ -17,7 +17,7 @@ from typing import TypeVar
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, owned_to
+from holdfast.replicas.kv.radix import Node
 from holdfast.replicas.sequences import Owner, Region, Sequence, SequencePool
 from holdfast.replicas.types import TokenIds
 
@@ -219,7 +219,7 @@ def _count_path(in_tree: dict[Node, int], node: Node | None, end: int, pool: Pag
     while node is not None:
         before = in_tree.get(node)
         if node.start < end:
-            pages = node.owned if node.end <= end else owned_to(node, end, pool)
+            pages = node.owned if node.end <= end else node.owned_before(end, pool.page_size)
             in_tree[node] = max(pages, before or 0)
         if before is not None:
             return  # and so are those above

@@ -14,13 +14,14 @@ import numpy as np
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Event, Rejected
-from holdfast.replicas.kv.cache import KVCache, claimed, found, running, to_be_had
-from holdfast.replicas.kv.radix import Match, common_prefix
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.scheduling.queue import WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
 from holdfast.replicas.scheduling.step import StepBuilder
 from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.types import common_prefix
 
 _TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 
@@ -118,20 +119,20 @@ class Admission:
 
         `needed` are the cells that those who run may come to need beyond those they have.
         """
-        match = found(self._cache, sequence.submit.scope, sequence.tokens)
-        n_cached = match.length if match is not None else 0
+        prefix = self._cache.find(sequence.submit.scope, sequence.tokens)
+        n_cached = prefix.length if prefix is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
             self._waiting.set_aside()
             return 0
         need = self._budget.need(sequence, n_cached)
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
-        taken = running(self._cache) + claimed(self._cache, match, besides_pins=True)
+        taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
             return None
-        if not self._has_room(sequence, needed + need, match):
+        if not self._has_room(sequence, needed + need, prefix):
             return None
-        if not self._running.start(builder, sequence, match, now):
+        if not self._running.start(builder, sequence, prefix, now):
             return None
         self._waiting.remove(sequence)
         if sequence.scheduled is None:
@@ -140,10 +141,10 @@ class Admission:
             self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _has_room(self, sequence: Sequence, needed: int, match: Match | None) -> bool:
+    def _has_room(self, sequence: Sequence, needed: int, prefix: Prefix | None) -> bool:
         """Whether `needed` cells are to be had beside the sequence's cached prefix, which is evicted for nobody then.
 
-        `match` is where that ends: giving way lets leases go and leaves the tree as it is.
+        `prefix` is where that ends: giving way lets leases go and leaves the tree as it is.
 
         What is kept for programs that pause can give way: those behind it in order, the last one first. Where nothing
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
@@ -153,8 +154,8 @@ class Admission:
         alone = not len(self._running)
         to = None if alone else sequence
         while True:
-            prefix = claimed(self._cache, match)
-            if needed + prefix <= to_be_had(self._cache):
+            claimed = self._cache.cells.available_in(prefix)
+            if needed + claimed <= self._cache.cells.available:
                 return True
             others = len(retention.pins) > (owner in retention.pins)
             if not (others and retention.give_way(to, besides=owner)):

@@ -15,7 +15,7 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import Reloads
 from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.kv.radix import Match, common_prefix
+from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.rows import KeptRow, Rows, give_back
 from holdfast.replicas.scheduling.drafts import Drafts
@@ -23,7 +23,7 @@ from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +81,8 @@ class Running:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
         return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and s.closing)]
 
-    def start(self, builder: StepBuilder, sequence: Sequence, match: Match | None, now: float) -> bool:
-        """Give a waiting sequence a row and its cached prefix, which `match` has found; False when no row is free.
+    def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
+        """Give a waiting sequence a row and its cached prefix, which `prefix` has found; False when no row is free.
 
         Where its owner left off the row shows the pages already, and only what differs is written.
         """
@@ -98,7 +98,7 @@ class Running:
                 now,
                 reuse=sequence.reuse,
                 continues=pinned or last is not None,
-                match=match,
+                prefix=prefix,
             )
         except Exception:
             self.rows.release(row)

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.replicas.config import DraftConfig, OrderName
 from holdfast.replicas.events import Abort, Finished, Stop
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.sequences import Sequence
 
@@ -177,7 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
         world.now += 1000.0
         world.step()  # what was kept for programs that did not come back
         world.assert_idle()
-        assert in_use(world.engine.cache) == 0
+        assert world.engine.cache.cells.in_use == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

@@ -12,7 +12,6 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.scheduling.plan import StepOutput
 from holdfast.replicas.sequences import Sequence
 
@@ -114,7 +113,7 @@ def boundaries(engine) -> list[object]:
 
 
 def inside_the_books(engine) -> list[object]:
-    return [engine.cache.tree, engine.cache.pool, engine.cache.tree.order]
+    return [engine.cache.tree, engine.cache.pool, engine.cache.tree.queue]
 
 
 def calls_of(which, overlap: str = "off") -> list[str]:
@@ -137,7 +136,7 @@ def judge(world: World, most_failed: int) -> None:
         world.assert_right("after")
     World.check(world)
     world.assert_idle()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
     assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

@@ -16,7 +16,14 @@ def small(**settings) -> World:
 
 
 def evict(world: World) -> None:
+    """Others take more than half of the place of a long prompt: its beginning stays."""
     world.submit("other", words(2, 60))
+    world.run()
+
+
+def evict_all(world: World) -> None:
+    evict(world)
+    world.submit("one more", words(5, 60))  # its beginning was used longest ago
     world.run()
 
 
@@ -24,7 +31,7 @@ def test_an_evicted_prompt_comes_back_instead_of_being_computed():
     world = small()
     world.submit("first", LONG)
     world.run()
-    evict(world)
+    evict_all(world)
     computed = world.engine.stats.prompt_computed
     world.submit("again", LONG)
     world.run()
@@ -37,6 +44,20 @@ def test_an_evicted_prompt_comes_back_instead_of_being_computed():
     now = world.engine.occupancy()
     assert now.cells_host > 60
     assert now.reload_cells_per_s == pytest.approx(4 / 0.001)
+
+
+def test_only_the_end_that_was_evicted_comes_back():
+    world = small()
+    world.submit("first", LONG)
+    world.run()
+    evict(world)
+    world.submit("again", LONG)
+    world.run()
+    world.assert_right("again")
+    stats = world.engine.stats
+    assert world.end("again").usage.cached == 59
+    assert 8 <= stats.tokens_reloaded <= 40
+    assert stats.pages_in <= 10
 
 
 def test_without_a_second_tier_it_is_computed_again():

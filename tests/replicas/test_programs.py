@@ -9,7 +9,6 @@ from fake_runner import VOCABULARY
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import Abort, Stop
-from holdfast.replicas.kv.cache import in_use
 
 # As Qwen3's: what was thought before the last question is dropped.
 DROPS_THOUGHTS = jinja2.Template(
@@ -90,7 +89,7 @@ def test_parked_programs_stand_in_nobodys_way():
     for program in range(4):
         turns(world, f"p{program}", 1, words(program, 40))
     assert world.engine.occupancy().rows_parked == 4
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
     world.submit("all", words(9, 200), max_tokens=40)  # needs nearly every cell
     for i in range(8):
         world.submit(f"row{i}", words(20 + i, 8), program=f"new{i}")  # and every row

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.replicas.config import DraftConfig, OrderName, PolicyName, RetentionConfig
 from holdfast.replicas.events import Abort, Finished, ProgramEnded, ToolLatencies, TurnEnded
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.sequences import Owner
 
@@ -140,7 +139,7 @@ class RetentionMachine(RuleBasedStateMachine):
         world.now += 2 * NEVER
         world.step()
         world.assert_idle()
-        assert in_use(world.engine.cache) == 0
+        assert world.engine.cache.cells.in_use == 0
         assert world.engine.occupancy().pins == 0
 
 

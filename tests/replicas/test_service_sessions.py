@@ -14,7 +14,6 @@ from holdfast.replicas.errors import (
     error_of,
 )
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.requests import AnswerBuilder, ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 
@@ -65,7 +64,7 @@ def test_a_session_is_fed_asked_forked_and_closed():
             await sessions.close("copy")
             now = service.engine.occupancy()
             assert (now.sessions, now.rows_taken, now.cells_held, service.n_live) == (0, 0, 0, 0)
-            assert in_use(service.engine.cache) == 0
+            assert service.engine.cache.cells.in_use == 0
         finally:
             await service.close()
 

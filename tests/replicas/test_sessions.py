@@ -7,7 +7,6 @@ from fake_runner import complete
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Sampling, Stop, Submit
-from holdfast.replicas.kv.cache import in_use
 
 
 def talkative(n_prompt: int, n: int) -> list[int]:
@@ -91,7 +90,7 @@ def test_an_engine_that_stops_fails_what_runs_and_what_is_queued():
     world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
     assert all(isinstance(world.end(name), Failed) for name in ("running", "queued", fork))
     world.assert_idle()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -145,11 +144,11 @@ def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
     world.run()
     world.assert_right("q")
     assert world.engine.stats.prompt_computed - before <= 4 + world.config.page_size
-    assert in_use(world.engine.cache) > 0
+    assert world.engine.cache.cells.in_use > 0
     world.close("s")
     world.run()
     world.assert_idle()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
 
 
 def test_close_aborts_what_is_in_flight():
@@ -227,7 +226,7 @@ def test_a_session_that_nobody_uses_is_closed_and_says_so():
     assert world.end("late").error.field == "session_id"
     assert "50 s" in world.end("late").error.message
     world.assert_idle()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
 
 
 def test_what_was_drawn_after_a_reply_had_ended_is_not_kept():
@@ -258,7 +257,7 @@ def test_an_idle_engine_knows_when_to_close_a_session():
     world.now = due
     world.idle()
     assert world.engine.due is None
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
 
 
 @pytest.mark.parametrize("order", ["program", "infercept", "fair"])

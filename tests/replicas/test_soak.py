@@ -18,7 +18,6 @@ from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.events import Abort, Finished, Sampling, Stop, Submit
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.requests import Completed, Errored, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 
@@ -157,7 +156,7 @@ def test_a_soak_ends_with_everything_free_memory_flat_and_one_end_for_each_reque
     assert soak.given == soak.ended == sum(stats.ended.values())
     World.check(soak)
     soak.assert_idle()
-    assert in_use(soak.engine.cache) == 0
+    assert soak.engine.cache.cells.in_use == 0
     assert grown < GROWTH
     assert min(stats.preemptions, stats.failed_steps, stats.turns_continued, soak.engine.cache.stats.evicted) > 0
     assert set(soak.outcomes) >= {"Finished", "Aborted", "Failed", "Rejected"}

@@ -1,11 +1,14 @@
-"""Records are plain data: equal by what they hold, small, and the same after a journey to another process."""
+"""Token ids, and records: plain data, equal by what they hold, small, the same after a journey to another process."""
 
 import pickle
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.events import Tokens
-from holdfast.replicas.types import record
+from holdfast.replicas.types import TokenIds, common_prefix, record
 
 
 @record
@@ -25,3 +28,14 @@ def test_records_are_made_like_dataclasses_and_have_no_room_for_more() -> None:
 def test_records_travel() -> None:
     event = Tokens("a", (1, 2))
     assert pickle.loads(pickle.dumps(event)) == event
+
+
+token_ids = st.lists(st.integers(0, 2), max_size=12).map(lambda t: np.array(t, dtype=np.int32))
+
+
+@given(token_ids, token_ids)
+def test_common_prefix_is_what_a_loop_finds(a: TokenIds, b: TokenIds) -> None:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    assert common_prefix(a, b) == n

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import KVCache, Label, in_use
+from holdfast.replicas.kv.cache import KVCache, Label
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.kv.radix import PLAIN
@@ -115,6 +117,33 @@ def test_grow_returns_what_it_appended_and_evicts_only_if_that_helps() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_one_missing_page_costs_a_long_history_one_page(page_size: int) -> None:
+    cache = KVCache(14_400 // page_size, page_size)
+    history = _count(0, 14_401)
+    _run(cache, history[:-1])
+    other = cache.acquire("", _count(20_000, 50), now=1.0).holding
+    for n in (1, 2, 3):
+        assert cache.grow(other, n * page_size) is not None
+        assert cache.peek("", history) == 14_400 - n * page_size
+    assert cache.stats.evicted == 3 * page_size
+    cache.check()
+
+
+def test_a_history_that_has_lost_its_end_is_next_to_lose_more() -> None:
+    cache = KVCache(12, 4)
+    texts = [_count(start, 16) for start in (0, 100, 200)]
+    for now, text in enumerate(texts):
+        _run(cache, text, now=float(now))
+    other = cache.acquire("", _count(300, 40), now=9.0).holding
+    found = []
+    for n in range(4, 28, 4):
+        assert cache.grow(other, n) is not None
+        found.append([cache.peek("", np.append(text, 0)) for text in texts])
+    assert found == [[12, 16, 16], [8, 16, 16], [4, 16, 16], [0, 16, 16], [0, 12, 16], [0, 8, 16]]
+    cache.check()
+
+
 def test_row_outgrows_its_first_buffer() -> None:
     cache = KVCache(200, 1)
     holding = _begin(cache, _ids(1))
@@ -131,7 +160,7 @@ def test_cells_in_use_are_never_evicted() -> None:
     _run(cache, _count(0, 8))
     reader = cache.acquire("", _count(0, 9), now=1.0).holding
     other = _begin(cache, _count(50, 8), now=2.0)
-    assert (cache.stats.free, cache.stats.evictable, in_use(cache)) == (0, 0, 16)
+    assert (cache.stats.free, cache.stats.evictable, cache.cells.in_use) == (0, 0, 16)
     assert cache.grow(other, 9) is None
     cache.drop(reader)
     assert cache.stats.evictable == 8
@@ -203,7 +232,7 @@ def test_late_publisher_keeps_reading_its_own_copy_until_it_ends() -> None:
     cache.publish(two, second, 12, now=2.0)
     cache.check()
     assert two.pages.tolist() == row
-    assert two.spare.tolist() == row[:1]
+    assert two.duplicates.tolist() == row[:1]
     assert (two.n_shared, cache.stats.tree, cache.stats.held) == (12, 16, 4)
     follower = cache.acquire("", np.append(second, 1), now=3.0).holding
     assert follower.pages.tolist() == [one.pages[0], *row[1:]]
@@ -357,6 +386,8 @@ def test_what_is_pinned_stays_until_it_is_given_back() -> None:
     with pytest.raises(EngineError):
         cache.unpin(pin)
     assert cache.grow(holding, 12) is not None
+    assert cache.peek("", _count(0, 9)) == 4, "a page was missing"
+    assert cache.grow(holding, 16) is not None
     assert cache.peek("", _count(0, 9)) == 0
 
 
@@ -364,10 +395,109 @@ def test_pages_that_several_pins_keep_are_counted_once() -> None:
     cache = KVCache(16, 4)
     _run(cache, _count(0, 8))
     _run(cache, _ids(*range(8), 99, 98, 97, 96))
-    pins = [cache.pin("", _ids(*range(8), 99, 98, 97, 96), 1.0), cache.pin("", _count(0, 8), 1.0)]
+    long, short = _ids(*range(8), 99, 98, 97, 96), _count(0, 8)
+    pins = [cache.pin("", long, 1.0, soft=True), cache.pin("", short, 1.0, soft=True)]
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of(""), cache.cells.soft_pinned_of("other")) == (12, 12, 0)
     assert pinned_pages(pins) == 3
+    cache.unpin(pins[0])
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (8, 8)
     assert pinned_pages(pins[1:]) == 2
+    cache.unpin(pins[1])
+    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (0, 0)
     assert pinned_pages([]) == 0
+    cache.check()
+
+
+def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
+    cache = KVCache(16, 4)
+    _run(cache, _count(0, 12))
+    soft = cache.pin("", _count(0, 8), 1.0, soft=True)
+    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (56, 8, 0)
+    reader = cache.acquire("", _count(0, 5), 2.0).holding
+    assert (cache.cells.in_use, cache.cells.active) == (8, 4)
+    firm = cache.pin("", _count(0, 12), 3.0)
+    assert (cache.cells.in_use, cache.cells.active, cache.cells.soft_pinned) == (12, 12, 8)
+    cache.drop(reader)
+    cache.unpin(firm)
+    assert (cache.cells.in_use, cache.cells.active) == (8, 0)
+    cache.unpin(soft)
+    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (64, 0, 0)
+    cache.check()
+
+
+@pytest.mark.parametrize(
+    ("other", "n_computed"),
+    [
+        ((), 10),
+        ((0, 12), 10),  # ends inside what somebody else left
+        ((0, 10), 10),
+        ((0, 6), 10),
+    ],
+)
+def test_what_is_finished_with_a_pin_is_as_if_it_had_been_pinned_after_that(
+    other: tuple[int, ...], n_computed: int
+) -> None:
+    found = []
+    for at_once in (False, True):
+        cache = KVCache(8, 4)
+        holding = _begin(cache, _count(0, 12))
+        if other:
+            cache.finish(_begin(cache, _count(*other)), _count(*other), other[1], now=0.0)
+        pin = cache.finish(holding, _count(0, 12), n_computed, now=1.0, pin=at_once)
+        assert (pin is not None) == at_once
+        pin = pin or cache.pin("", _count(0, n_computed), now=1.0, soft=True)
+        cache.check()
+        kept = _begin(cache, _count(50, cache.cells.available), now=2.0)  # all that may go is evicted
+        pinned = (pin.length, pin.soft, pinned_pages([pin]), cache.cells.soft_pinned)
+        found.append((pinned, cache.stats, cache.peek("", _count(0, 13))))
+        cache.drop(kept)
+        cache.unpin(pin)
+        cache.check()
+    assert found[0] == found[1]
+    assert found[0][-1] >= n_computed
+
+
+def test_a_sequence_whose_cells_are_the_trees_already_is_finished_with_a_pin() -> None:
+    cache = KVCache(8, 4)
+    holding = _begin(cache, _count(0, 8))
+    cache.publish(holding, _count(0, 8), 8, now=0.0)
+    pin = cache.finish(holding, _count(0, 8), 8, now=1.0, pin=True)
+    cache.check()
+    assert pin is not None
+    assert pin.length == 8
+    assert cache.cells.in_use == 8
+
+
+@given(
+    st.sampled_from([1, 4, 16]),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 40), st.sampled_from(["held", "pinned", "ended"])),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 110),
+)
+def test_what_is_told_of_a_prefix_is_what_acquiring_it_changes(
+    page_size: int, known: list[tuple[int, int, str]], shared: int
+) -> None:
+    """Each known text shares its first tokens with one line of numbers and goes on alone; some are held or pinned."""
+    cache = KVCache(4096 // page_size, page_size)
+    for i, (common, alone, state) in enumerate(known):
+        text = np.concatenate((np.arange(common, dtype=np.int32), 1000 * (i + 1) + np.arange(alone, dtype=np.int32)))
+        holding = cache.acquire("", text, 0.0).holding
+        assert cache.grow(holding, len(text)) is not None
+        if state != "held":
+            cache.finish(holding, text, len(text), 0.0, pin=state == "pinned")
+    asked = np.concatenate((np.arange(shared, dtype=np.int32), [np.int32(9)]))
+    prefix = cache.find("", asked)
+    told, available = cache.cells.available_in(prefix), cache.cells.available
+    inactive, active = cache.cells.inactive_in(prefix), cache.cells.active
+    holding = cache.acquire("", asked, 1.0, prefix=prefix).holding
+    own = len(holding.own) * page_size
+    assert available - cache.cells.available == told + own
+    assert cache.cells.active - active == inactive + own
+    cache.drop(holding)
+    cache.check()
 
 
 def test_a_history_that_comes_in_small_pieces_is_a_short_path() -> None:

@@ -110,11 +110,11 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self, scope: str, back: int, cut: int, tail: tuple[int, ...], continues: bool) -> Agent:
         return self._begin(scope, self._prompt(back, cut, tail), continues)
 
-    @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40))
-    def pin(self, scope: str, back: int, cut: int) -> tuple[Pin, str, list[int]]:
+    @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), soft=st.booleans())
+    def pin(self, scope: str, back: int, cut: int, soft: bool) -> tuple[Pin, str, list[int]]:
         tokens = self._prompt(back, cut, ())
         known = self.cache.peek(scope, np.array([*tokens, 0], dtype=np.int32))
-        pin = self.cache.pin(scope, np.array(tokens, dtype=np.int32), self._tick())
+        pin = self.cache.pin(scope, np.array(tokens, dtype=np.int32), self._tick(), soft=soft)
         assert pin.length == known
         self.pinned.append((pin, scope, tokens[:known]))
         return self.pinned[-1]
@@ -176,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A step: up to `n` tokens, sampled beyond the prompt; rejected drafts leave garbage behind them."""
         end = min(agent.n_computed + n, max(len(agent.tokens), agent.n_computed + 1))
         before = agent.holding.pages.tolist()
-        room = self.cache.stats.free + self.cache.stats.evictable
+        free, room = self.cache.pool.free, self.cache.cells.available
         added = self.cache.grow(agent.holding, end + drafts)
         self._evicted()
         missing = self.cache.pool.pages_for(end + drafts) - len(before)
@@ -184,6 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert agent.holding.pages.tolist() == before + ([] if added is None else added.tolist())
         if added is None:
             return
+        assert self.cache.pool.free == max(free - max(missing, 0), 0), "more was evicted than was missing"
         agent.tokens.extend([token] * (end - len(agent.tokens)))
         self._write(agent, agent.n_computed, agent.true_cells()[agent.n_computed : end] + [GARBAGE] * drafts)
         agent.n_computed = end
@@ -218,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _compute_and_finish(self, scope: str, text: list[int]) -> None:
         agent = self._begin(scope, text)
         self._compute(agent, len(text), 0, 0)
-        self.finish(agent, 0)
+        self._finish(agent, 0)
 
     @rule()
     def lose_the_host(self) -> None:
@@ -237,16 +238,30 @@ class CacheMachine(RuleBasedStateMachine):
         if self.cache.prefix_cache:
             assert agent.holding.n_shared >= full
 
+    @rule(target=pins, agent=consumes(agents))
+    def finish_with_a_pin(self, agent: Agent) -> object:
+        if agent.ended:
+            return multiple()
+        pin = self._finish(agent, 0, pin=True)
+        assert pin is not None
+        assert pin.length == (agent.n_computed if self.cache.prefix_cache else 0)
+        self.pinned.append((pin, agent.scope, agent.tokens[: pin.length]))
+        return self.pinned[-1]
+
     @rule(agent=consumes(agents), priority=st.integers(0, 2))
     def finish(self, agent: Agent, priority: int) -> None:
-        if agent.ended:
-            return
+        if not agent.ended:
+            self._finish(agent, priority)
+
+    def _finish(self, agent: Agent, priority: int, pin: bool = False) -> Pin | None:
         self.reloads.end(agent.holding)
-        self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), Label(priority=priority))
+        label = Label(priority=priority)
+        pinned = self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), label, pin=pin)
         self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))
         self._end(agent)
         if self.cache.prefix_cache:
             assert self.cache.peek(agent.scope, np.array([*agent.tokens, 0], dtype=np.int32)) >= agent.n_computed
+        return pinned
 
     @rule(agent=consumes(agents))
     def drop(self, agent: Agent) -> None:
@@ -281,11 +296,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_the_host_can_be_brought_back(self) -> None:
-        """Every lease protects the cells of its tokens."""
+        """Every pin there protects the cells of its tokens."""
         for agent in getattr(self, "live", []):
             reach = self.reloads.reach(agent.holding)
             if reach:
-                pages = self.reloads._host.pages(self.reloads._leases[agent.holding])
+                pages = self.reloads._host.pages(self.reloads._pins[agent.holding])
                 positions = np.arange(reach)
                 size = self.cache.page_size
                 found = self.host_cells[pages[positions // size], positions % size].tolist()

@@ -1,12 +1,15 @@
-"""The radix tree by itself: walking, splitting, leasing, evicting; pages of four cells unless said otherwise."""
+"""The radix tree by itself: walking, splitting, leasing, evicting; pages of four cells unless said otherwise.
+
+At the end: the order of eviction, on nodes built by hand.
+"""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Match, Node, RadixTree, common_prefix
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.kv.radix import PLAIN, EvictionQueue, Label, Node, Prefix, RadixTree
+from holdfast.replicas.types import TokenIds, common_prefix
 
 
 def _ids(*tokens: int) -> TokenIds:
@@ -22,13 +25,13 @@ class _Grove:
         self.now = 0.0
 
     def put(self, tokens: TokenIds, scope: str = "", label: Label = PLAIN) -> Node:
-        match = self.tree.walk(self.tree.root(scope), tokens)
-        node = self.tree.node_at(match)
-        if match.length < len(tokens):
-            first = match.length // self.pool.page_size
+        prefix = self.tree.walk(self.tree.root(scope), tokens)
+        node = self.tree.node_at(prefix)
+        if prefix.length < len(tokens):
+            first = prefix.length // self.pool.page_size
             pages = self.pool.alloc(self.pool.pages_for(len(tokens)) - first)
             assert pages is not None
-            node = self.tree.add(node, tokens[match.length :], pages, label)
+            node = self.tree.add(node, tokens[prefix.length :], pages, label)
         self.use(node)
         return node
 
@@ -42,14 +45,6 @@ class _Grove:
 
 
 tokens_lists = st.lists(st.integers(0, 2), max_size=12).map(lambda t: np.array(t, dtype=np.int32))
-
-
-@given(tokens_lists, tokens_lists)
-def test_common_prefix_is_what_a_loop_finds(a: TokenIds, b: TokenIds) -> None:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    assert common_prefix(a, b) == n
 
 
 @given(st.lists(tokens_lists.filter(len), max_size=8), tokens_lists)
@@ -66,7 +61,7 @@ def test_walk_finds_the_longest_prefix_of_anything_put_in(put: list[TokenIds], q
 def test_walk_changes_nothing_and_ends_inside_an_edge() -> None:
     grove = _Grove()
     leaf = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    assert grove.tree.walk(grove.tree.root(""), _ids(1, 2, 3, 9)) == Match(leaf, 3)
+    assert grove.tree.walk(grove.tree.root(""), _ids(1, 2, 3, 9)) == Prefix(leaf, 3)
     assert grove.tree.nodes == 1
 
 
@@ -74,12 +69,12 @@ def test_split_inside_a_page_shares_that_page() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3, 4, 5, 6))
     pages = lower.pages.tolist()
-    upper = grove.tree.node_at(Match(lower, 5))
+    upper = grove.tree.node_at(Prefix(lower, 5))
     assert (upper.tokens.tolist(), upper.pages.tolist(), upper.owned) == ([1, 2, 3, 4, 5], pages, 2)
     assert (lower.tokens.tolist(), lower.pages.tolist(), lower.owned) == ([6], pages[1:], 0)
     assert grove.pool.owners[pages].tolist() == [1, 2]
     # A third part in the same page.
-    grove.tree.node_at(Match(upper, 4))
+    grove.tree.node_at(Prefix(upper, 4))
     assert (upper.tokens.tolist(), upper.pages.tolist(), upper.owned) == ([5], pages[1:], 1)
     assert grove.tree.pages == 2
 
@@ -88,7 +83,7 @@ def test_split_between_pages_shares_none() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3, 4, 5, 6))
     pages = lower.pages.tolist()
-    upper = grove.tree.node_at(Match(lower, 4))
+    upper = grove.tree.node_at(Prefix(lower, 4))
     assert (upper.pages.tolist(), lower.pages.tolist()) == (pages[:1], pages[1:])
     assert grove.pool.owners[pages].tolist() == [1, 1]
 
@@ -97,7 +92,7 @@ def test_halves_of_a_split_keep_tag_priority_and_leases() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3, 4), label=Label("system", 2))
     grove.tree.lease(lower, now=5.0)
-    upper = grove.tree.node_at(Match(lower, 2))
+    upper = grove.tree.node_at(Prefix(lower, 2))
     assert (upper.tag, upper.priority, upper.leases, upper.touched) == ("system", 2, 1, 5.0)
     grove.tree.release(lower)
     assert (upper.leases, lower.leases) == (0, 0)
@@ -109,7 +104,7 @@ def test_fill_lets_the_deeper_page_stand_for_a_shared_slot() -> None:
     grove.put(_ids(1, 2, 3, 4, 5, 6, 99))
     deeper = grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
     row = np.zeros(3, dtype=np.int32)
-    grove.tree.fill(row, deeper, above=grove.tree.root(""))
+    grove.tree.fill(row, deeper)
     assert row.tolist() == [upper.pages[0], *deeper.pages.tolist()]
     assert upper.pages[1] != deeper.pages[0]
 
@@ -120,7 +115,7 @@ def test_first_child_replaces_the_last_page_that_it_holds_a_fuller_copy_of() -> 
     lower = grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert (upper.pages[1], lower.owned) == (lower.pages[0], 1)
     assert (grove.tree.pages, grove.pool.used) == (3, 3)
-    grove.tree.evict()
+    grove.tree.evict(99)
     assert (grove.tree.pages, grove.pool.used) == (2, 2)
 
 
@@ -139,13 +134,13 @@ def test_evict_takes_leaves_oldest_use_first() -> None:
     grove.put(_ids(1, 2, 3, 4))
     grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8))
     grove.put(_ids(9, 9))
-    assert grove.tree.evict() == 1
+    assert grove.tree.evict(99) == 1
     assert grove.known(_ids(1, 2, 3, 4, 5)) == 4, "the leaf of the older path went, and not its parent"
     grove.put(_ids(1, 2, 3, 4))
-    assert grove.tree.evict() == 1
+    assert grove.tree.evict(99) == 1
     assert (grove.known(_ids(9, 9)), grove.known(_ids(1, 2, 3, 4))) == (0, 4)
-    assert grove.tree.evict() == 1
-    assert grove.tree.evict() is None
+    assert grove.tree.evict(99) == 1
+    assert grove.tree.evict(99) is None
     assert (grove.tree.nodes, grove.tree.pages, grove.pool.free) == (0, 0, 32)
 
 
@@ -157,15 +152,15 @@ def test_lease_protects_the_whole_path_and_counts_what_is_left() -> None:
     assert grove.tree.evictable == 3
     grove.tree.lease(lower, now=9.0)
     assert grove.tree.evictable == 1
-    assert grove.tree.evict() == 1
-    assert grove.tree.evict() is None
+    assert grove.tree.evict(99) == 1
+    assert grove.tree.evict(99) is None
     grove.tree.lease(upper, now=9.0)
     grove.tree.release(lower)
     assert grove.tree.evictable == 1
-    assert grove.tree.evict() == 1
-    assert grove.tree.evict() is None
+    assert grove.tree.evict(99) == 1
+    assert grove.tree.evict(99) is None
     grove.tree.release(upper)
-    assert grove.tree.evict() == 1
+    assert grove.tree.evict(99) == 1
 
 
 def test_lease_moves_down_without_counting_twice() -> None:
@@ -182,10 +177,10 @@ def test_lease_moves_down_without_counting_twice() -> None:
 def test_evicting_half_of_a_cut_page_frees_nothing_yet() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3))
-    upper = grove.tree.node_at(Match(lower, 2))
+    upper = grove.tree.node_at(Prefix(lower, 2))
     grove.use(upper)
     assert grove.tree.evictable == 1
-    assert [grove.tree.evict(), grove.tree.evict()] == [0, 1]
+    assert [grove.tree.evict(99), grove.tree.evict(99)] == [0, 1]
 
 
 def test_higher_tier_stays_and_keeps_the_path_to_it() -> None:
@@ -193,11 +188,11 @@ def test_higher_tier_stays_and_keeps_the_path_to_it() -> None:
     grove.put(_ids(1, 2))
     grove.put(_ids(1, 2, 3), label=Label(priority=1))
     grove.put(_ids(5))
-    grove.tree.evict()
+    grove.tree.evict(99)
     assert (grove.known(_ids(5)), grove.known(_ids(1, 2, 3))) == (0, 3)
-    grove.tree.evict()
+    grove.tree.evict(99)
     assert grove.known(_ids(1, 2, 3)) == 2
-    grove.tree.evict()
+    grove.tree.evict(99)
     assert grove.known(_ids(1, 2, 3)) == 0
 
 
@@ -207,3 +202,149 @@ def test_scopes_share_nothing() -> None:
     assert (grove.known(_ids(1, 2, 3), scope="a"), grove.known(_ids(1, 2, 3), scope="b")) == (3, 0)
     grove.put(_ids(1, 2, 3), scope="b")
     assert grove.tree.pages == 2
+
+
+def test_a_leaf_is_shortened_from_its_end_and_keeps_its_place() -> None:
+    grove = _Grove()
+    old = grove.put(np.arange(18, dtype=np.int32))
+    grove.put(_ids(90, 91, 92, 93))
+    told: list[int] = []
+    assert grove.tree.evict(2, lambda leaf: told.append(len(leaf.tokens))) == 2
+    assert told == [18], "whoever is told finds the leaf whole"
+    assert (old.end, len(old.pages), old.owned, grove.known(np.arange(18, dtype=np.int32))) == (12, 3, 3, 12)
+    assert (grove.tree.pages, grove.tree.evictable, grove.pool.used) == (4, 4, 4)
+    assert [grove.tree.evict(1) for _ in range(4)] == [1, 1, 1, 1]
+    assert grove.tree.evict(1) is None
+    assert grove.tree.nodes == 0
+
+
+def test_a_leaf_that_begins_inside_a_page_is_shortened_to_whole_pages() -> None:
+    grove = _Grove()
+    upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
+    text = _ids(*range(1, 14))
+    lower = grove.put(text)  # pages of slots 1, 2, 3, the first of them the upper node's as well
+    assert (lower.start, len(lower.pages), lower.owned) == (6, 3, 2)
+    assert grove.tree.evict(1) == 1
+    assert grove.known(text) == 12
+    assert grove.tree.evict(1) == 1
+    assert (grove.known(text), upper.children) == (6, {})
+
+
+def test_what_was_cut_off_a_long_leaf_is_not_held_on_to() -> None:
+    grove = _Grove(n_pages=4096, page_size=1)
+    leaf = grove.put(np.arange(4096, dtype=np.int32))
+    for left in range(4095, 0, -1):
+        assert grove.tree.evict(1) == 1
+        for ids in (leaf.tokens, leaf.pages):
+            assert len(ids) == left
+            assert len(ids if ids.base is None else ids.base) <= 2 * left
+
+
+@given(
+    st.lists(
+        st.one_of(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), st.integers(1, 7)),
+        min_size=2,
+        max_size=20,
+    )
+)
+def test_cells_are_evicted_from_the_ends_of_the_paths_used_longest_ago(steps: list[tuple[int, ...] | int]) -> None:
+    """A step puts a text in or evicts so many cells. The model knows for each cell, its path, when it was last used."""
+    grove = _Grove(n_pages=256, page_size=1)
+    used: dict[tuple[int, ...], int] = {}
+    for now, step in enumerate(steps):
+        if isinstance(step, tuple):
+            grove.put(_ids(*step))
+            used |= {step[: i + 1]: now for i in range(len(step))}
+            continue
+        wanted = min(step, len(used))
+        for _ in range(wanted):
+            inner = {path[:-1] for path in used}
+            del used[min((path for path in used if path not in inner), key=lambda path: used[path])]
+        while wanted:
+            freed = grove.tree.evict(wanted)
+            assert freed is not None
+            assert 0 < freed <= wanted
+            wanted -= freed
+        assert grove.tree.pages == grove.pool.used == len(used)
+        for text in (step for step in steps if isinstance(step, tuple)):
+            assert grove.known(_ids(*text)) == max((n for n in range(1, len(text) + 1) if text[:n] in used), default=0)
+
+
+# ---- the order of eviction ----
+
+
+def _node(priority: int = 0, parent: Node | None = None) -> Node:
+    empty = np.empty(0, dtype=np.int32)
+    node = Node(empty, 0, empty, owned=0, parent=parent, priority=priority)
+    if parent is not None:
+        parent.children[len(parent.children)] = node
+    return node
+
+
+def _pop(queue: EvictionQueue) -> Node | None:
+    node = queue.head()
+    if node is not None:
+        queue.discard(node)
+    return node
+
+
+def _cut(queue: EvictionQueue, node: Node | None) -> Node | None:
+    """What the tree does with a node that is evicted."""
+    if node is not None and node.parent is not None:
+        node.parent.children.clear()
+        queue.lost_last_child(node.parent)
+    return node
+
+
+def test_oldest_use_goes_first_and_a_use_moves_to_the_end() -> None:
+    a, b, c = _node(), _node(), _node()
+    queue = EvictionQueue()
+    for node in (a, b, c, a):
+        queue.append(node)
+    assert [_pop(queue) for _ in range(4)] == [b, c, a, None]
+
+
+def test_lower_tier_goes_first_whatever_its_age() -> None:
+    old_valuable, young_cheap, old_cheap = _node(priority=1), _node(), _node()
+    queue = EvictionQueue()
+    for node in (old_valuable, old_cheap, young_cheap):
+        queue.append(node)
+    assert [_pop(queue) for _ in range(3)] == [old_cheap, young_cheap, old_valuable]
+
+
+def test_discarded_node_is_not_popped() -> None:
+    a, b = _node(), _node()
+    queue = EvictionQueue()
+    queue.discard(a)
+    queue.append(a)
+    queue.append(b)
+    queue.discard(a)
+    assert a not in queue
+    assert b in queue
+    assert [_pop(queue), _pop(queue)] == [b, None]
+
+
+def test_parent_follows_its_child_and_waits_for_one_in_a_higher_tier() -> None:
+    parent, other = _node(), _node()
+    child = _node(priority=1, parent=parent)
+    queue = EvictionQueue()
+    for node in (child, parent, other):
+        queue.append(node)
+    assert _pop(queue) is other, "the parent is older, but no leaf"
+    assert parent not in queue
+    queue.append(other)
+    assert _cut(queue, _pop(queue)) is other
+    assert _cut(queue, _pop(queue)) is child
+    assert _cut(queue, _pop(queue)) is parent
+
+
+def test_parent_passed_over_goes_first_once_it_is_a_leaf() -> None:
+    parent, other = _node(), _node()
+    child = _node(priority=1, parent=parent)
+    queue = EvictionQueue()
+    for node in (child, parent, other):
+        queue.append(node)
+    assert _pop(queue) is other
+    assert _cut(queue, _pop(queue)) is child
+    queue.append(other)
+    assert _pop(queue) is parent

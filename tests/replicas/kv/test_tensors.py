@@ -1,12 +1,25 @@
-"""The KV allocation: shape, bytes, order in memory."""
+"""The KV store: shape, bytes, order in memory; and copies to host memory and back.
 
+What comes back is what left, a copy that fails is told and logged, and little is on its way at once.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.kv.pages import NO_MOVES, PageMoves
+from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
 
 SHAPE = CellShape(layers=3, kv_heads=2, head_dim=8)
+PAGES = 12
 
 
 def test_one_allocation_of_the_shape_asked_for():
@@ -36,3 +49,173 @@ def test_too_much_memory_is_a_setting_error():
     with pytest.raises(ConfigError, match="no memory") as caught:
         KVTensors(CellShape(1000, 1000, 1000), pages=10**6, page_size=16, dtype=torch.float32)
     assert caught.value.field == "cells"
+
+
+# ---- copies to host memory and back ----
+
+
+def moves(device: list[int], host: list[int]) -> PageMoves:
+    return PageMoves(np.array(device, np.int32), np.array(host, np.int32))
+
+
+def tiers(staged_pages: int = 64) -> tuple[KVTensors, HostPages]:
+    kv = KVTensors(SHAPE, PAGES, 4, torch.bfloat16)
+    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
+    return kv, HostPages(kv, 20, staged=staged_pages * kv.page_size * kv.cell_bytes)
+
+
+def checksum(kv: KVTensors, page: int) -> int:
+    return hash(kv.data[:, :, page].contiguous().view(torch.uint8).numpy().tobytes())
+
+
+some = st.integers(1, PAGES).flatmap(
+    lambda n: st.tuples(
+        st.permutations(range(PAGES)).map(lambda pages: pages[:n]),
+        st.permutations(range(20)).map(lambda pages: pages[:n]),
+        st.permutations(range(PAGES)).map(lambda pages: pages[:n]),
+    )
+)
+
+
+@given(some, st.sampled_from([0, 1, 3, 64]))
+@settings(max_examples=60, deadline=None)
+def test_what_comes_back_is_what_left(pages, staged_pages):
+    left, host, back = pages
+    kv, tier = tiers(staged_pages)
+    sums = [checksum(kv, page) for page in left]
+    tier.save(moves(left, host))
+    kv.data.zero_()  # what a forward does to pages that were taken over
+    assert tier.wait().ok
+    tier.load(moves(back, host))
+    told = tier.wait()
+    assert told.ok
+    assert told.load_s > 0
+    assert [checksum(kv, page) for page in back] == sums
+    others = set(range(PAGES)) - set(back)
+    assert not any(kv.data[:, :, page].any() for page in others)
+
+
+@pytest.mark.parametrize("staged_pages", [1, 64])
+def test_pages_go_out_and_others_come_into_their_place_in_one_step(staged_pages):
+    kv, tier = tiers(staged_pages)
+    first, second = checksum(kv, 3), checksum(kv, 4)
+    tier.save(moves([3], [7]))
+    tier.wait()
+    tier.save(moves([4], [8]))
+    tier.load(moves([4], [7]))
+    assert tier.wait().ok
+    assert checksum(kv, 4) == first
+    tier.load(moves([0], [8]))
+    tier.wait()
+    assert checksum(kv, 0) == second
+
+
+@pytest.mark.parametrize("wrong", [moves([1], [99]), moves([99], [1])])
+def test_a_copy_that_fails_is_told_and_logged_and_the_next_step_goes_on(wrong, caplog):
+    kv, tier = tiers()
+    tier.save(wrong)
+    tier.load(wrong)
+    assert not tier.wait().ok
+    assert "copying 1 pages of KV" in caplog.text
+    caplog.clear()
+    tier.load(wrong)
+    assert not tier.wait().ok
+    assert "copying 1 pages of KV from the host failed" in caplog.text
+    caplog.clear()
+    before = checksum(kv, 2)
+    tier.save(moves([2], [0]))
+    tier.load(moves([5], [0]))
+    assert tier.wait().ok
+    assert checksum(kv, 5) == before
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("way", ["save", "load"])
+def test_a_device_without_memory_is_told_and_logged(way, caplog):
+    _, tier = tiers()
+    tier._side = Inline(torch.OutOfMemoryError("CUDA out of memory"))
+    getattr(tier, way)(moves([1, 2], [3, 4]))
+    assert not tier.wait().ok
+    assert "copying 2 pages of KV" in caplog.text
+    assert "CUDA out of memory" in caplog.text
+
+
+class Inline:
+    """Does at once what is done on the side."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.done: list[float] = []
+
+    def do(self, work) -> None:
+        if self.error is not None:
+            raise self.error
+        work()
+        self.done.append(1.0)
+
+    def join(self) -> None:
+        pass
+
+    def wait(self) -> list[float]:
+        done, self.done = self.done, []
+        return done
+
+
+class Allocated(TorchDispatchMode):
+    """Bytes of all tensors that were made meanwhile, views not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return made
+
+
+def test_however_much_moves_little_is_staged():
+    kv = KVTensors(CellShape(layers=4, kv_heads=8, head_dim=64), 64, 64, torch.float32)  # 64 MiB
+    kv.data.normal_()
+    before = kv.data.clone()
+    tier = HostPages(kv, 64)
+    tier._side = Inline()
+    every = moves(list(range(64)), list(range(64)))
+    for way in (tier.save, tier.load):
+        with Allocated() as allocated:
+            way(every)
+            assert tier.wait().ok
+        assert allocated.bytes <= 20 << 20
+        if way == tier.save:
+            kv.data.zero_()
+    assert torch.equal(kv.data, before)
+
+
+def test_a_step_without_moves_takes_no_time():
+    _, tier = tiers()
+    tier.save(NO_MOVES)
+    tier.load(NO_MOVES)
+    assert tier.wait().load_s == 0.0
+
+
+def test_copies_take_one_thread_and_leave_the_others_as_they_were() -> None:
+    """A team of its own would be one more than there are cores for: see `test_service`."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1 << 22).add_(1)  # this thread's team
+        kv = KVTensors(SHAPE, 4096, 16, torch.float32)
+        host = HostPages(kv, 4096)
+        threads = len(os.listdir("/proc/self/task"))
+        pages = list(range(4096))
+        host.load(moves(pages, pages))
+        assert host.wait().ok
+        assert len(os.listdir("/proc/self/task")) == threads
+        assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)

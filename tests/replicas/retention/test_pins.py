@@ -52,7 +52,7 @@ class Book:
         return Sequence.of(submit, 0, 0.0, frozenset(), 0)
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
-        pin = self.cache.pin("t", TOKENS[:n], 0.0)
+        pin = self.cache.pin("t", TOKENS[:n], 0.0, soft=True)
         self.pins.add(self.turn(name, arrival), owner_of(name), pin, 0.0, deadline)
         added = self.pins.find(owner_of(name))
         assert added is not None

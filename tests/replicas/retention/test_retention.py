@@ -6,7 +6,6 @@ from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnded
-from holdfast.replicas.kv.cache import in_use
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 
@@ -84,7 +83,7 @@ def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time()
     world.now = finished + 20.0
     world.idle()
     assert pinned(world) == set()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
     assert world.engine.stats.pins == world.engine.stats.pins_expired == 1
 
 
@@ -125,7 +124,7 @@ def test_the_last_turn_leaves_nothing(end):
     else:
         ended(world, "a", "p", last=end == "last")
     assert pinned(world) == set()
-    assert in_use(world.engine.cache) == 0
+    assert world.engine.cache.cells.in_use == 0
 
 
 @pytest.mark.parametrize("flag", [False, True])

@@ -8,7 +8,6 @@ from fake_runner import complete
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import TurnEnded
-from holdfast.replicas.kv.cache import in_use
 
 KEEPS = RetentionConfig(policy="fixed", fixed_s=9000.0, most_s=9000.0, settle_s=9000.0)
 
@@ -49,7 +48,7 @@ def test_what_runs_stays_within_the_ceiling_to_its_end(ceiling: float) -> None:
     most, together = 0, 0
     while world.engine.busy:
         world.step()
-        most = max(most, in_use(world.engine.cache))
+        most = max(most, world.engine.cache.cells.in_use)
         together = max(together, world.engine.occupancy().running)
     assert most <= 1024 * ceiling
     assert together == 1024 * ceiling // 120  # each takes 120 cells
@@ -89,7 +88,7 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
     world.submit("early", talkative(10, 100), 100, began=1.0)
     for _ in range(3):
         world.step()
-    assert in_use(world.engine.cache) >= (0.8 * 2048 if policy == "fixed" else 0)
+    assert world.engine.cache.cells.in_use >= (0.8 * 2048 if policy == "fixed" else 0)
     asked = world.now
     world.submit("second", words(999, 120), 4, began=2.0)
     world.run()
@@ -139,7 +138,7 @@ def test_no_pin_is_dropped_where_all_of_them_would_not_be_enough() -> None:
         paused(world, 100 + i, words(i, 20))
     world.submit("wide", talkative(840, 40), 40, began=1.0)
     world.step()
-    assert in_use(world.engine.cache) - 72 >= 0.8 * 1024
+    assert world.engine.cache.cells.in_use - 72 >= 0.8 * 1024
     world.submit("next", words(900, 8), 4, began=2.0)
     world.step()
     assert world.engine.stats.chunks_deferred == 1

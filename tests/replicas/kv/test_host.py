@@ -25,9 +25,9 @@ def world(pages: int, host_pages: int) -> tuple[KVCache, HostTier, Reloads]:
 
 
 def found(host: HostTier, tokens: np.ndarray, scope: str = "") -> int:
-    lease = host.find(scope, tokens)
-    host.let_go(lease)
-    return lease.length
+    pin = host.pin(scope, tokens)
+    host.unpin(pin)
+    return pin.length
 
 
 def test_what_is_evicted_is_found_with_its_path_and_copied_once():
@@ -46,6 +46,33 @@ def test_what_is_evicted_is_found_with_its_path_and_copied_once():
     cache.check()
 
 
+def test_a_text_that_leaves_page_by_page_is_found_whole_was_copied_once_and_stays_one_node():
+    cache, host, reloads = world(pages=40, host_pages=60)
+    text = np.arange(160, dtype=np.int32)
+    run(cache, text)
+    other = cache.acquire("", np.arange(1000, 1200, dtype=np.int32), 1.0).holding
+    copied = []
+    for n in range(1, 41):
+        assert cache.grow(other, n * SIZE) is not None
+        copied.append(len(reloads.saves()))
+        assert cache.peek("", text) == 160 - n * SIZE
+        assert found(host, text) == 160
+        assert host.tree.nodes == 1
+        cache.check()
+    assert copied == [40] + [0] * 39
+
+
+def test_of_what_is_kept_longest_ends_go_first_and_no_more_than_is_needed():
+    cache, host, _ = world(pages=10, host_pages=10)
+    first, second = np.arange(32, dtype=np.int32), np.arange(100, 112, dtype=np.int32)
+    run(cache, first)
+    run(cache, second)
+    run(cache, np.arange(200, 236, dtype=np.int32))
+    assert found(host, second) == 12
+    assert found(host, first) == 28, "7 of its 8 pages: there are 10"
+    cache.check()
+
+
 def test_tenants_do_not_find_each_others():
     cache, host, _ = world(pages=2, host_pages=20)
     run(cache, np.arange(8, dtype=np.int32), "a")
@@ -54,16 +81,16 @@ def test_tenants_do_not_find_each_others():
     assert found(host, np.arange(8, dtype=np.int32), "b") == 0
 
 
-def test_the_oldest_makes_room_and_what_is_leased_stays():
+def test_the_oldest_makes_room_and_what_is_pinned_stays():
     cache, host, _ = world(pages=2, host_pages=4)
     texts = [np.arange(i, i + 8, dtype=np.int32) for i in (0, 100, 200, 300)]
     run(cache, texts[0])
     run(cache, texts[1])
-    lease = host.find("", texts[0])
+    pin = host.pin("", texts[0])
     run(cache, texts[2])
     run(cache, texts[3])
     assert [found(host, text) for text in texts] == [8, 0, 8, 0]
-    host.let_go(lease)
+    host.unpin(pin)
     cache.check()
 
 

@@ -12,6 +12,7 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.kv.radix import common_prefix
+from holdfast.replicas.token_counts import TokenCounts
 from holdfast.replicas.types import TokenIds
 
 
@@ -81,6 +82,7 @@ class Sequence:
     draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
     ahead: int = 0  # tokens that a step in flight computes; set while the step after it is planned, and 0 otherwise
     awaited: int | None = None  # of that step's chunks the one that draws this sequence's next token
+    counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,13 @@ class Sequence:
     def generated(self) -> TokenIds:
         """The completion, with that of the request it goes on from before it."""
         return self.buffer[self.n_prompt - self.submit.n_generated : self.length]
+
+    def count(self) -> TokenCounts:
+        """How often each token was generated so far. Only what came since the last call is counted."""
+        if self.counts is None:
+            self.counts = TokenCounts()
+        self.counts.add(self.generated[self.counts.seen :])
+        return self.counts
 
     @property
     def matcher(self) -> Matcher | None:
@@ -178,6 +187,7 @@ def cut(sequence: Sequence, completion: int) -> None:
     """Forget what was drawn after so many tokens."""
     sequence.length = min(sequence.length, sequence.n_prompt + completion)
     sequence.n_computed = min(sequence.n_computed, sequence.length)
+    sequence.counts = None
 
 
 # ---- Where a sequence will be once the step in flight is over, while the next one is planned; without one, where it

@@ -15,8 +15,8 @@ from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import GraphRoom
+from holdfast.replicas.model.pipeline_gpu import GpuPipeline
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.model.steps import DeviceSteps
 
 VOCABULARY = 61
 CONTEXT = 128
@@ -83,7 +83,7 @@ class TinyEngine:
         self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY)
 
     @property
-    def steps(self) -> DeviceSteps:
+    def steps(self) -> GpuPipeline:
         return self.runner._pipeline
 
     def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:

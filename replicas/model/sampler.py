@@ -149,12 +149,15 @@ def adjusted(logits: Tensor, rows: Rows) -> Tensor:
 
 
 def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
-    """Apply edits of different rows, in place."""
-    device = scores.device
-    at = np.repeat([edit.row for edit in edits], [len(edit.tokens) for edit in edits])
-    where = (sent(at, device), sent(np.concatenate([edit.tokens for edit in edits]), device))
-    changes = sent(np.concatenate([edit.changes for edit in edits]), device)
-    scores.index_put_(where, scores[where].add_(changes))
+    """Apply edits of different rows, in place. Raises IndexError for a token beyond the vocabulary."""
+    vocabulary, device = scores.shape[1], scores.device
+    tokens = np.concatenate([edit.tokens for edit in edits])
+    if len(tokens) and tokens.max() >= vocabulary:
+        raise IndexError(f"token {tokens.max()} is penalised, but the vocabulary has {vocabulary}")
+    places = np.repeat([edit.row * vocabulary for edit in edits], [len(edit.tokens) for edit in edits]) + tokens
+    changes = np.concatenate([edit.changes for edit in edits])
+    # No place comes twice, so the order of the sums does not matter.
+    scores.view(-1).scatter_add_(0, sent(places, device), sent(changes, device))
 
 
 def _masked(scores: Tensor, rows: Rows) -> Tensor:

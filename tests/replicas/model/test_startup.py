@@ -195,7 +195,7 @@ def test_graphs_are_kept_if_they_compute_what_is_computed_without(broken, caplog
     config = replace(tiny.config, context_length=42)  # two shapes are too long then
     assert len(plans_to_compare(config)) == 4
     assert tiny.runner.check_graphs(config) is not broken
-    assert (tiny.steps.graphs is None) is broken
+    assert (tiny.pipeline.graphs is None) is broken
     assert ("computed something else" in caplog.text) is broken
 
 

@@ -7,7 +7,7 @@ from holdfast.cluster import ports, redis
 from holdfast.cluster.config import Settings, check_tenants
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.model import weights as models
+from holdfast.replicas.model import folder as models
 
 ANSWERING = (
     "dtype",

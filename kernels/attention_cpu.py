@@ -7,7 +7,7 @@ Three ways, chosen per chunk once a forward (the plan is kept on the batch and s
              products around a softmax, else flash attention with a mask.
     dense    several tokens under a window that cuts, or any with a softcap: with an explicit mask, in float32.
 
-In all of them the query heads of a group fold into the query rows, so that one KV head is read once. torch's flash
+In all of them the query heads of a group are query rows of their KV head, so that it is read once. torch's flash
 attention takes strided views and returns the log-sum-exp beside the output; its tiles are good in float32, while in
 bfloat16 whole products are up to twice as fast. What is not here: the maths (attention.py) and devices.
 """
@@ -96,9 +96,6 @@ def attend_cpu(
     for span, hidden in plan.dense:
         _attend_dense(span, hidden, q, kv, layer, scale, softcap, out)
     return out
-
-
-# ---- planning, once a forward ----
 
 
 def make_plan(kv: Tensor, batch: PagedBatch, group: int, window: int, all_dense: bool) -> CpuPlan:
@@ -200,9 +197,6 @@ def _finish_decodes(decodes: Decodes) -> None:
         decodes.gather_sizes = [sum(size for _, size in short) for _, short in decodes.gathered]
 
 
-# ---- attending, in every layer ----
-
-
 def _gather(kv: Tensor, layer: int, cells: Tensor) -> Tensor:
     """Copies of one layer's cells, heads first: [2, kv_heads, cells, head_dim]."""
     return kv[layer].flatten(1, 2).transpose(1, 2).index_select(2, cells)
@@ -264,31 +258,31 @@ def _attend_span(span: Span, plan: CpuPlan, q: Tensor, kv: Tensor, layer: int, s
     for low in range(0, span.length, size):
         high = min(span.length, low + size)
         tokens, seen = high - low, start + high
-        folded = asked[low:high].permute(1, 2, 0, 3).reshape(heads, -1, dim)  # [kv_heads, rows, dim]
+        queries = asked[low:high].permute(1, 2, 0, 3).reshape(heads, -1, dim)  # [kv_heads, rows, dim]
         if span.products:
             assert plan.corner is not None
             assert plan.room is not None
             hidden = plan.corner[:tokens, :, :tokens]
-            result = _multiply(folded, keys[:, :seen], values[:, :seen], hidden, scale, plan.room)
+            result = _multiply(queries, keys[:, :seen], values[:, :seen], hidden, scale, plan.room)
         else:
             mask = plan.masks[tokens][:, -seen:]
             pair = keys[None, :, :seen], values[None, :, :seen]
-            result = flash(folded[None], *pair, 0.0, False, attn_mask=mask, scale=scale)[0]
+            result = flash(queries[None], *pair, 0.0, False, attn_mask=mask, scale=scale)[0]
         target[low:high] = result.view(heads, -1, tokens, dim).permute(2, 0, 1, 3)
 
 
-def _multiply(folded: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
+def _multiply(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
     """A block by two products, some heads at a time: queries [kv_heads, rows, dim] to outputs of the same shape."""
-    heads, rows, _ = folded.shape
-    result = torch.empty_like(folded)
+    heads, rows, _ = queries.shape
+    result = torch.empty_like(queries)
     together = min(heads, room.shape[1] // (keys.shape[1] * rows))
     for head in range(0, heads, together):
         some = slice(head, head + together)
-        torch.bmm(_weights(folded[some], keys[some], hidden, scale, room), values[some], out=result[some])
+        torch.bmm(_weights(queries[some], keys[some], hidden, scale, room), values[some], out=result[some])
     return result
 
 
-def _weights(folded: Tensor, keys: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, hidden: Tensor, scale: float, room: Tensor) -> Tensor:
     """The softmax of a block's scores, in `room`: queries [heads, rows, dim], keys [heads, seen, dim] ->
     [heads, rows, seen].
 
@@ -296,13 +290,13 @@ def _weights(folded: Tensor, keys: Tensor, hidden: Tensor, scale: float, room: T
     greatest scores exact it is taken less about the greatest, which a sample of the keys tells, and softmax does not
     mind. Scores far below it may round: they hardly weigh.
     """
-    (heads, seen, _), rows, tokens = keys.shape, folded.shape[1], len(hidden)
-    asked, size = folded.transpose(1, 2), heads * seen * rows
+    (heads, seen, _), rows, tokens = keys.shape, queries.shape[1], len(hidden)
+    asked, size = queries.transpose(1, 2), heads * seen * rows
     shift = torch.bmm(keys[:, ::SAMPLED], asked).amax(1, keepdim=True).mul_(-scale)
     scores, other = (part[:size].view(heads, seen, rows) for part in room)
     torch.baddbmm(shift, keys, asked, alpha=scale, out=scores)
     scores.view(heads, seen, -1, tokens)[:, seen - tokens :].masked_fill_(hidden, -torch.inf)
-    lanes = 64 // folded.itemsize
+    lanes = 64 // queries.itemsize
     if rows % lanes * 8 > rows:  # softmax over keys takes as many rows at once as a register holds, and the rest singly
         turned = other.view(heads, rows, seen).copy_(scores.transpose(1, 2))
         return torch.softmax(turned, 2, out=scores.view(heads, rows, seen))

@@ -33,7 +33,7 @@ def _bent(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fold(  # type: ignore[no-untyped-def]
+def _online_softmax(  # type: ignore[no-untyped-def]
     query,
     position,
     keys,
@@ -160,12 +160,12 @@ def _attend_item(  # type: ignore[no-untyped-def]
     if PLAIN:  # tiles before the first of the rows' positions: nothing of them is hidden
         before = tl.minimum(high, tl.min(tl.where(real, position, high), 0) + 1) - low
         middle = low + tl.maximum(before, 0) // KEYS * KEYS
-        top, total, mixed = _fold(
+        top, total, mixed = _online_softmax(
             query, position, keys, values, pages, low, middle, scale, softcap, window, cell_stride, top, total, mixed,
             DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=False,
         )  # fmt: skip
         low = middle
-    top, total, mixed = _fold(
+    top, total, mixed = _online_softmax(
         query, position, keys, values, pages, low, high, scale, softcap, window, cell_stride, top, total, mixed,
         DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=True,
     )  # fmt: skip

@@ -1,6 +1,19 @@
-"""What the layers of a forward share of its attention on a GPU: the items on the device, and the tiles they run in.
+"""What the programs of a GPU's attention do in one forward: worked out on the host once, used by every layer.
 
-The items are worked out by `attention_work`; `attention_gpu` launches them.
+An item is one program's work for one KV head: some query tokens against the positions [low, high) of one page table
+row. The query heads of a group are rows of one tile, so a KV head is read once for all of them. Three kinds:
+
+    narrow   a chunk of few tokens: a decode, a verification window. Its positions are cut into parts, so that one
+             sequence fills the device; the parts are merged by their log-sum-exp. The more positions, the longer the
+             parts (`_PARTS`): where there is little to read, few programs cost time; where there is much, many partial
+             results do.
+    wide     a block of a longer chunk's tokens; cut only where a chunk has too few blocks to fill the device.
+    shared   the tokens of several narrow chunks against a prefix whose pages they have in common, read once for all
+             (a cascade); each chunk then continues behind the prefix by itself.
+
+How a sequence is cut depends on its own length alone, never on what else is in the batch, with the one exception of a
+shared prefix. `attention_work` is numpy in, numpy out and knows no device; `make_plan` puts its result on one, and
+`attention_gpu` launches that.
 """
 
 from collections import defaultdict
@@ -13,26 +26,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.kernels.paging import PagedBatch, PageRuns, sent
-
-# ---- What the programs of a GPU's attention do in one forward, worked out on the host once and used by every layer.
-#
-# An item is one program's work for one KV head: some query tokens against the positions [low, high) of one page table
-# row. The query heads of a group fold into the rows of its tile, so a KV head is read once for all of them. Three
-# kinds:
-#
-#     narrow   a chunk of few tokens: a decode, a verification window. Its positions are cut into parts, so that one
-#              sequence fills the device; the parts are merged by their log-sum-exp. The more positions, the longer the
-#              parts (`_PARTS`): few programs cost time where there is little to read, many results where there is
-# much.
-#     wide     a block of a longer chunk's tokens; cut only where a chunk has too few blocks to fill the device.
-#     shared   the tokens of several narrow chunks against a prefix whose pages they have in common, read once for all
-#              (a cascade); each chunk then continues behind the prefix by itself.
-#
-# How a sequence is cut depends on its own length alone, never on what else is in the batch, with the one exception of
-# a
-# shared prefix. Nothing here knows a device: numpy in, numpy out.
-
+from holdfast.kernels.paging import PagedBatch, PageRuns
+from holdfast.kernels.transfer import sent_together
 
 Ints = npt.NDArray[np.int32]
 
@@ -50,22 +45,29 @@ FIRST, COUNT, ROW, LOW, HIGH, SLOT = range(6)  # columns of an item
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Items and what becomes of their results.
+    """The items of a batch's attention with one `window` (0: none), and what becomes of their results.
 
     `narrow`, `wide` [n, 6] int32: first entry, entries, page table row, low, high, and the first of the partial results
     that the entries' outputs go to, one after the other, or -1 for the output itself; wide ones with the most positions
     first, so that none of those is left when the others are done. `narrow_rows`: rows a narrow tile needs.
     `order` [entries] int32: the token of each entry; the first T are the tokens themselves.
     `merges` [m, 7] int32: a token and where its partial results lie, twice (first, stride, count). `partials`: how many
-    there are.
+    there are. `positions` [T] int32: of the tokens.
     """
 
+    window: int
     narrow: Ints
     wide: Ints
     narrow_rows: int
     order: Ints
     merges: Ints
     partials: int
+    positions: Ints
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """What the device needs, as `plan_over` takes it."""
+        return self.narrow, self.wide, self.order, self.merges, self.positions
 
 
 @dataclass(slots=True)
@@ -109,13 +111,16 @@ def attention_work(
         entries += len(tokens)
     most = int(lengths[narrow].max(initial=1)) * group
     blocks = np.array(wide, np.int32).reshape(-1, 6)
+    spans = [np.arange(s, s + n, dtype=np.int32) for s, n in zip(batch.starts, batch.lengths, strict=True)]
     return AttentionWork(
+        window=window,
         narrow=items,
         wide=blocks[np.argsort(blocks[:, LOW] - blocks[:, HIGH], kind="stable")],
         narrow_rows=max(16, 1 << (most - 1).bit_length()),
         order=np.concatenate(order),
         merges=np.concatenate(merges),
         partials=partials,
+        positions=np.concatenate(spans),
     )
 
 
@@ -256,18 +261,6 @@ def _common_slots(a: PageRuns, b: PageRuns) -> int:
     return min(a.extent, ends)
 
 
-def spread(work: Sequence[Ints]) -> tuple[Ints, list[int]]:
-    """Arrays one after the other in one buffer, each from a multiple of 16 on, and where each begins."""
-    offsets, at = [], 0
-    for array in work:
-        offsets.append(at)
-        at += -(-array.size // 16) * 16
-    buffer = np.zeros(max(at, 16), np.int32)
-    for array, offset in zip(work, offsets, strict=True):
-        buffer[offset : offset + array.size] = array.ravel()
-    return buffer, offsets
-
-
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How a program walks its positions: so many at a time, by so many warps, with loads of so many tiles ahead."""
@@ -317,21 +310,11 @@ def make_plan(q: Tensor, batch: PagedBatch, kv_heads: int, window: int, cascade:
     """Work out the items of a forward over queries like `q` and copy them to its device, in one copy."""
     _, heads, dim = q.shape
     work = attention_work(batch, heads // kv_heads, kv_heads, window, cascade)
-    arrays = plan_arrays(work, batch)
-    buffer, offsets = spread(arrays)
-    device = sent(buffer, q.device)
-    views = [device[at : at + array.size].view(array.shape) for array, at in zip(arrays, offsets, strict=True)]
-    return plan_over(work, views, heads, dim)
-
-
-def plan_arrays(work: AttentionWork, batch: PagedBatch) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """What a plan needs on the device: narrow and wide items, order, merges, and the positions of the tokens."""
-    spans = [np.arange(s, s + n, dtype=np.int32) for s, n in zip(batch.starts, batch.lengths, strict=True)]
-    return work.narrow, work.wide, work.order, work.merges, np.concatenate(spans)
+    return plan_over(work, sent_together(work.arrays, q.device), heads, dim)
 
 
 def plan_over(work: AttentionWork, views: Sequence[Tensor], heads: int, dim: int) -> GpuPlan:
-    """A plan over `views`, which are `plan_arrays` on the device."""
+    """A plan over `views`, which are `work.arrays` on the device."""
     narrow, wide, order, merges, positions = views
     partial = torch.empty(max(work.partials, 1), heads, dim, dtype=torch.float32, device=order.device)
     lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=order.device)

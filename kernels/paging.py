@@ -88,12 +88,3 @@ class PagedBatch:
         positions = torch.arange(low, high, device=self.page_table.device)
         pages = self.page_table[self.rows[chunk]].index_select(0, positions // self.page_size).long()
         return pages * self.page_size + positions % self.page_size
-
-
-# ---- Arrays from the host to a device, without waiting for what that is still doing.
-
-
-def sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """`array` on a device, through pinned memory: from any other the copy would wait for all that a GPU has to do."""
-    tensor = torch.from_numpy(array)
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
+from holdfast.replicas.token_counts import TokenCounts
 from holdfast.replicas.types import TokenIds, record
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -48,13 +49,13 @@ class Draw:
     sampling: Sampling
     seed: int
     drafts: int = 0
-    history: TokenIds | None = None  # generated so far; given only when a penalty needs it
+    counts: TokenCounts | None = None  # of the tokens generated before the drafts; only where a penalty needs them
     masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
 
     @property
     def plain(self) -> bool:
         """Whether one token comes of it, and none before that is needed to know what comes after."""
-        return self.drafts == 0 and self.history is None and self.masks is None
+        return self.drafts == 0 and self.counts is None and self.masks is None
 
 
 @dataclass(frozen=True, slots=True)

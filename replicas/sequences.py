@@ -13,6 +13,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
 from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.token_counts import TokenCounts
 from holdfast.replicas.types import TokenIds
 
 
@@ -84,6 +85,7 @@ class Sequence:
     # its chunks draws this sequence's next token.
     ahead: int = 0
     awaited: int | None = None
+    counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,13 @@ class Sequence:
     def generated(self) -> TokenIds:
         """The completion, with that of the request it goes on from before it."""
         return self.buffer[self.n_prompt - self.submit.n_generated : self.length]
+
+    def count(self) -> TokenCounts:
+        """How often each token was generated so far. Only what came since the last call is counted."""
+        if self.counts is None:
+            self.counts = TokenCounts()
+        self.counts.add(self.generated[self.counts.seen :])
+        return self.counts
 
     @property
     def matcher(self) -> Matcher | None:
@@ -196,6 +205,7 @@ class Sequence:
         """Forget what was drawn after so many tokens."""
         self.length = min(self.length, self.n_prompt + completion)
         self.n_computed = min(self.n_computed, self.length)
+        self.counts = None
 
 
 class Region(Enum):

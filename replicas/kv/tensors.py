@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.kv import copy_cells, store_kv
-from holdfast.kernels.paging import sent
+from holdfast.kernels.transfer import sent
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageIds, PageMoves
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.paging import PagedBatch
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.batch import AttentionShape, StepBatch
+from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
 
 ATTENTION = "holdfast"  # the name in the registry
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache"}  # handed over besides
@@ -84,7 +84,7 @@ class AnyModel:
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         return int(head.weight.shape[0]) if head is not None else int(self._model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens, in the model's dtype; stores the KV of all its tokens."""
         state = PagedState(self._kv, batch.pages)
         with torch.inference_mode():

@@ -1,7 +1,8 @@
-"""From a StepPlan to the tensors of one forward: token ids, positions, cells, and which outputs are drawn.
+"""From a plan's chunks to the tensors of one forward, and what the runner needs of a model.
 
-One numpy pass over the chunks (`lay_out`), then a handful of tensors. What is drawn with
-which settings is the sampler's matter.
+`lay_out` goes over the chunks once, in numpy: which token lies at which position in which cell of the KV store, and
+which outputs are drawn from. The page table, which follows the plan's row writes, says where cells are. A `Model` takes
+the tensors (`ForwardBatch`) and gives logits. How tokens are drawn from these is the sampler's matter.
 """
 
 from collections.abc import Sequence
@@ -13,19 +14,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.paging import PagedBatch, PageRuns
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
-# ---- The page table: which page holds which part of which sequence, one row for each. It follows the plan's row
-# writes.
-#
-# Who may use a page is decided elsewhere; entries beyond a sequence's last position may be left from an earlier one.
+Int64s = npt.NDArray[np.int64]
 
 
 class PageTable:
-    """[rows, slots] int32 on the device, with a host copy to plan from. On a CPU both are the same memory.
+    """Which page holds which part of which sequence: [rows, slots] int32 on the device, one row for each sequence.
 
-    `runs[row]` is the row as runs of neighbouring pages.
+    A copy on the host is what forwards are laid out from; on a CPU both are the same memory. `runs[row]` is the row as
+    runs of neighbouring pages. Who may use a page is decided elsewhere; entries beyond a sequence's last position may
+    be left from an earlier one.
     """
 
     def __init__(self, rows: int, slots: int, page_size: int, pages: int, device: str | torch.device = "cpu") -> None:
@@ -58,22 +59,19 @@ class PageTable:
         self._host[write.row, first:end] = write.pages
         runs.replace_tail(first, self._host[write.row, first : max(end, runs.extent)])
 
-    def cells(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def cells(self, rows: Int64s, positions: Int64s) -> Int64s:
         """The cell of each (row, position)."""
         slots, inside = np.divmod(positions, self.page_size)
-        cells: npt.NDArray[np.int64] = self._host[rows, slots].astype(np.int64) * self.page_size + inside
+        cells: Int64s = self._host[rows, slots].astype(np.int64) * self.page_size + inside
         return cells
 
 
-Int64s = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
-    """Inputs of one forward over T tokens.
+class ForwardBatch:
+    """Inputs of one forward over T tokens, all on the device.
 
     token_ids [1, T] int64, position_ids [1, T] int64, drawn [R] int64 (indices of tokens whose output is drawn from;
-    R may be 0), all on the device.
+    R may be 0).
     """
 
     token_ids: Tensor
@@ -82,14 +80,12 @@ class StepBatch:
     pages: PagedBatch
 
 
-def drawn_rows(chunk: Chunk) -> int:
-    """How many positions of a chunk are drawn from: its last token's and those before its drafts."""
-    return chunk.draw.drafts + 1 if chunk.draw else 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class StepLayout:
-    """Where the tokens of a step go, on the host: ids, positions, cells [T] and drawn [R], all int64."""
+class BatchLayout:
+    """Where the T tokens of a forward go, on the host. token_ids, positions, cells [T] and drawn [R] are int64.
+
+    `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk.
+    """
 
     token_ids: Int64s
     positions: Int64s
@@ -104,8 +100,18 @@ class StepLayout:
         """What the device needs."""
         return self.token_ids, self.positions, self.cells, self.drawn
 
+    def batch(self, table: PageTable, views: Sequence[Tensor]) -> ForwardBatch:
+        """The batch over `views`, which are `arrays` on the table's device."""
+        token_ids, positions, cells, drawn = views
+        return ForwardBatch(token_ids[None], positions[None], drawn, self.paged(table, cells))
 
-def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> StepLayout:
+    def paged(self, table: PageTable, cells: Tensor) -> PagedBatch:
+        """Where the tokens lie, as attention reads it; `cells` are their own, on the table's device."""
+        runs = [table.runs[row] for row in self.rows]
+        return PagedBatch(table.page_size, table.tensor, self.rows, self.starts, self.lengths, cells, runs)
+
+
+def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
     """Lay the chunks out one after the other.
 
     Raises IndexError when a chunk's row or positions lie outside the page table.
@@ -115,36 +121,23 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> StepLayout:
     rows = [chunk.row for chunk in chunks]
     ends = np.cumsum(lengths)
     # Position of token t: its chunk's start plus its distance from its chunk's first token.
-    offsets: npt.NDArray[np.int64] = np.array(starts, dtype=np.int64) - ends + lengths
+    offsets: Int64s = np.array(starts, dtype=np.int64) - ends + lengths
     positions = np.arange(int(ends[-1])) + np.repeat(offsets, lengths)
     cells = table.cells(np.repeat(rows, lengths), positions)
     drawn = [
-        range(end - drawn_rows(chunk), end) for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.draw
+        index
+        for end, chunk in zip(ends.tolist(), chunks, strict=True)
+        if chunk.draw is not None
+        for index in range(end - chunk.draw.drafts - 1, end)  # the last token's output, and those before its drafts
     ]
     tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
-    indices = np.array([index for span in drawn for index in span], dtype=np.int64)
-    return StepLayout(tokens, positions, cells, indices, rows, starts, lengths)
+    return BatchLayout(tokens, positions, cells, np.array(drawn, dtype=np.int64), rows, starts, lengths)
 
 
-def batch_over(layout: StepLayout, views: Sequence[Tensor], table: PageTable) -> StepBatch:
-    """The batch of a layout over `views`, which are its `arrays` on the table's device."""
-    token_ids, positions, cells, drawn = views
-    return StepBatch(token_ids[None], positions[None], drawn, pages_of(layout, table, cells))
-
-
-def pages_of(layout: StepLayout, table: PageTable, cells: Tensor) -> PagedBatch:
-    """Where a layout's tokens lie; `cells` are its own, on the table's device."""
-    runs = [table.runs[row] for row in layout.rows]
-    return PagedBatch(table.page_size, table.tensor, layout.rows, layout.starts, layout.lengths, cells, runs)
-
-
-def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> StepBatch:
-    """The batch of some chunks. Raises IndexError like `lay_out`."""
+def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
+    """The batch of some chunks, copied to the table's device. Raises IndexError like `lay_out`."""
     layout = lay_out(chunks, table)
-    return batch_over(layout, [torch.from_numpy(array).to(table.device) for array in layout.arrays], table)
-
-
-# ---- What the runner needs of a model, whichever computes it.
+    return layout.batch(table, [torch.from_numpy(array).to(table.device) for array in layout.arrays])
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +153,15 @@ class AttentionShape:
     def group(self) -> int:
         return self.heads // self.kv_heads
 
+    def works(self, pages: PagedBatch) -> list[AttentionWork]:
+        """A batch's attention worked out before its forward, for each of `windows`. The batch's cells are not read."""
+        return [attention_work(pages, self.group, self.kv_heads, window) for window in self.windows]
+
 
 class Model(Protocol):
     """A batch in; logits [R, vocabulary] of its drawn tokens out, KV stored on the way.
 
-    `attention` lets a step's attention be worked out beforehand; None: the model asks for it layer by layer.
+    `attention` lets a batch's attention be worked out beforehand; None: the model asks for it layer by layer.
     """
 
     @property
@@ -173,4 +170,25 @@ class Model(Protocol):
     @property
     def attention(self) -> AttentionShape | None: ...
 
-    def forward(self, batch: StepBatch) -> Tensor: ...
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
+
+
+def _of_triton() -> tuple[type[Exception], ...]:
+    """What Triton raises for a kernel that does not compile or fit a device: an exception of its own kind."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:  # a torch for CPUs comes without
+        return ()
+    return (TritonError,)
+
+
+STEP_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    TypeError,
+    OverflowError,
+    *_of_triton(),
+)
+"""What torch, numpy and Triton raise for shapes, indices, numbers or memory that a step cannot be run with. It fails
+that step and nothing else."""

@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.batch import AttentionShape, StepBatch
+from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
 from holdfast.replicas.model.weights import (
     DecoderShape,
     DecoderWeights,
@@ -112,7 +112,7 @@ def _layer(weights: LayerWeights, window: int | None) -> Layer:
 
 
 class Decoder:
-    """Weights and layers; stateless but for the KV store it writes. Same face as `AnyModel`."""
+    """Weights and layers; stateless but for the KV store it writes. A `batch.Model`."""
 
     def __init__(self, shape: DecoderShape, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], kv: KVTensors):
         """Takes over `weights`, whose layers are gone then: on a CPU each is packed in turn."""
@@ -155,7 +155,7 @@ class Decoder:
         return AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, windows)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
         shape = self._shape
         positions = batch.position_ids[0]
@@ -169,7 +169,7 @@ class Decoder:
         drawn = rms_norm(x[batch.drawn], (shape.hidden,), self._norm, shape.eps)  # [R, D]
         return self._head(drawn)
 
-    def _attend(self, index: int, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch) -> Tensor:
+    def _attend(self, index: int, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer before its output projection: [T, H d]."""
         shape = self._shape
         qkv = layer.qkv(h).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]

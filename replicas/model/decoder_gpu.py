@@ -4,6 +4,11 @@ A layer is four products and five launches: the residual's sum with the norm, th
 keys and values, attention, the sum with the second norm, and the activation. Few rows can have norms, activation and
 sums inside of the products (`kernels.stream_gpu`): four launches and attention's. On a machine without a GPU it runs in
 Triton's interpreter, which is how it is tested.
+
+Which way products of few rows take, torch's or our own, is timed when the model is loaded (`choose_ways`). Decoding and
+verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the size of a matrix
+and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a whole layer but
+for its attention, apart or with norms, activation and sums inside of our products.
 """
 
 import logging
@@ -21,10 +26,18 @@ from holdfast.kernels.mlp import silu_and_mul
 from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
-from holdfast.replicas.model.batch import StepBatch
+from holdfast.replicas.model.batch import ForwardBatch
 from holdfast.replicas.model.decoder import Decoder, Layer
 
 log = logging.getLogger(__name__)
+
+Seconds: TypeAlias = Callable[[Callable[[], object]], float]
+"""Times a call on the device."""
+
+_ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # from, up to; timed in the most
+_GAIN = 1.02  # what ours must be faster by
+_CHAIN = 8  # matrices of a size that are timed behind each other: of one alone the two events are a part of the time
+_CLOSE = 0.03  # relative error between two ways in 16 bits
 
 
 class GpuDecoder(Decoder):
@@ -37,7 +50,7 @@ class GpuDecoder(Decoder):
         self._fused = rows
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
         residual = self._embedding[batch.token_ids[0]]  # [T, D]
         if len(residual) in self._fused and len(batch.drawn) in self._fused:
@@ -53,14 +66,14 @@ class GpuDecoder(Decoder):
         drawn = residual[batch.drawn]
         return self._head(normed(change[batch.drawn], drawn, self._norm, eps))
 
-    def _forward_fused(self, residual: Tensor, batch: StepBatch) -> Tensor:
+    def _forward_fused(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
         """The same; `residual` [T, D] is written over."""
         for index, layer in enumerate(self._layers):
             mixed = self._attend_on_gpu(index, layer, qkv_fused(layer, residual, self._shape.eps), batch)
             rest_fused(layer, mixed, residual, self._shape.eps)
         return streamed(residual[batch.drawn], weight_of(self._head), norm=(self._norm, self._shape.eps))
 
-    def _attend_on_gpu(self, index: int, layer: Layer, qkv: Tensor, batch: StepBatch) -> Tensor:
+    def _attend_on_gpu(self, index: int, layer: Layer, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer between its projections: [T, H d]."""
         shape, pages = self._shape, batch.pages
         heads = qkv.view(len(qkv), -1, shape.head_dim)  # [T, H + 2 K, d]
@@ -94,20 +107,6 @@ def weight_of(matrix: Matrix | GatedMatrix) -> Tensor:
     return matrix.plain
 
 
-# ---- Which way products of few rows take on a GPU, torch's or our own (`kernels.stream_gpu`): timed at the start.
-#
-# Decoding and verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the
-# size
-# of a matrix and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a
-# whole layer but for its attention, apart or with norms, activation and sums inside of our products.
-
-
-_ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # from, up to; timed in the most
-_GAIN = 1.02  # what ours must be faster by
-_CHAIN = 8  # matrices of a size that are timed behind each other: of one alone the two events are a part of the time
-_CLOSE = 0.03  # relative error between two ways in 16 bits
-
-
 @dataclass(frozen=True, slots=True)
 class Product:
     """Seconds of one product [rows, inputs] x [inputs, outputs], by our kernel and by torch: the mean of a chain."""
@@ -130,18 +129,6 @@ class LayerTimes:
     rows: int
     apart_s: float
     fused_s: float
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two ways gave the same, but for what 16 bits round; the log says so where not."""
-    error = float((a.float() - b.float()).norm() / a.float().norm())
-    if not error <= _CLOSE:  # nor a NaN
-        log.error("products are left to torch: ours are off by %.2g", error)
-    return error <= _CLOSE
-
-
-Seconds: TypeAlias = Callable[[Callable[[], object]], float]
-"""Times a call on the device."""
 
 
 def choose_ways(model: GpuDecoder, seconds: Seconds) -> tuple[list[Product], list[LayerTimes]]:
@@ -206,3 +193,11 @@ def choose_products(matrices: Sequence[Matrix | GatedMatrix], seconds: Seconds) 
             matrix.stream(frozenset(chosen))
         log.info("products with %d x %d: %d row counts of %d by our kernel", outputs, inputs, len(chosen), MOST_ROWS)
     return timed
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two ways gave the same, but for what 16 bits round; the log says so where not."""
+    error = float((a.float() - b.float()).norm() / a.float().norm())
+    if not error <= _CLOSE:  # nor a NaN
+        log.error("products are left to torch: ours are off by %.2g", error)
+    return error <= _CLOSE

@@ -1,6 +1,9 @@
-"""Runs step plans on a model: page copies, page table writes, one forward, sampling. Knows no requests.
+"""Running step plans on a model: page copies, page table writes, one forward, sampling. Knows no requests.
 
-`load_runner` makes one from an engine configuration: load, resolve, allocate, check.
+`load_runner` makes a `ModelRunner` from an engine configuration: load, resolve, allocate, check. It runs steps in one
+of two ways. `DirectRunner` waits for what it does: on a CPU, or where tokens are drawn on the host; a thread around it,
+`ThreadedRunner`, lets the next step be planned meanwhile. `GpuPipeline` gives steps to a GPU and waits when they are
+landed (`pipeline_gpu`).
 
 A step that fails leaves the page table and the store in use: writes are done by then, and the cells it was to fill hold
 nothing that anyone may read yet.
@@ -12,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,49 +22,81 @@ from transformers import PreTrainedTokenizerBase
 from holdfast.replicas.config import EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
+from holdfast.replicas.model import startup
 from holdfast.replicas.model.any_model import AnyModel
-from holdfast.replicas.model.batch import Model, PageTable, build_batch
+from holdfast.replicas.model.batch import STEP_ERRORS, Model, PageTable, build_batch
 from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.folder import served_name
+from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, gpu_capture, room_for
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.model.startup import (
-    GpuMemory,
-    MemorySource,
-    agree,
-    cells_left,
-    check_model,
-    faster_dtype,
-    graph_bytes,
-    graph_tokens,
-    largest_step,
-    measure,
-    measure_cost,
-    pages_to_measure,
-)
-from holdfast.replicas.model.steps import STEP_ERRORS
-from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer, served_name
+from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer
 from holdfast.replicas.scheduling.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 
 log = logging.getLogger(__name__)
 
 
-# ---- Steps in a thread of their own, so that the next one can be planned meanwhile: for a device that is this
-# machine.
-#
-# torch lets go of the interpreter while it computes. Whether that pays depends on cores to spare; a GPU needs none of
-# it.
+class DirectRunner:
+    """A `Runner` that does everything in order and waits for it. Not thread-safe."""
+
+    def __init__(
+        self, model: Model, kv: KVTensors, table: PageTable, host: HostPages | None, device_sampling: bool
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._table = table
+        self._host = host
+        self._device_sampling = device_sampling
+        self._cuda = table.device.type == "cuda"
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run one step. Raises EngineError when it fails; the runner can be used again."""
+        try:
+            return self._move_and_compute(plan) if plan.moves else self._compute(plan)
+        except STEP_ERRORS as error:
+            raise EngineError(f"a step of {len(plan.chunks)} chunks failed: {error}") from error
+
+    def _move_and_compute(self, plan: StepPlan) -> StepOutput:
+        if self._host is None:
+            raise EngineError("a plan moves pages to or from a host tier that there is not")
+        self._host.save(plan.saves)
+        self._prepare(plan)
+        self._host.load(plan.loads)
+        try:
+            output = self._compute(StepPlan(plan.chunks))
+        finally:  # nothing is written once the step is over, however it ends
+            moved = self._host.wait()
+        return replace(output, moved=moved.ok, load_s=moved.load_s)
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        begin = time.perf_counter()
+        self._prepare(plan)
+        if not plan.chunks:
+            return StepOutput(())
+        logits = self._model.forward(build_batch(plan.chunks, self._table))
+        forwarded = self._clock()
+        drawn = sample(logits if self._device_sampling else logits.cpu(), plan.chunks)
+        return StepOutput(drawn, forward_s=forwarded - begin, sample_s=self._clock() - forwarded)
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for copy in plan.copies:
+            self._kv.copy_page(copy.source, copy.target, copy.cells)
+        for write in plan.writes:
+            self._table.write(write)
+
+    def _clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-class _Begun:
-    def __init__(self, future: "Future[StepOutput]") -> None:
-        self._future = future
+class ThreadedRunner:
+    """A `PipelinedRunner` over any runner: a thread runs the steps, one after the other in the order of `begin`.
 
-    def land(self) -> StepOutput:
-        return self._future.result()
-
-
-class Beside:
-    """`scheduling.plan.PipelinedRunner` over any runner. Steps happen one after the other, in the order of `begin`."""
+    So the next step is planned while one runs on a CPU: torch lets go of the interpreter while it computes. Whether
+    that pays depends on cores to spare.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -73,9 +107,9 @@ class Beside:
         """Run one step, after those that have begun."""
         return self.begin(plan).land()
 
-    def begin(self, plan: StepPlan) -> _Begun:
+    def begin(self, plan: StepPlan) -> "ThreadFlight":
         """Begin a step; what it raises is raised by `land`."""
-        return _Begun(self._executor.submit(self._step, plan))
+        return ThreadFlight(self._executor.submit(self._step, plan))
 
     def _step(self, plan: StepPlan) -> StepOutput:
         before, self._drawn = self._drawn, ()  # nothing, should this step fail
@@ -84,12 +118,19 @@ class Beside:
         return output
 
 
-if TYPE_CHECKING:
-    from holdfast.replicas.model.graphs import Capture, GraphRoom
+@dataclass(frozen=True, slots=True)
+class ThreadFlight:
+    """A step that the thread runs, or will run."""
+
+    future: "Future[StepOutput]"
+
+    def land(self) -> StepOutput:
+        """Wait for the step. Raises what it raised."""
+        return self.future.result()
 
 
 class ModelRunner:
-    """`scheduling.plan.Runner` over a model and a KV store; owns the page table."""
+    """The `PipelinedRunner` of a model and a KV store; owns the page table."""
 
     def __init__(
         self,
@@ -102,106 +143,65 @@ class ModelRunner:
         on_device: bool | None = None,
     ) -> None:
         """`on_device`: steps are begun and landed as on a GPU; None: on a GPU, where tokens are drawn there."""
-        self._model = model
-        self._host = host
-        self._device_sampling = device_sampling
         self.kv = kv
+        self._model = model
         device = kv.data.device
-        slots = -(-context_length // kv.page_size)
-        self._table = PageTable(max_rows, slots, kv.page_size, kv.pages, device)
-        self._cuda = device.type == "cuda"
-        self._pipeline: PipelinedRunner = Beside(self)
-        self._on_device = on_device or (on_device is None and self._cuda and device_sampling)
-        if self._on_device:
-            from holdfast.replicas.model.steps import DeviceSteps  # Triton comes with torch for a GPU alone
+        self._table = PageTable(max_rows, -(-context_length // kv.page_size), kv.page_size, kv.pages, device)
+        self._gpu = None
+        self._direct: Runner
+        self._pipeline: PipelinedRunner
+        if on_device is None:
+            on_device = device.type == "cuda" and device_sampling
+        if on_device:
+            from holdfast.replicas.model.pipeline_gpu import GpuPipeline  # Triton comes with torch for a GPU alone
 
-            self._pipeline = DeviceSteps(model, kv, self._table, host)
+            self._gpu = self._direct = self._pipeline = GpuPipeline(model, kv, self._table, host)
+        else:
+            self._direct = DirectRunner(model, kv, self._table, host, device_sampling)
+            self._pipeline = ThreadedRunner(self._direct)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Run one step. Raises EngineError when it fails; the runner can be used again."""
-        if self._on_device:
-            return self._pipeline.run(plan)
-        try:
-            return self._run(plan)
-        except STEP_ERRORS as error:
-            raise EngineError(f"a step of {len(plan.chunks)} chunks failed: {error}") from error
+        """Run one step, while no other has begun. Raises EngineError when it fails; the runner can be used again."""
+        return self._direct.run(plan)
 
     def begin(self, plan: StepPlan) -> Flight:
         """Begin a step, behind those that were begun before. Raises EngineError for one that cannot be."""
         return self._pipeline.begin(plan)
 
-    def capture(self, capture: "Capture", room: "GraphRoom", say: Callable[[str], None]) -> bool:
+    def capture(self, capture: Capture, room: GraphRoom, say: Callable[[str], None]) -> bool:
         """Capture the forwards of decoding and verifying as graphs; False where this model or store has none."""
-        from holdfast.replicas.model.graphs import StepGraphs
-        from holdfast.replicas.model.steps import DeviceSteps
-
-        model, scratch, pipeline = self._model, self.kv.scratch_cell, self._pipeline
-        if not isinstance(pipeline, DeviceSteps) or model.attention is None or scratch is None:
+        shape, scratch = self._model.attention, self.kv.scratch_cell
+        if self._gpu is None or shape is None or scratch is None:
             return False
-        graphs = StepGraphs(model, model.attention, self._table, scratch, self.kv.data.dtype, room)
+        graphs = CudaGraphs(self._model, shape, self._table, scratch, self.kv.data.dtype, room)
         graphs.capture(capture, say)
-        pipeline.graphs = graphs
+        self._gpu.graphs = graphs
         return True
 
-    def believe(self, config: EngineConfig) -> bool:
-        """Keep the graphs if they compute what steps compute without them; whether they do."""
-        from holdfast.replicas.model.steps import DeviceSteps
-
-        pipeline = self._pipeline
-        if not isinstance(pipeline, DeviceSteps):
+    def check_graphs(self, config: EngineConfig) -> bool:
+        """Keep the graphs if steps draw the same in them as without; whether they do."""
+        gpu = self._gpu
+        if gpu is None or gpu.graphs is None:
             return False
-        graphs = pipeline.graphs
-
-        def run(plan: StepPlan, replays: bool) -> StepOutput:
-            pipeline.graphs = graphs if replays else None
-            return pipeline.run(plan)
-
-        good = agree(lambda plan: run(plan, True), lambda plan: run(plan, False), config)
-        pipeline.graphs = graphs if good else None
-        return good
+        plans, graphs = startup.plans_to_compare(config), gpu.graphs
+        try:
+            replayed = [gpu.run(plan) for plan in plans]
+            gpu.graphs = None
+            launched = [gpu.run(plan) for plan in plans]
+        except EngineError:
+            log.exception("steps run without CUDA graphs: one failed")
+            gpu.graphs = None
+            return False
+        if not startup.alike(replayed, launched):
+            log.error("steps run without CUDA graphs: one computed something else")
+            return False
+        gpu.graphs = graphs
+        return True
 
     @property
     def replayed(self) -> int:
         """Steps that ran in a graph so far."""
-        from holdfast.replicas.model.steps import DeviceSteps
-
-        return self._pipeline.replayed if isinstance(self._pipeline, DeviceSteps) else 0
-
-    def _run(self, plan: StepPlan) -> StepOutput:
-        if not plan.moves:
-            return self._compute(plan)
-        if self._host is None:
-            raise EngineError("a plan moves pages to or from a host tier that there is not")
-        self._host.save(plan.saves)
-        self._prepare(plan)
-        self._host.load(plan.loads)
-        try:
-            output = self._compute(StepPlan(plan.chunks))
-        finally:  # nothing is written once the step is over, however it ends
-            moved = self._host.wait()
-        return replace(output, moved=moved.ok, load_s=moved.load_s)
-
-    def _prepare(self, plan: StepPlan) -> None:
-        for copy in plan.copies:
-            self.kv.copy_page(copy.source, copy.target, copy.cells)
-        for write in plan.writes:
-            self._table.write(write)
-
-    def _compute(self, plan: StepPlan) -> StepOutput:
-        begin = time.perf_counter()
-        self._prepare(plan)
-        if not plan.chunks:
-            return StepOutput(())
-        logits = self._model.forward(build_batch(plan.chunks, self._table))
-        forwarded = self._clock()
-        drawn = sample(logits if self._device_sampling else logits.cpu(), plan.chunks)
-        return StepOutput(drawn, forward_s=forwarded - begin, sample_s=self._clock() - forwarded)
-
-    def _clock(self) -> float:
-        """Seconds, once the device has done what it was given."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return self._gpu.replayed if self._gpu is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     machine = hardware()
     torch.set_num_threads(config.threads or machine.cores)
     if config.dtype == "auto" and (config.device == "cpu" or not machine.cuda):
-        machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
+        machine = replace(machine, cpu_dtype=startup.faster_dtype(info.config, info.shape.checkpoint_dtype))
     resolved = resolve(config, machine, info.shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device == "cuda" and not torch.cuda.is_available():
@@ -235,21 +235,26 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     dtype = getattr(torch, resolved.dtype)
     on_gpu = resolved.device != "cpu"
     profiled = on_gpu and not config.cells
-    pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
+    pages = startup.pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu)
     model = _load_model(info, resolved, kv)
     if on_gpu:
         _choose_ways(model)
     if profiled:
-        resolved = fill_memory(resolved, model, kv, GpuMemory())
+        resolved = fill_memory(resolved, model, kv, startup.GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
     runner = ModelRunner(
         model, kv, resolved.max_sequences, resolved.context_length, device_sampling=resolved.device_sampling, host=host
     )
-    if on_gpu and resolved.cuda_graphs:
+    if on_gpu:
         _capture(runner, model, resolved)
-    cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
+    cost = startup.measure_cost(runner, resolved) if resolved.speculation.enabled else None
     return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
+
+
+def hardware() -> Hardware:
+    """This machine: the cores this process may use, and whether there is a GPU."""
+    return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
 
 
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
@@ -265,22 +270,17 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
         if config.decoder == "own":
             raise ConfigError(f"our decoder does not know {info.config.model_type} with these options", "decoder")
     loaded = load_model(info, config.dtype, config.device)
-    check_model(loaded, kv, config.context_length)
+    startup.check_model(loaded, kv, config.context_length)
     return AnyModel(loaded.module, kv)
 
 
-def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: MemorySource) -> EngineConfig:
-    """Give the store what the device has left beside the model and its largest step; the configuration with its cells.
+def _decoder(device: str) -> type[Decoder]:
+    """Our decoder for a device. The one for a GPU needs Triton, which a torch for CPUs comes without."""
+    if device == "cpu":
+        return Decoder
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder
 
-    Raises ConfigError, naming the setting to change, where that is nothing.
-    """
-    runner = ModelRunner(model, kv, config.max_sequences, config.context_length, config.device_sampling)
-    use = measure(source, kv.data.nbytes, lambda: runner.run(largest_step(config)))
-    reserve = graph_bytes(config, model.vocabulary)
-    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
-    kv.resize(cells // kv.page_size)
-    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
-    return replace(config, cells=cells)
+    return GpuDecoder
 
 
 def _choose_ways(model: Model) -> None:
@@ -296,13 +296,25 @@ def _choose_ways(model: Model) -> None:
         log.exception("products are left to torch: ours could not be timed")
 
 
+def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: startup.MemorySource) -> EngineConfig:
+    """Give the store what the device has left beside the model and its largest step; the configuration with its cells.
+
+    Raises ConfigError, naming the setting to change, where that is nothing.
+    """
+    runner = ModelRunner(model, kv, config.max_sequences, config.context_length, config.device_sampling)
+    use = startup.measure(source, kv.data.nbytes, lambda: runner.run(startup.largest_step(config)))
+    reserve = startup.graph_bytes(config, model.vocabulary)
+    cells = startup.cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
+    kv.resize(cells // kv.page_size)
+    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
+    return replace(config, cells=cells)
+
+
 def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
     """Capture graphs for decoding and verifying, and go on without where that fails: they are only faster."""
-    tokens = graph_tokens(config)
+    tokens = startup.graph_tokens(config)
     if model.attention is None or not tokens:
         return
-    from holdfast.replicas.model.graphs import gpu_capture, room_for
-
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     try:
         captured = runner.capture(gpu_capture(), room_for(tokens, model.attention, processors), log.info)
@@ -310,18 +322,4 @@ def _capture(runner: ModelRunner, model: Model, config: EngineConfig) -> None:
         log.exception("steps run without CUDA graphs: they could not be captured")
         return
     if captured:
-        runner.believe(config)
-
-
-def _decoder(device: str) -> type[Decoder]:
-    """Our decoder for a device. The one for a GPU needs Triton, which a torch for CPUs comes without."""
-    if device == "cpu":
-        return Decoder
-    from holdfast.replicas.model.decoder_gpu import GpuDecoder
-
-    return GpuDecoder
-
-
-def hardware() -> Hardware:
-    """This machine: the cores this process may use, and whether there is a GPU."""
-    return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
+        runner.check_graphs(config)

@@ -3,31 +3,40 @@
 The maths is in `kernels.sampling`; here rows are grouped by what they need, so that a step of greedy rows is one
 argmax, and drafts are verified. Logits stay on the device: ids, and log probabilities where asked for, cross over.
 
-Rows of constrained sequences come with masks of the allowed tokens, packed 32 to a word: one copy to the device for all
-of them. What they forbid is at minus infinity before a token is chosen, after bias and penalties.
-
 A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after the chunk's token n - 1 - d + i, as if the
 drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
+
+Before a token is chosen a row's logits are changed by its bias, then by its penalties, then by its mask. Penalties come
+from counts that the sequence keeps (`token_counts`); a draft counts as generated in the rows after it. Masks of
+constrained sequences are packed 32 tokens to a word, one copy to the device for all of them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.kernels.paging import sent
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
+from holdfast.kernels.transfer import sent
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
-from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.events import Draw, Sampling, TokenLogprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
 
-
 LogRow: TypeAlias = tuple[float, list[float], list[int]]
+
+
+class RowEdit(NamedTuple):
+    """What is added to some logits of one row: `changes` [n] float32 to those of `tokens` [n] int64, all different."""
+
+    row: int
+    tokens: npt.NDArray[np.int64]
+    changes: npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -38,11 +47,17 @@ class Rows:
     settings: list[Sampling] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    edits: list[tuple[int, int, float]] = field(default_factory=list)  # (row, token, added to its logit)
+    biases: list[RowEdit] = field(default_factory=list)
+    penalties: list[RowEdit] = field(default_factory=list)
     logprobs: list[int] = field(default_factory=list)
     most_logprobs: int = 0
     masked: list[int] = field(default_factory=list)
     masks: list[RowMasks] = field(default_factory=list)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether tokens are chosen from other logits than the model's."""
+        return bool(self.biases or self.penalties or self.masks)
 
 
 def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
@@ -61,6 +76,7 @@ def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
 
 
 def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
+    """What every row of a step asks for."""
     rows = Rows()
     row = 0
     for chunk in chunks:
@@ -74,8 +90,12 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
             rows.settings += [sampling] * count
             rows.seeds += [draw.seed] * count
             rows.positions += range(end - draw.drafts, end + 1)
-        if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
-            rows.edits += _edits(chunk, row, vocabulary)
+        if sampling.logit_bias:
+            inside = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < vocabulary}
+            tokens, changes = np.array(list(inside), np.int64), np.array(list(inside.values()), np.float32)
+            rows.biases += [RowEdit(each, tokens, changes) for each in span]
+        if draw.counts is not None:
+            rows.penalties += _penalties(chunk, draw, row)
         if sampling.logprobs is not None:
             rows.logprobs += span
             rows.most_logprobs = max(rows.most_logprobs, sampling.logprobs)
@@ -86,32 +106,21 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
     return rows
 
 
-def _edits(chunk: Chunk, first: int, vocabulary: int) -> list[tuple[int, int, float]]:
-    """What bias and penalties add to which logits. A draft counts as generated in the rows after it."""
-    draw = chunk.draw
-    assert draw is not None
-    sampling = draw.sampling
-    edits: list[tuple[int, int, float]] = []
-    counts: dict[int, int] = {}
-    if draw.history is not None:
-        ids, times = np.unique(draw.history, return_counts=True)
-        counts = dict(zip(ids.tolist(), times.tolist(), strict=True))
+def _penalties(chunk: Chunk, draw: Draw, first: int) -> list[RowEdit]:
+    """What the penalties of a chunk's rows, which begin with row `first`, take from their logits."""
+    assert draw.counts is not None
+    presence, frequency = draw.sampling.presence_penalty, draw.sampling.frequency_penalty
     drafts = chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist()
-    for i in range(draw.drafts + 1):
-        if i:
-            counts[drafts[i - 1]] = counts.get(drafts[i - 1], 0) + 1
-        row = first + i
-        edits += [(row, token, bias) for token, bias in sampling.logit_bias.items() if 0 <= token < vocabulary]
-        edits += [
-            (row, token, -sampling.presence_penalty - sampling.frequency_penalty * times)
-            for token, times in counts.items()
-        ]
-    return edits
+    return [
+        RowEdit(first + i, ids, (-presence - frequency * times).astype(np.float32))
+        for i, (ids, times) in enumerate(draw.counts.after(drafts))
+        if len(ids)
+    ]
 
 
 def _draw(logits: Tensor, rows: Rows) -> Tensor:
     """Token ids [R], on the device."""
-    if not rows.sampled and not rows.edits and not rows.masks:
+    if not rows.sampled and not rows.adjusted:
         return greedy(logits)
     device = logits.device
     scores = adjusted(logits, rows)
@@ -131,11 +140,24 @@ def _draw(logits: Tensor, rows: Rows) -> Tensor:
 def adjusted(logits: Tensor, rows: Rows) -> Tensor:
     """The logits in float32 after bias, penalties and masks; a new tensor where there are any."""
     scores = logits.float()
-    if rows.edits:
-        at, token, change = zip(*rows.edits, strict=True)
-        where = (_indices(at, logits.device), _indices(token, logits.device))
-        scores = scores.index_put(where, sent(np.array(change, np.float32), logits.device), accumulate=True)
+    if rows.biases or rows.penalties:
+        scores = scores.clone() if scores is logits else scores
+        for edits in (rows.biases, rows.penalties):
+            if edits:
+                _add(scores, edits)
     return _masked(scores, rows) if rows.masks else scores
+
+
+def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
+    """Apply edits of different rows, in place. Raises IndexError for a token beyond the vocabulary."""
+    vocabulary, device = scores.shape[1], scores.device
+    tokens = np.concatenate([edit.tokens for edit in edits])
+    if len(tokens) and tokens.max() >= vocabulary:
+        raise IndexError(f"token {tokens.max()} is penalised, but the vocabulary has {vocabulary}")
+    places = np.repeat([edit.row * vocabulary for edit in edits], [len(edit.tokens) for edit in edits]) + tokens
+    changes = np.concatenate([edit.changes for edit in edits])
+    # No place comes twice, so the order of the sums does not matter.
+    scores.view(-1).scatter_add_(0, sent(places, device), sent(changes, device))
 
 
 def _masked(scores: Tensor, rows: Rows) -> Tensor:
@@ -163,14 +185,14 @@ def _unpacked(packed: Bits, device: torch.device) -> Tensor:
     return unpacked_on_device(sent(packed, device))
 
 
-def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return sent(np.array(numbers, np.int64), device)
-
-
 def unpacked_on_device(words: Tensor) -> Tensor:
     """Zero bits of int32 `words` [rows, W] as bool [rows, 32 * W], the lowest first."""
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> shifts) & 1).eq(0).flatten(1)
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return sent(np.array(numbers, np.int64), device)
 
 
 def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
-from holdfast.replicas.model.graphs import Array
+from holdfast.kernels.transfer import Array
 from holdfast.replicas.model.sampler import Rows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
@@ -91,8 +91,7 @@ def begin(logits: Tensor, asked: Settings, views: Sequence[Tensor]) -> Draws:
     """Draw from `logits` [R, vocabulary]. `views` are `asked.arrays` on the device."""
     first, drafts, *noise = views
     rows = asked.rows
-    changed = bool(rows.edits or rows.masks)
-    scores = adjusted(logits, rows) if changed else logits
+    scores = adjusted(logits, rows) if rows.adjusted else logits
     temperatures, keys = (noise[0], noise[1]) if asked.sampled else (None, None)
     cutoff = None
     if asked.filtered and temperatures is not None:

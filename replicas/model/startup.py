@@ -1,14 +1,18 @@
-"""What a runner on a GPU does before it serves: the largest step to measure memory with, and graphs that are believed.
+"""What is measured and checked when a model is loaded, in the order it happens. `runner` decides what is done with it.
 
-A graph is believed once its replay draws what the forward without it draws; until then, and where it does not, steps
-run without. Nothing here knows requests; loading is `runner`'s matter.
+- Which of float32 and bfloat16 a CPU computes the model in faster (`faster_dtype`).
+- Whether a model of transformers computes the same over paged KV as by itself (`check_model`).
+- How much memory a GPU has left for KV beside the model and the largest step (`largest_step`, `measure`, `cells_left`).
+- Whether steps draw the same in CUDA graphs as without (`plans_to_compare`, `alike`).
+- What verifying drafts costs (`measure_cost`).
+
+Nothing here knows requests. What has to run steps is given a runner, or a call.
 """
 
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,117 +25,37 @@ from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.batch import PageTable, build_batch
+from holdfast.replicas.model.folder import cannot_serve
 from holdfast.replicas.model.weights import LoadedModel
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.types import TokenIds
 
-log = logging.getLogger(__name__)
-
-Run: TypeAlias = Callable[[StepPlan], StepOutput]
-
-
+# dtype
+_ROWS = (1, 8)  # a decode step, and a verification window
+_MATRICES_BYTES = 64 << 20  # so much of bfloat16 is streamed, beyond most caches
+_GAIN = 1.2  # what bfloat16 must be faster by
+# paged KV
+_PROBE = 8  # tokens of the prompt
+_LIKENESS = {"float32": 0.9999, "bfloat16": 0.98, "float16": 0.99}  # least cosine between the two ways' logits
+# graphs
 _GRAPH_TOKENS = 256  # more in one step is no decoding; such steps are worth a launch
 _PARTIALS = 256 << 20  # bytes for partial results of split sequences
 _LAUNCHES = 256 << 20  # bytes for the graphs themselves, and what their forwards compute with
 _CLOSE = 0.25  # how far log probabilities of the same tokens may lie apart, by what 16 bits round
-
-
-def graph_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step that is to run in a graph; 0: none."""
-    if not config.cuda_graphs or config.device == "cpu":
-        return 0
-    drafts = config.speculation.max_draft if config.speculation.enabled else 0
-    return min(_GRAPH_TOKENS, config.max_sequences * (1 + drafts))
-
-
-def graph_bytes(config: EngineConfig, vocabulary: int) -> int:
-    """Memory to keep for graphs."""
-    tokens = graph_tokens(config)
-    return _PARTIALS + _LAUNCHES + 2 * 4 * tokens * vocabulary if tokens else 0
-
-
-def pages_to_measure(config: EngineConfig) -> int:
-    """Pages of the store that the largest step runs over."""
-    return -(-_prefilled(config) // config.page_size) + 1
-
-
-def largest_step(config: EngineConfig) -> StepPlan:
-    """A step that takes as much memory as any: all the tokens of a prefill, and every other row draws, filtered."""
-    size = _prefilled(config)
-    pages = np.arange(pages_to_measure(config), dtype=np.int32)
-    draw = Draw(Sampling(temperature=1.0, top_p=0.9), 0)
-    others = range(1, config.max_sequences)
-    writes = (RowWrite(0, 0, pages[:-1]), *(RowWrite(row, 0, pages[-1:]) for row in others))
-    prefill = Chunk(0, 0, np.ones(size, np.int32), draw)
-    return StepPlan((prefill, *(Chunk(row, 0, np.ones(1, np.int32), draw) for row in others)), writes)
-
-
-def _prefilled(config: EngineConfig) -> int:
-    return min(config.step_tokens, config.context_length)
-
-
-def agree(replayed: Run, launched: Run, config: EngineConfig) -> bool:
-    """Whether steps draw the same in graphs and without; where not, the log says so."""
-    for plan in plans_to_compare(config):
-        try:
-            alike = _alike(replayed(plan), launched(plan))
-        except EngineError:
-            log.exception("steps run without CUDA graphs: one failed")
-            return False
-        if not alike:
-            log.error("steps run without CUDA graphs: one computed something else")
-            return False
-    return True
-
-
-def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
-    """Steps of single tokens and of windows, each after one that computes their contexts, as far as there is room."""
-    plans = []
-    for sequences, window, context in ((1, 1, 40), (2, 1, 300), (1, 5, 40), (3, 9, 20)):
-        end = context + window
-        pages = -(-end // config.page_size)
-        if end > config.context_length or sequences * pages * config.page_size > config.cells:
-            continue
-        if sequences > config.max_sequences:
-            continue
-        numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
-        writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
-        tokens = np.arange(1, window + 1, dtype=np.int32)
-        draw = Draw(Sampling(logprobs=0), 0, drafts=window - 1)
-        before = np.arange(1, context + 1, dtype=np.int32)
-        plans.append(StepPlan(tuple(Chunk(row, 0, (before + row) % 50) for row in range(sequences)), writes))
-        plans.append(StepPlan(tuple(Chunk(row, context, tokens, draw) for row in range(sequences))))
-    return plans
-
-
-def _alike(a: StepOutput, b: StepOutput) -> bool:
-    """The same tokens, or others nearly as likely: what was drawn first is compared, by its log probability."""
-    for one, other in zip(a.drawn, b.drawn, strict=True):
-        if one is None or other is None:  # a chunk that draws nothing
-            continue
-        difference = abs(one.logprobs[0].logprob - other.logprobs[0].logprob)
-        if not difference <= _CLOSE:  # nor a NaN
-            return False
-    return True
-
-
-# ---- Which of float32 and bfloat16 a CPU computes a model in faster: products of its sizes, timed when it is loaded.
-#
-# Asked only where both are the model's own numbers as they are in the checkpoint, and only for models that wait for
-# memory; a small one stays in float32, the more exact.
-
-
-_ROWS = (1, 8)  # a decode step, and a verification window
-_MATRICES_BYTES = 64 << 20  # so much of bfloat16 is streamed, beyond most caches
-_GAIN = 1.2  # what bfloat16 must be faster by
+# verifying
+_SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 4), (8, 8), (8, 16))  # (sequences, tokens of each)
+_CONTEXT = 256  # tokens each sequence has in its cache
+_BUDGET_S = 5.0  # a model so slow that its steps take longer is measured at fewer widths
 
 
 def faster_dtype(config: Any, checkpoint: DType) -> DType:
     """float32 or bfloat16, for the transformers configuration and the dtype of a checkpoint.
 
-    Takes about a second on one thread, because several wait for each other where others use the machine, and then all
-    dtypes look alike. float32 for all but checkpoints in bfloat16.
+    Products of the model's sizes are timed, where both dtypes are the numbers that the checkpoint has, and only for
+    models that wait for memory: a small one stays in float32, the more exact, and so does every checkpoint that is not
+    in bfloat16. Takes about a second on one thread: several wait for each other where others use the machine, and then
+    all dtypes look alike.
     """
     if checkpoint != "bfloat16":
         return "float32"
@@ -164,22 +88,13 @@ def _seconds(outputs: int, inputs: int, dtype: torch.dtype) -> float:
     return min(taken)
 
 
-# ---- Does a loaded model compute the same over paged KV as by itself? Asked once, when it is loaded.
-#
-# A short prompt runs twice, once in transformers' own way and once through pages in two steps. A model that keeps
-# state
-# outside its attention, or whose attention is not the usual one, is refused here and does not answer wrongly later.
-# The
-# prompt is shorter than sliding windows are: a window that the model applies in its mask alone, which paged attention
-# does not see, shows in that no layer asks for it.
-
-
-_PROBE = 8  # tokens of the prompt
-_LIKENESS = {"float32": 0.9999, "bfloat16": 0.98, "float16": 0.99}  # least cosine between the two ways' logits
-
-
 def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None:
     """Switch the model to paged attention and compare it with what it computed before. Writes the store's first cells.
+
+    A short prompt runs twice, once in transformers' own way and once through pages in two steps. A model that keeps
+    state outside its attention, or whose attention is not the usual one, is refused here and does not answer wrongly
+    later. The prompt is shorter than sliding windows are: a window that the model applies in its mask alone, which
+    paged attention does not see, shows in that no layer asks for it.
 
     Raises ConfigError for a model that cannot be switched or computes something else then, in contexts of up to
     `context_length` tokens.
@@ -191,15 +106,15 @@ def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None
         plain = module(input_ids=torch.from_numpy(tokens).long().to(device)[None], use_cache=False).logits[0, -1]
     module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     if module.config._attn_implementation != ATTENTION:  # type: ignore[union-attr]
-        raise ConfigError(f"cannot serve model {name!r}: its attention cannot be replaced", "model")
+        raise cannot_serve(name, "its attention cannot be replaced")
     model = AnyModel(module, kv)
     try:
         paged = _paged_logits(model, kv, tokens)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(f"cannot serve model {name!r}: it does not run on paged KV ({error})", "model") from error
+        raise cannot_serve(name, f"it does not run on paged KV ({error})") from error
     likeness = torch.cosine_similarity(plain.double(), paged.double(), dim=0).item()
     if not likeness >= _LIKENESS[str(kv.data.dtype).removeprefix("torch.")]:
-        raise ConfigError(f"cannot serve model {name!r}: on paged KV it computes something else", "model")
+        raise cannot_serve(name, "on paged KV it computes something else")
     window = _window(loaded.info.config)
     if window and window < context_length and not model.windowed:
         why = f"its sliding window of {window} does not reach its attention"
@@ -226,63 +141,24 @@ def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:
     return model.forward(build_batch((Chunk(0, cut, tokens[cut:], Draw(Sampling(), 0)),), table))[0]
 
 
-# ---- What verifying drafts costs on this machine with this model: a few steps timed when it is loaded.
-#
-# Single sequences give the narrow widths, several with windows of drafts the wide ones, as steps have them. The
-# figures
-# are the least of three, since what else runs on the machine only adds; the gate corrects them with every step.
+def pages_to_measure(config: EngineConfig) -> int:
+    """Pages of the store that the largest step runs over."""
+    return -(-_prefilled(config) // config.page_size) + 1
 
 
-_SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 4), (8, 8), (8, 16))  # (sequences, tokens of each)
-_CONTEXT = 256  # tokens each sequence has in its cache
-_BUDGET_S = 5.0  # a model so slow that its steps take longer is measured at fewer widths
+def largest_step(config: EngineConfig) -> StepPlan:
+    """A step that takes as much memory as any: all the tokens of a prefill, and every other row draws, filtered."""
+    size = _prefilled(config)
+    pages = np.arange(pages_to_measure(config), dtype=np.int32)
+    draw = Draw(Sampling(temperature=1.0, top_p=0.9), 0)
+    others = range(1, config.max_sequences)
+    writes = (RowWrite(0, 0, pages[:-1]), *(RowWrite(row, 0, pages[-1:]) for row in others))
+    prefill = Chunk(0, 0, np.ones(size, np.int32), draw)
+    return StepPlan((prefill, *(Chunk(row, 0, np.ones(1, np.int32), draw) for row in others)), writes)
 
 
-def measure_cost(runner: Runner, config: EngineConfig) -> VerificationCost | None:
-    """Time decode steps of several widths, over pages that hold nothing yet; None where there is no room for it."""
-    rows: list[int] = []
-    seconds: list[float] = []
-    began = time.perf_counter()
-    for sequences, window in _SHAPES:
-        plans = list(_plans(config, sequences, window))
-        if not plans or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
-            break
-        rows.append(sequences * window)
-        seconds.append(min([_timed(runner, plan) for plan in plans][1:]))
-    return VerificationCost(tuple(rows), tuple(seconds)) if len(rows) >= 2 else None
-
-
-def _plans(config: EngineConfig, sequences: int, window: int) -> Iterator[StepPlan]:
-    """The same step four times, the first to warm up; nothing where cache or context are too small."""
-    context = min(_CONTEXT, config.context_length - window)
-    pages = -(-(context + window) // config.page_size)
-    if context < 1 or sequences * pages > config.cells // config.page_size or sequences > config.max_sequences:
-        return
-    numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
-    writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
-    draw = Draw(Sampling(), 0, drafts=window - 1)
-    chunks = tuple(Chunk(row, context, np.ones(window, np.int32), draw) for row in range(sequences))
-    for _ in range(4):
-        yield StepPlan(chunks, writes)
-
-
-def _timed(runner: Runner, plan: StepPlan) -> float:
-    began = time.perf_counter()
-    runner.run(plan)
-    return time.perf_counter() - began
-
-
-# ---- How many cells of KV a GPU has room for: what a share of its memory leaves beside the model and its largest
-# step.
-#
-# The arithmetic is pure. What it starts from is measured once, when the model is loaded: the memory that is taken
-# while
-# the largest step the configuration allows runs over a store of a few pages. Whatever does not fit is an error that
-# names
-# the setting to change.
-
-
-_GIB = 2**30
+def _prefilled(config: EngineConfig) -> int:
+    return min(config.step_tokens, config.context_length)
 
 
 class MemorySource(Protocol):
@@ -304,7 +180,10 @@ class MemorySource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes. `weights`: the model; `step`: what its largest step takes besides, at its peak; no KV in either."""
+    """Bytes. `weights`: the model; `step`: what its largest step takes besides, at its peak; no KV in either.
+
+    Measured once, while the largest step that the configuration allows runs over a store of a few pages.
+    """
 
     total: int
     others: int
@@ -350,7 +229,7 @@ def cells_left(use: MemoryUse, share: float, reserve: int, cell_bytes: int, page
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB"
 
 
 class GpuMemory:
@@ -374,3 +253,91 @@ class GpuMemory:
     def peak(self) -> int:
         torch.cuda.synchronize()
         return int(torch.cuda.max_memory_reserved())
+
+
+def graph_tokens(config: EngineConfig) -> int:
+    """Tokens of the largest step that is to run in a graph; 0: none."""
+    if not config.cuda_graphs or config.device == "cpu":
+        return 0
+    drafts = config.speculation.max_draft if config.speculation.enabled else 0
+    return min(_GRAPH_TOKENS, config.max_sequences * (1 + drafts))
+
+
+def graph_bytes(config: EngineConfig, vocabulary: int) -> int:
+    """Memory to keep for graphs."""
+    tokens = graph_tokens(config)
+    return _PARTIALS + _LAUNCHES + 2 * 4 * tokens * vocabulary if tokens else 0
+
+
+def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
+    """Steps of single tokens and of windows, each after one that computes their contexts, as far as there is room."""
+    plans = []
+    for sequences, window, context in ((1, 1, 40), (2, 1, 300), (1, 5, 40), (3, 9, 20)):
+        end = context + window
+        pages = -(-end // config.page_size)
+        if end > config.context_length or sequences * pages * config.page_size > config.cells:
+            continue
+        if sequences > config.max_sequences:
+            continue
+        numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+        writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
+        tokens = np.arange(1, window + 1, dtype=np.int32)
+        draw = Draw(Sampling(logprobs=0), 0, drafts=window - 1)
+        before = np.arange(1, context + 1, dtype=np.int32)
+        plans.append(StepPlan(tuple(Chunk(row, 0, (before + row) % 50) for row in range(sequences)), writes))
+        plans.append(StepPlan(tuple(Chunk(row, context, tokens, draw) for row in range(sequences))))
+    return plans
+
+
+def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
+    """Whether steps drew the same tokens, or others nearly as likely.
+
+    What each chunk drew first is compared, by its log probability.
+    """
+    for a, b in zip(some, others, strict=True):
+        for one, other in zip(a.drawn, b.drawn, strict=True):
+            if one is None or other is None:  # a chunk that draws nothing
+                continue
+            difference = abs(one.logprobs[0].logprob - other.logprobs[0].logprob)
+            if not difference <= _CLOSE:  # nor a NaN
+                return False
+    return True
+
+
+def measure_cost(runner: Runner, config: EngineConfig) -> VerificationCost | None:
+    """Time decode steps of several widths, over pages that hold nothing yet; None where there is no room for it.
+
+    Single sequences give the narrow widths, several with windows of drafts the wide ones, as steps have them. The
+    figures are the least of three, since what else runs on the machine only adds; the gate corrects them with every
+    step.
+    """
+    rows: list[int] = []
+    seconds: list[float] = []
+    began = time.perf_counter()
+    for sequences, window in _SHAPES:
+        plans = list(_plans_to_time(config, sequences, window))
+        if not plans or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
+            break
+        rows.append(sequences * window)
+        seconds.append(min([_timed(runner, plan) for plan in plans][1:]))
+    return VerificationCost(tuple(rows), tuple(seconds)) if len(rows) >= 2 else None
+
+
+def _plans_to_time(config: EngineConfig, sequences: int, window: int) -> Iterator[StepPlan]:
+    """The same step four times, the first to warm up; nothing where cache or context are too small."""
+    context = min(_CONTEXT, config.context_length - window)
+    pages = -(-(context + window) // config.page_size)
+    if context < 1 or sequences * pages > config.cells // config.page_size or sequences > config.max_sequences:
+        return
+    numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+    writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
+    draw = Draw(Sampling(), 0, drafts=window - 1)
+    chunks = tuple(Chunk(row, context, np.ones(window, np.int32), draw) for row in range(sequences))
+    for _ in range(4):
+        yield StepPlan(chunks, writes)
+
+
+def _timed(runner: Runner, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    runner.run(plan)
+    return time.perf_counter() - began

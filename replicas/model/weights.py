@@ -1,4 +1,11 @@
-"""Checking and loading a checkpoint, offline. Where one lies is said by `folder`, what it computes by `any_model`."""
+"""Reading a checkpoint, offline: its configuration, tokenizer and end-of-sequence ids, and its weights.
+
+Weights are loaded either as transformers' own module (`load_model`), or into the fused matrices of a Llama-like decoder
+(`read_weights`): shard by shard, every tensor copied once, from the mapped file to where it stays. There, what does not
+belong to a plain decoder (a bias where none is expected, a tensor of another family) is an error, never ignored: it
+would change the output. Where a checkpoint lies is said by `folder`; what is computed with it, by `any_model` and
+`decoder`.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,51 +20,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from holdfast.replicas.config import BYTES, POCKET, DType, ModelShape
-from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape
+from holdfast.replicas.model.folder import cannot_serve, model_folder
 
-# ---- Where a configured model lies: "pocket", a folder as transformers saves it, or a hub name in the local cache.
-#
-# Nothing is downloaded, and nothing heavy is imported, so that command lines can ask.
-
-
-_POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
-
-
-def model_folder(name: str) -> Path:
-    """The folder behind a configured model name; of a hub name that of its cached snapshot.
-
-    Raises ConfigError for one that is not there or has no config.json.
-    """
-    folder = _POCKET_FOLDER if name == POCKET else Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise _folder_error(name, f"there is no config.json in {folder}")
-        return folder
-    if name == POCKET:
-        raise _folder_error(name, f"there is no folder {folder}")
-    cached = _cached(name)
-    if cached is None:
-        raise _folder_error(name, f"there is no folder {folder}, and no model of that name in the local hub cache")
-    return cached
-
-
-def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no hub name
-        return None
-    return Path(config).parent if isinstance(config, str) else None
-
-
-def _folder_error(name: str, why: str) -> ConfigError:
-    return ConfigError(f"cannot serve model {name!r}: {why}", "model")
-
-
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOADING_ERRORS = (
     OSError,
@@ -85,11 +54,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode on its device. `eos` are the token ids that end its turn."""
+    """transformers' model in evaluation mode on its device."""
 
     info: ModelInfo
     module: nn.Module
-    eos: frozenset[int]
 
 
 def inspect_model(name: str) -> ModelInfo:
@@ -101,13 +69,13 @@ def inspect_model(name: str) -> ModelInfo:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise _error(name, _said(error)) from error
+        raise cannot_serve(name, _said(error)) from error
     if getattr(config, "is_encoder_decoder", False):
-        raise _error(name, "it is an encoder-decoder, and only causal language models are served")
+        raise cannot_serve(name, "it is an encoder-decoder, and only causal language models are served")
     text = config.get_text_config(decoder=True)
     other = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if other:
-        raise _error(name, f"it has layers without a plain KV cache: {', '.join(sorted(other))}")
+        raise cannot_serve(name, f"it has layers without a plain KV cache: {', '.join(sorted(other))}")
     try:
         heads = text.num_attention_heads
         cell = CellShape(
@@ -117,7 +85,7 @@ def inspect_model(name: str) -> ModelInfo:
         )
         context, vocabulary = _context(text), int(text.vocab_size)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise _error(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
+        raise cannot_serve(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
     shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context))
     return ModelInfo(path, config, cell, shape, vocabulary)
 
@@ -138,11 +106,11 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
             output_loading_info=True,
         )
     except _LOADING_ERRORS as error:
-        raise _error(info.path, _said(error)) from error
+        raise cannot_serve(info.path, _said(error)) from error
     if missing := sorted(report["missing_keys"]):
-        raise _error(info.path, f"its files lack {len(missing)} weights, {missing[0]} among them")
+        raise cannot_serve(info.path, f"its files lack {len(missing)} weights, {missing[0]} among them")
     module.eval().requires_grad_(False).to(device)
-    return LoadedModel(info, module, eos_ids(info))
+    return LoadedModel(info, module)
 
 
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
@@ -150,7 +118,7 @@ def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(info.path, local_files_only=True)
     except _LOADING_ERRORS as error:
-        raise _error(info.path, f"its tokenizer does not load ({_said(error)})") from error
+        raise cannot_serve(info.path, f"its tokenizer does not load ({_said(error)})") from error
 
 
 def eos_ids(info: ModelInfo) -> frozenset[int]:
@@ -163,21 +131,15 @@ def eos_ids(info: ModelInfo) -> frozenset[int]:
         try:
             settings = GenerationConfig.from_pretrained(info.path, local_files_only=True)
         except _LOADING_ERRORS as error:
-            raise _error(info.path, f"its generation_config.json does not load ({_said(error)})") from error
+            raise cannot_serve(info.path, f"its generation_config.json does not load ({_said(error)})") from error
     found: set[int] = set()
     for source in (settings, info.config):
         ids = getattr(source, "eos_token_id", None)
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(each) is int for each in listed):
-            raise _error(info.path, f"its eos_token_id is {ids!r}, not a number or a list of numbers")
+            raise cannot_serve(info.path, f"its eos_token_id is {ids!r}, not a number or a list of numbers")
         found.update(listed)
     return frozenset(found)
-
-
-def served_name(name: str) -> str:
-    """What the API calls a model that was given no name: the folder's name, or the hub name."""
-    path = Path(name).expanduser()
-    return path.resolve().name if path.is_dir() else name
 
 
 def _dtype_name(config: Any) -> DType:
@@ -229,21 +191,6 @@ def _rotaries(text: Any) -> list[dict[str, Any]]:
 def _said(error: BaseException) -> str:
     """The first two lines of an error, in one: the second often says what is wrong with what the first names."""
     return " ".join(line.strip() for line in str(error).splitlines()[:2]) or type(error).__name__
-
-
-def _error(name: str, why: str) -> ConfigError:
-    return ConfigError(f"cannot serve model {name!r}: {why}", "model")
-
-
-# ---- Weights of a Llama-like checkpoint, read shard by shard into the fused matrices that `decoder` multiplies with.
-#
-# Every tensor is copied once, from the mapped file to where it stays. What does not belong to a plain decoder (a bias
-# where none is expected, a tensor of another family) is an error, never ignored: it would change the output.
-
-
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +254,7 @@ def read_weights(path: str, shape: DecoderShape, dtype: torch.dtype, device: str
     try:
         _fill(weights, path, shape)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"cannot serve model {path!r}: {error}", "model") from error
+        raise cannot_serve(path, str(error)) from error
     return weights
 
 
@@ -326,20 +273,18 @@ def _fill(weights: DecoderWeights, path: str, shape: DecoderShape) -> None:
             slot = _EMBEDDING if name == _HEAD and shape.tied else name  # of tied ones a file has either, or both
             target = slots.get(slot)
             if target is None:
-                raise ConfigError(f"cannot serve model {path!r}: unknown weight {name}", "model")
+                raise cannot_serve(path, f"unknown weight {name}")
             if target.shape != tensor.shape:
                 sizes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
-                raise ConfigError(f"cannot serve model {path!r}: weight {name} is {sizes}", "model")
+                raise cannot_serve(path, f"weight {name} is {sizes}")
             if slot in missing:
                 target.copy_(tensor)
                 missing.discard(slot)
             elif not torch.equal(target, tensor.to(target)):
                 why = f"two different weights for {slot} (tie_word_embeddings is {str(shape.tied).lower()})"
-                raise ConfigError(f"cannot serve model {path!r}: its files have {why}", "model")
+                raise cannot_serve(path, f"its files have {why}")
     if missing:
-        raise ConfigError(
-            f"cannot serve model {path!r}: its files lack {len(missing)} weights, {min(missing)} among them", "model"
-        )
+        raise cannot_serve(path, f"its files lack {len(missing)} weights, {min(missing)} among them")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -361,6 +306,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def allocate(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
+    """Weights whose numbers are whatever the memory holds."""
+
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 

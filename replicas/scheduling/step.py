@@ -144,9 +144,9 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
     """What to draw after a sequence's last token. Where that is the same in every step the sequence keeps it."""
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
-    history = sequence.generated.copy() if penalised else None
+    counts = sequence.count() if penalised else None
     masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
-    draw = Draw(sampling, sequence.seed, len(drafts), history, masks)
+    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks)
     if draw.plain:
         sequence.draw = draw
     return draw

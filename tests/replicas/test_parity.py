@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
+from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import model_folder
 
 NEW = 20
 

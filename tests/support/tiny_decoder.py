@@ -15,8 +15,8 @@ from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import GraphRoom
+from holdfast.replicas.model.pipeline_gpu import GpuPipeline
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.model.steps import DeviceSteps
 
 VOCABULARY = 61
 CONTEXT = 128
@@ -53,12 +53,14 @@ def _checkpoint(window: int | None) -> TemporaryDirectory:
     return folder
 
 
-def decoder(kind: type[Decoder], pages: int, page_size: int, window: int | None = None) -> tuple[Decoder, KVTensors]:
+def decoder(
+    kind: type[Decoder], pages: int, page_size: int, window: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, KVTensors]:
     """A decoder over a store of its own, in which cells that nobody wrote hold NaN."""
     config = config_of(window)
     shape = decoder_shape(config)
     cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
-    kv = KVTensors(cell, pages, page_size, torch.float32, scratch=True)
+    kv = KVTensors(cell, pages, page_size, dtype, scratch=True)
     kv.data.fill_(torch.nan)
     return kind.load(_checkpoint(window).name, config, kv, 640), kv
 
@@ -83,8 +85,8 @@ class TinyEngine:
         self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY)
 
     @property
-    def steps(self) -> DeviceSteps:
-        return self.runner._pipeline
+    def pipeline(self) -> GpuPipeline:
+        return self.runner._gpu
 
     def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:
         """All requests, `together` at once and then one more after every third step; what each was answered."""

@@ -1,19 +1,34 @@
-"""Draws, drafts, penalties and log probabilities, from logits made by hand."""
+"""Draws, drafts, penalties, masks and log probabilities, from logits made by hand."""
+
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.model.sampler import adjusted, group_rows, sample, unpacked_on_device
 from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.token_counts import TokenCounts
 
-VOCABULARY = 40
+VOCABULARY = 70
 
 
-def chunk_of(sampling=None, tokens=(1,), drafts=0, start=10, seed=5, history=None):
-    history = None if history is None else np.array(history, dtype=np.int32)
-    draw = Draw(sampling or Sampling(), seed, drafts, history)
+def counts_of(sampling, history):
+    """What a sequence that generated `history` gives with its draws."""
+    if not sampling.presence_penalty and not sampling.frequency_penalty:
+        return None
+    counts = TokenCounts()
+    counts.add(np.array(history, np.int32))
+    return counts
+
+
+def chunk_of(sampling=None, tokens=(1,), drafts=0, start=10, seed=5, history=()):
+    sampling = sampling or Sampling()
+    draw = Draw(sampling, seed, drafts, counts_of(sampling, history))
     return Chunk(0, start, np.array(tokens, dtype=np.int32), draw)
 
 
@@ -91,6 +106,36 @@ def test_penalties_count_history_and_the_drafts_before_a_row():
     assert drawn.tokens == (7, 8)
 
 
+amounts = st.one_of(st.just(0.0), st.floats(-2, 2, width=32))
+asked = st.tuples(
+    amounts,
+    amounts,
+    st.lists(st.integers(0, 9), max_size=30),
+    st.lists(st.integers(0, 12), max_size=4),
+    st.dictionaries(st.integers(-3, VOCABULARY + 3), st.floats(-9, 9), max_size=4),
+)
+
+
+@given(st.lists(asked, min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_bias_and_penalties_are_to_the_bit_those_of_counting_anew(requests, dtype):
+    chunks, histories = [], []
+    for presence, frequency, history, drafts, bias in requests:
+        sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+        chunks.append(chunk_of(sampling, (1, *drafts), len(drafts), history=history))
+        histories += [(sampling, history + drafts[:i]) for i in range(len(drafts) + 1)]
+    logits = logits_of(len(histories)).to(dtype)
+    before = logits.clone()
+    expected = logits.float().numpy().copy()
+    for row, (sampling, history) in zip(expected, histories, strict=True):
+        for token, bias in sampling.logit_bias.items():
+            if 0 <= token < VOCABULARY:
+                row[token] += np.float32(bias)
+        for token, times in Counter(history).items():
+            row[token] += np.float32(-sampling.presence_penalty - sampling.frequency_penalty * times)
+    assert np.array_equal(adjusted(logits, group_rows(chunks, VOCABULARY)).numpy(), expected)
+    assert torch.equal(logits, before)
+
+
 def test_bias_moves_and_foreign_ids_are_ignored():
     (drawn,) = sample(likely(3), [chunk_of(Sampling(logit_bias={9: 100.0, 3: -100.0, 4000: 100.0}))])
     assert drawn.tokens == (9,)
@@ -124,3 +169,95 @@ def test_logprobs_are_as_many_as_the_tokens_of_a_verified_draft():
     (drawn,) = sample(likely(3, 4, 5), [chunk_of(Sampling(logprobs=1), tokens=(1, 3, 9), drafts=2)])
     assert drawn.tokens == (3, 4)
     assert [entry.token for entry in drawn.logprobs] == [3, 4]
+
+
+class Listed:
+    """A matcher that allows listed tokens: those of place i after i drafts."""
+
+    def __init__(self, *allowed, words=3):
+        self.allowed, self.words, self.asked = allowed, words, []
+
+    def fill(self, drafts, out):
+        self.asked.append(tuple(drafts))
+        bits = np.zeros((len(drafts) + 1, self.words * 32), np.uint8)
+        for row in range(len(drafts) + 1):
+            bits[row, list(self.allowed[row])] = 1
+        out[:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def constrained(sampling, allowed=None, drafts=(), position=10, words=3):
+    masks = RowMasks(Listed(*allowed, words=words), tuple(drafts)) if allowed is not None else None
+    tokens = np.array([1, *drafts], np.int32)
+    return Chunk(0, position, tokens, Draw(sampling, 5, len(drafts), counts_of(sampling, [2]), masks))
+
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.8),
+    Sampling(temperature=1.5, top_k=5, top_p=0.9, min_p=0.01),
+    Sampling(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={3: 50.0, 40: 2.0}),
+    Sampling(logit_bias={3: 50.0}, logprobs=2),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_a_mask_is_the_same_as_masked_logits(sampling):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        allowed = [rng.choice(VOCABULARY, 1 + seed % 7, replace=False).tolist() for _ in range(3)]
+        logits = logits_of(3, seed)
+        before = logits.clone()
+        masked = torch.full_like(logits, -torch.inf)
+        for row, tokens in enumerate(allowed):
+            masked[row, tokens] = logits[row, tokens]
+        chunks = [constrained(sampling, [tokens], position=10 + row) for row, tokens in enumerate(allowed)]
+        plain = [constrained(sampling, position=10 + row) for row in range(3)]
+        got = sample(logits, chunks)
+        assert [d.tokens for d in got] == [d.tokens for d in sample(masked, plain)]
+        assert all(d.tokens[0] in tokens for d, tokens in zip(got, allowed, strict=True))
+        assert torch.equal(logits, before)
+
+
+def test_log_probabilities_are_of_the_raw_logits():
+    logits = logits_of(1)
+    (drawn,) = sample(logits, [constrained(Sampling(logprobs=3), [[7]])])
+    assert drawn.tokens == (7,)
+    raw = logits.log_softmax(-1)[0]
+    assert drawn.logprobs[0].logprob == pytest.approx(raw[7].item(), abs=1e-5)
+    assert [token for token, _ in drawn.logprobs[0].top] == raw.topk(3).indices.tolist()
+
+
+def test_rows_beside_a_constrained_one_are_as_they_were():
+    logits = logits_of(4)
+    settings = [Sampling(), Sampling(temperature=1.0), Sampling(), Sampling(temperature=0.5, top_p=0.8)]
+    plain = [constrained(s, position=10 + i) for i, s in enumerate(settings)]
+    mixed = [*plain[:2], constrained(settings[2], [[9]], position=12), plain[3]]
+    alone, together = sample(logits, plain), sample(logits, mixed)
+    assert together[2].tokens == (9,)
+    assert [*together[:2], together[3]] == [*alone[:2], alone[3]]
+
+
+def test_every_drafted_row_has_its_mask():
+    logits = torch.zeros(3, VOCABULARY)
+    chunk = constrained(Sampling(), [[4], [6, 60], [69]], drafts=(4, 60))
+    logits[1, 60] = 1.0
+    (drawn,) = sample(logits, [chunk])
+    assert drawn.tokens == (4, 60, 69)
+    assert chunk.draw.masks.matcher.asked == [(4, 60)]
+    logits[1, 6] = 2.0
+    assert sample(logits, [chunk])[0].tokens == (4, 6)
+
+
+@pytest.mark.parametrize("words", [2, 3, 5])
+def test_a_mask_may_be_narrower_or_wider_than_the_output_layer(words):
+    """Models pad their output layer, and tokenizers may know more tokens than it has."""
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 66:] = 5.0
+    (drawn,) = sample(logits, [constrained(Sampling(), [[3]], words=words)])
+    assert drawn.tokens == (3,)
+
+
+def test_bits_are_unpacked_on_a_device_as_on_the_host():
+    packed = np.random.default_rng(0).integers(-(2**31), 2**31, (5, 7)).astype(np.int32)
+    expected = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little") == 0
+    assert np.array_equal(unpacked_on_device(torch.from_numpy(packed)).numpy(), expected)

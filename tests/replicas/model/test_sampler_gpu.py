@@ -6,13 +6,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from holdfast.kernels.transfer import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model import sampler_gpu
-from holdfast.replicas.model.graphs import Mailer
+from holdfast.replicas.model.batch import STEP_ERRORS
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.model.steps import STEP_ERRORS
 from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.token_counts import TokenCounts
 
 VOCABULARY = 70
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -45,7 +46,7 @@ class Only:
 
 def on_gpu(logits, chunks):
     asked = sampler_gpu.settings(chunks, logits.shape[1])
-    views = Mailer(logits.device).send(asked.arrays)
+    views = Sender(logits.device).send(asked.arrays)
     return sampler_gpu.begin(logits, asked, views).finish(chunks)
 
 
@@ -65,8 +66,10 @@ def test_tokens_are_those_of_the_cpu(rows, half, seed):
         guesses = best[at : at + drafts] if right else rng.integers(0, VOCABULARY, drafts)
         tokens = np.array([5, *guesses], np.int32)
         masks = RowMasks(Only(seed % 3), tuple(tokens[1:].tolist())) if masked else None
-        history = rng.integers(0, VOCABULARY, 9).astype(np.int32)
-        chunks.append(Chunk(0, int(rng.integers(0, 99)), tokens, Draw(sampling, seed, drafts, history, masks)))
+        counts = TokenCounts() if sampling.presence_penalty else None
+        if counts is not None:
+            counts.add(rng.integers(0, VOCABULARY, 9).astype(np.int32))
+        chunks.append(Chunk(0, int(rng.integers(0, 99)), tokens, Draw(sampling, seed, drafts, counts, masks)))
         at += drafts + 1
     got, expected = on_gpu(logits, chunks), sample(logits, chunks)
     assert got == expected
@@ -81,6 +84,6 @@ def test_a_cutoff_is_compared_with_what_it_was_found_in():
 
 
 def test_a_setting_that_no_array_holds_is_an_error_of_the_step():
-    draw = Draw(Sampling(temperature=1.0, top_k=2**40), 0, 0, np.zeros(0, np.int32), None)
+    draw = Draw(Sampling(temperature=1.0, top_k=2**40), 0)
     with pytest.raises(STEP_ERRORS):
         sampler_gpu.settings([Chunk(0, 0, np.array([5], np.int32), draw)], VOCABULARY)

@@ -13,8 +13,9 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import inspect_model, load_model, model_folder
+from holdfast.replicas.model.weights import eos_ids, inspect_model
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 
@@ -105,7 +106,7 @@ def test_shape_is_read_from_the_configuration(folder):
 def test_one_end_id_of_the_configuration_is_read_too(folder):
     (folder / "generation_config.json").unlink()
     edit_config(folder, eos_token_id=5)
-    assert load_model(inspect_model(str(folder)), "float32", "cpu").eos == {5}
+    assert eos_ids(inspect_model(str(folder))) == {5}
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "nowhere"])

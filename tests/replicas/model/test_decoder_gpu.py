@@ -33,10 +33,10 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
 
 
 def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
-    from holdfast.replicas.model import decoder_gpu as products
+    from holdfast.replicas.model import decoder_gpu
 
     calls = []
-    monkeypatch.setattr(products, "streamed", lambda x, w: calls.append(w) or x @ w.T)
+    monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w: calls.append(w) or x @ w.T)
     alike = [Matrix(torch.randn(24, 16)) for _ in range(10)]
     timed = choose_products(alike, clock(*[8.0, 4.0] * 3))
     assert [(each.ours_s, each.torchs_s) for each in timed] == [(1.0, 0.5)] * 3
@@ -74,13 +74,13 @@ def test_layers_are_fused_in_as_many_rows_as_that_is_faster():
 
 
 def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypatch, caplog):
-    from holdfast.replicas.model import decoder_gpu as products
+    from holdfast.replicas.model import decoder_gpu
 
     model, _ = decoder(GpuDecoder, 8, 16)
     sizes = len({matrix.plain.shape for matrix in model.matrices})
     seconds = clock(*[1.0, 9.0] * 3 * sizes, *[9.0, 1.0] * 3)
-    monkeypatch.setattr(products, "streamed", lambda x, w: torch.full((len(x), len(w)), torch.nan))
-    monkeypatch.setattr(products, "rest_fused", lambda layer, mixed, residual, eps: residual.zero_())
+    monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w, *_: torch.full((len(x), len(w)), torch.nan))
+    monkeypatch.setattr(decoder_gpu, "rest_fused", lambda layer, mixed, residual, eps: residual.zero_())
     choose_ways(model, seconds)
     assert "are off by" in caplog.text
     assert not any(rows in model._fused for rows in range(20))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.attention_plan import SHARED, SPLIT, attention_work, spread
+from holdfast.kernels.attention_plan import SHARED, SPLIT, attention_work
 from holdfast.kernels.paging import PagedBatch, page_runs
 
 span = st.tuples(st.integers(0, 5000), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 3000)), st.booleans())
@@ -92,11 +92,3 @@ def test_the_longest_blocks_of_a_chunk_are_begun_first():
     work = attention_work(paged_batch([(0, 3000, False), (700, 900, False)], 16, 0), 4, 8)
     sizes = work.wide[:, 4] - work.wide[:, 3]
     assert (np.diff(sizes) <= 0).all()
-
-
-def test_arrays_in_one_buffer_keep_their_values():
-    arrays = [np.arange(5, dtype=np.int32), np.zeros((0, 6), np.int32), np.ones((3, 7), np.int32)]
-    buffer, offsets = spread(arrays)
-    assert all(offset % 16 == 0 for offset in offsets)
-    for array, offset in zip(arrays, offsets, strict=True):
-        assert (buffer[offset : offset + array.size] == array.ravel()).all()

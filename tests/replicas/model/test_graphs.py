@@ -3,16 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, decoder, prompt, replayed
 
 from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.model.batch import AttentionShape, PageTable, build_batch, lay_out, pages_of
+from holdfast.replicas.model.batch import AttentionShape, PageTable, build_batch, lay_out
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.model.graphs import Bucket, GraphRoom, Mailer, StepGraphs, room_for, window_works
+from holdfast.replicas.model.graphs import Bucket, CudaGraphs, GraphRoom, Sender, room_for
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
 PAGES, PAGE, GROUP = 80, 16, 2
@@ -30,7 +29,7 @@ class World:
             own = order[34 + row * 3 : 37 + row * 3]
             self.table.write(RowWrite(row, 0, np.concatenate((order[:34], own))))
         self.kv.data[:, :, :PAGES] = torch.randn(self.kv.data[:, :, :PAGES].shape, generator=torch.manual_seed(1))
-        self.graphs = StepGraphs(model, model.attention, self.table, self.kv.scratch_cell, torch.float32, room)
+        self.graphs = CudaGraphs(model, model.attention, self.table, self.kv.scratch_cell, torch.float32, room)
         self.said: list[str] = []
 
     def chunks(self, spans: list[tuple[int, int]]) -> tuple[Chunk, ...]:
@@ -40,8 +39,8 @@ class World:
 
     def load(self, chunks: tuple[Chunk, ...], extra=()):
         layout = lay_out(chunks, self.table)
-        works = window_works(self.model.attention, pages_of(layout, self.table, self.table.tensor))
-        return self.graphs.load(layout, works, list(extra), Mailer(self.table.device))
+        works = self.model.attention.works(layout.paged(self.table, self.table.tensor))
+        return self.graphs.load(layout, works, list(extra), Sender(self.table.device))
 
 
 SPANS = {
@@ -141,15 +140,3 @@ def test_room_follows_from_the_device():
     assert room.tokens == 96
     assert room.partials * 32 * 128 * 4 == 256 << 20
     assert room.programs == 17
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_a_mailer_keeps_arrays_apart(count):
-    mailer = Mailer(torch.device("cpu"))
-    rng = np.random.default_rng(count)
-    arrays = [rng.integers(0, 99, (n, 2)).astype(t) for n, t in zip(range(count), "bhil?", strict=False)]
-    first = mailer.send(arrays)
-    mailer.send([np.full(200, 7, np.int8)])
-    for array, there in zip(arrays, first, strict=True):
-        assert np.array_equal(array, there.numpy())
-        assert array.dtype == there.numpy().dtype

@@ -1,0 +1,52 @@
+"""Where a configured model lies: "pocket", a folder as transformers saves it, or a hub name in the local cache.
+
+Nothing is downloaded, and nothing heavy is imported, so that command lines can ask. What lies there is read by
+`weights`.
+"""
+
+from pathlib import Path
+
+from holdfast.replicas.config import POCKET
+from holdfast.replicas.errors import ConfigError
+
+_POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
+
+
+def model_folder(name: str) -> Path:
+    """The folder behind a configured model name; of a hub name that of its cached snapshot.
+
+    Raises ConfigError for one that is not there or has no config.json.
+    """
+    folder = _POCKET_FOLDER if name == POCKET else Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise cannot_serve(name, f"there is no config.json in {folder}")
+        return folder
+    if name == POCKET:
+        raise cannot_serve(name, f"there is no folder {folder}")
+    cached = _cached(name)
+    if cached is None:
+        raise cannot_serve(name, f"there is no folder {folder}, and no model of that name in the local hub cache")
+    return cached
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no hub name
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def served_name(name: str) -> str:
+    """What the API calls a model that was given no name: the folder's name, or the hub name."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
+
+
+def cannot_serve(name: str, why: str) -> ConfigError:
+    """The error for a model, and why it is refused."""
+    return ConfigError(f"cannot serve model {name!r}: {why}", "model")

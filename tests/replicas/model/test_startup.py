@@ -1,0 +1,205 @@
+"""What is measured when a model is loaded, over a memory that is not there and graphs that are plain calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_decoder import ROOM, TinyEngine, decoder, replayed
+
+from holdfast.kernels import linear
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.errors import ConfigError, EngineError
+from holdfast.replicas.model import startup
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.runner import fill_memory
+from holdfast.replicas.model.startup import (
+    MemoryUse,
+    cells_left,
+    graph_bytes,
+    graph_tokens,
+    largest_step,
+    measure,
+    pages_to_measure,
+    plans_to_compare,
+)
+
+SMALL = tf.LlamaConfig(hidden_size=64, intermediate_size=128)
+LARGE = tf.LlamaConfig(hidden_size=1024, intermediate_size=1024)
+
+
+@pytest.mark.parametrize(("config", "checkpoint"), [(SMALL, "bfloat16"), (LARGE, "float32"), (LARGE, "float16")])
+def test_small_models_and_other_checkpoints_stay_exact_without_a_measurement(config, checkpoint, monkeypatch):
+    monkeypatch.setattr(startup, "_seconds", lambda *_: pytest.fail("measured"))
+    assert startup.faster_dtype(config, checkpoint) == "float32"
+
+
+@pytest.mark.parametrize(("slower", "chosen"), [(2.0, "bfloat16"), (1.1, "float32"), (0.5, "float32")])
+def test_bfloat16_must_be_clearly_faster(slower, chosen, monkeypatch):
+    monkeypatch.setattr(startup, "can_pack", lambda _: True)
+    monkeypatch.setattr(startup, "_seconds", lambda _o, _i, dtype: slower if dtype == torch.float32 else 1.0)
+    assert startup.faster_dtype(LARGE, "bfloat16") == chosen
+
+
+def test_a_core_without_bfloat16_products_is_not_asked(monkeypatch):
+    monkeypatch.setattr(linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(startup, "_seconds", lambda *_: pytest.fail("measured"))
+    assert startup.faster_dtype(LARGE, "bfloat16") == "float32"
+
+
+def test_the_measurement_itself(monkeypatch):
+    monkeypatch.setattr(startup, "_MATRICES_BYTES", 1 << 20)
+    assert startup._seconds(1024, 1024, torch.float32) > 0
+
+
+GIB = 2**30
+
+
+class Fake:
+    """80 GiB, of which others have 1; a model of 16, a store of 0.25, a step that takes 3 at its peak."""
+
+    def __init__(self, step: float = 3.0) -> None:
+        self.step, self.high, self.now = step, 99 * GIB, int(16.25 * GIB)
+
+    def total(self) -> int:
+        return 80 * GIB
+
+    def others(self) -> int:
+        return GIB
+
+    def taken(self) -> int:
+        return self.now
+
+    def reset_peak(self) -> None:
+        self.high = self.now
+
+    def peak(self) -> int:
+        return self.high
+
+    def largest_step(self) -> None:
+        self.high = max(self.high, self.now + int(self.step * GIB))
+
+
+def test_the_store_gets_what_weights_and_the_largest_step_leave():
+    memory = Fake()
+    use = measure(memory, GIB // 4, memory.largest_step)
+    assert use == MemoryUse(80 * GIB, GIB, 16 * GIB, 3 * GIB)
+    cells = cells_left(use, 0.9, GIB, 131072, 16)
+    assert cells == int((72 - 1 - 16 - 3 - 1) * GIB / 131072)
+
+
+@pytest.mark.parametrize("kind", [EngineError, RuntimeError])
+def test_a_largest_step_without_room_says_which_setting_to_lower(kind):
+    def fails() -> None:
+        raise kind("a step of 1 chunks failed: CUDA out of memory. Tried to allocate 3.00 GiB")
+
+    with pytest.raises(ConfigError, match="lower step_tokens") as raised:
+        measure(Fake(), 0, fails)
+    assert raised.value.field == "step_tokens"
+
+    def otherwise() -> None:
+        raise kind("an illegal memory access")
+
+    with pytest.raises(kind, match="illegal"):
+        measure(Fake(), 0, otherwise)
+
+
+@pytest.mark.parametrize(
+    ("weights", "step", "share", "field"),
+    [(90, 1, 0.9, "model"), (75, 1, 0.9, "gpu_memory"), (40, 35, 0.9, "step_tokens"), (40, 1, 0.4, "gpu_memory")],
+)
+def test_what_does_not_fit_names_what_to_change(weights, step, share, field):
+    with pytest.raises(ConfigError) as raised:
+        cells_left(MemoryUse(80 * GIB, GIB, weights * GIB, step * GIB), share, GIB, 131072, 16)
+    assert raised.value.field == field
+    assert field in str(raised.value) or field == "model"
+
+
+sizes = st.integers(0, 30 * GIB)
+
+
+@given(sizes, sizes, sizes, st.floats(0.1, 1.0), sizes, st.integers(1, 1 << 20), st.integers(1, 64))
+def test_what_is_given_out_fits_and_one_page_more_would_not(others, weights, step, share, reserve, cell, page):
+    use = MemoryUse(80 * GIB, others, weights, step)
+    room = int(use.total * share) - others - weights - step - reserve
+    try:
+        cells = cells_left(use, share, reserve, cell, page)
+    except ConfigError:
+        assert room < cell * page
+        return
+    assert cells % page == 0
+    assert cells * cell <= room < (cells + page) * cell
+
+
+CONFIG = EngineConfig(
+    cells=64, page_size=4, context_length=128, step_tokens=20, max_sequences=6, session_rows=0, device="cpu"
+)
+
+
+class Small:
+    """A device of 10 MB; a model of 2, and steps that take 1 more."""
+
+    def __init__(self, kv) -> None:
+        self.kv, self.steps = kv, 0
+
+    def total(self) -> int:
+        return 10_000_000
+
+    def others(self) -> int:
+        return 500_000
+
+    def taken(self) -> int:
+        return 2_000_000 + self.kv.data.nbytes
+
+    def reset_peak(self) -> None:
+        self.steps += 1
+
+    def peak(self) -> int:
+        return 3_000_000 + self.kv.data.nbytes
+
+
+def test_the_store_is_filled_and_the_configuration_says_so():
+    model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
+    source = Small(kv)
+    filled = fill_memory(CONFIG, model, kv, source)
+    assert source.steps == 1
+    assert filled.cells == kv.cells == (9_000_000 - 500_000 - 3_000_000) // (4 * kv.cell_bytes) * 4
+    assert kv.data.shape[2:4] == (kv.pages + 1, 4)
+    assert filled == replace(CONFIG, cells=filled.cells)
+
+
+def test_the_largest_step_is_as_large_as_any():
+    plan = largest_step(CONFIG)
+    assert sum(len(chunk.tokens) for chunk in plan.chunks) == 20 + 5
+    assert len({chunk.row for chunk in plan.chunks}) == 6
+    assert max(write.pages.max() for write in plan.writes) < pages_to_measure(CONFIG)
+    assert len(largest_step(replace(CONFIG, step_tokens=999)).chunks[0].tokens) == 128
+
+
+def test_graphs_are_for_steps_that_decode_and_verify_on_a_gpu():
+    gpu = replace(CONFIG, device="cuda")
+    assert graph_tokens(gpu) == 6 * 17
+    assert graph_tokens(replace(gpu, speculation=DraftConfig(enabled=False))) == 6
+    assert graph_tokens(replace(gpu, max_sequences=512)) == 256
+    for without in (CONFIG, replace(gpu, cuda_graphs=False)):
+        assert graph_tokens(without) == graph_bytes(without, 1000) == 0
+    assert graph_bytes(gpu, 1000) - graph_bytes(gpu, 0) == 2 * 4 * 102 * 1000
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_graphs_are_kept_if_they_compute_what_is_computed_without(broken, caplog):
+    tiny = TinyEngine("device")
+    assert tiny.runner.capture((lambda call: lambda: None) if broken else replayed, ROOM, lambda line: None)
+    config = replace(tiny.config, context_length=42)  # two shapes are too long then
+    assert len(plans_to_compare(config)) == 4
+    assert tiny.runner.check_graphs(config) is not broken
+    assert (tiny.pipeline.graphs is None) is broken
+    assert ("computed something else" in caplog.text) is broken
+
+
+def test_a_runner_that_is_not_on_a_gpu_has_no_graphs():
+    tiny = TinyEngine("plain")
+    assert not tiny.runner.capture(replayed, ROOM, lambda line: None)
+    assert not tiny.runner.check_graphs(tiny.config)

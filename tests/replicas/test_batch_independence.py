@@ -1,0 +1,120 @@
+"""What a reply depends on besides its request, as docs/mechanisms.md says it for each precision on a CPU.
+
+A request alone, one token at a time after a prompt computed in one piece, against the same request among seven others:
+beside parts of prompts, with its own prompt cut otherwise, with drafts. Not yet measured on a GPU.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tiny_decoder import CONTEXT, VOCABULARY, decoder
+
+from holdfast.kernels.sampling import gumbel_noise, row_keys
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Sampling, Submit, TokenLogprobs, Tokens
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.runner import ModelRunner, load_runner
+
+NEW = 16
+MOVES = {"float32": 1e-4, "bfloat16": 0.5}  # how far a token's log probability may move
+WAYS = {
+    "among others": {},
+    "cut into chunks": {"step_tokens": 40},
+    "with drafts": {"speculation": DraftConfig()},
+    "cut, with drafts": {"step_tokens": 40, "speculation": DraftConfig()},
+}
+MODELS = ["tiny", "pocket"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, and eight requests: half repeat themselves, so that drafts come true."""
+
+    config: EngineConfig
+    runner: ModelRunner
+    vocabulary: int
+    prompts: tuple[tuple[int, ...], ...]
+
+    def replies(self, numbers: list[int], temperature: float, **settings) -> dict[int, list[TokenLogprobs]]:
+        """What the requests of these numbers are answered at once, with the log probabilities of all tokens."""
+        config = replace(self.config, prefix_cache=False, **({"speculation": DraftConfig(enabled=False)} | settings))
+        engine = Engine(config, self.runner, frozenset(), self.vocabulary)
+        out: dict[int, list[TokenLogprobs]] = {number: [] for number in numbers}
+        for number in numbers:
+            sampling = Sampling(NEW, temperature, seed=number, logprobs=self.vocabulary)
+            engine.handle(Submit(f"{number}", np.array(self.prompts[number], np.int32), sampling), 0.0)
+        while engine.busy:
+            for event in engine.step(0.0):
+                if isinstance(event, Tokens):
+                    out[int(event.request_id)] += event.logprobs
+        assert all(len(reply) == NEW for reply in out.values())
+        assert not config.speculation.enabled or engine.stats.drafted > 0
+        return out
+
+
+def prompts_of(vocabulary: int, most: int) -> tuple[tuple[int, ...], ...]:
+    rng = np.random.default_rng(4)
+    lengths = [most, 1, most // 2, 17, most - 3, 2, most // 3, 30]
+    return tuple(
+        tuple(np.resize(rng.integers(0, vocabulary, length if i % 2 else 9), length).tolist())
+        for i, length in enumerate(lengths)
+    )
+
+
+@cache
+def served(model: str, dtype: str) -> Served:
+    torch.set_num_threads(1)
+    if model == "pocket":
+        ready = load_runner(EngineConfig(cells=4096, threads=1, dtype=dtype))
+        return Served(ready.config, ready.runner, ready.vocabulary, prompts_of(ready.vocabulary, 200))
+    config = EngineConfig(cells=2048, page_size=16, max_sequences=8, session_rows=0, context_length=CONTEXT)
+    weights, kv = decoder(Decoder, 128, 16, dtype=getattr(torch, dtype))
+    runner = ModelRunner(weights, kv, 8, CONTEXT)
+    return Served(replace(config, admission_ceiling=1.0), runner, VOCABULARY, prompts_of(VOCABULARY, 100))
+
+
+@cache
+def alone(model: str, dtype: str, temperature: float) -> list[list[TokenLogprobs]]:
+    one = served(model, dtype)
+    return [one.replies([number], temperature)[number] for number in range(8)]
+
+
+def scores(entry: TokenLogprobs, temperature: float, seed: int, position: int) -> dict[int, float]:
+    """What the token is the largest of, but for a number that is the same for all."""
+    if not temperature:
+        return dict(entry.top)
+    noise = gumbel_noise(torch.from_numpy(row_keys([seed], [position])), len(entry.top))[0].tolist()
+    return {token: value / temperature + noise[token] for token, value in entry.top}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", MOVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model, dtype, temperature, way):
+    """In float32 every token is the same. In bfloat16 one may differ where the best scores lie as close as rounding
+    moves them; from there on the reply is another one."""
+    one = served(model, dtype)
+    together = one.replies(list(range(8)), temperature, **WAYS[way])
+    for number, reply in enumerate(alone(model, dtype, temperature)):
+        for i, (mine, other) in enumerate(zip(reply, together[number], strict=True)):
+            moved = {token: abs(value - dict(other.top)[token]) for token, value in mine.top[:20]}
+            assert max(moved.values()) <= MOVES[dtype]
+            if mine.token != other.token:
+                assert dtype != "float32"
+                found = scores(mine, temperature, number, len(one.prompts[number]) + i)
+                assert found[mine.token] == max(found.values())
+                assert found[mine.token] - found[other.token] <= 2 * MOVES[dtype] / (temperature or 1.0)
+                break
+
+
+@pytest.mark.parametrize("dtype", MOVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_steps_give_the_same_bits(model, dtype):
+    settings = WAYS["cut, with drafts"]
+    first, second = (served(model, dtype).replies(list(range(8)), 0.9, **settings) for _ in range(2))
+    assert first == second

@@ -1,8 +1,8 @@
 """Which part of a prompt is tokenized already (Stateful Inference, section 3.4): only the new end of it is, then.
 
-A conversation is kept as a text and the ids that stand for it: a prompt as it was tokenized, or a finished turn with its
-ids exactly as they were generated. A new text takes over the longest beginning that it shares with one of them, up to
-the beginning of an added token, where no merge can cross. Not here: tokenizing itself (`encode`).
+A conversation is kept as a text and the ids that stand for it: a prompt as it was tokenized, or a finished turn with
+its ids exactly as they were generated. A new text takes over the longest beginning that it shares with one of them, up
+to the beginning of an added token, where no merge can cross. Not here: tokenizing itself (`encode`).
 """
 
 import math

@@ -21,7 +21,6 @@ from holdfast.replicas.text import conversation
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.encode import Encoder, read_added_tokens
 
-
 CONTENT = st.text("<|a>\n.", min_size=1, max_size=5)
 
 

@@ -115,11 +115,11 @@ class TextSide:
         self._long.close()
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
-        """The prompt's token ids; those of an earlier turn of the `program` are as they were.
+        """The prompt's token ids; those of an earlier turn of its `program` are as they were.
 
-        Texts of other scopes (tenants) have no part in it.
-        Plain text gets the tokens the model expects around it (beginning of sequence), and its special tokens count.
-        Raises InvalidRequestError for what the template refuses, an empty prompt, and ids outside the vocabulary.
+        Texts of other scopes (tenants) have no part in it. Plain text gets the tokens the model expects around it
+        (beginning of sequence), and its special tokens count. Raises InvalidRequestError for what the template refuses,
+        an empty prompt, and ids outside the vocabulary.
         """
         if isinstance(prompt, ChatPrompt):
             rendered = self.renderer.render(prompt)

@@ -127,7 +127,7 @@ class TokenCache:
                 best, (char, token) = own, self._cut(own, text)
             given = best.ids[:token]
             for entry in known.nearest(text, mark, program):
-                cut = self._cut(entry, text)
+                cut = self._cut(entry, text) if entry is not own else (0, 0)
                 if cut[0] > char and np.array_equal(entry.ids[: len(given)], given):
                     best, (char, token) = entry, cut
             if char:
@@ -243,6 +243,8 @@ class _ScopeEntries:
 
 def _shared(one: str, other: str) -> int:
     """How many characters two texts have in common from their beginning."""
+    if other.startswith(one):
+        return len(one)
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -150,7 +150,7 @@ class EngineConfig:
     grammar_cache: int = 64  # compiled grammars of constrained replies
     forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
     render_cache: int = 256  # prompts whose rendering is remembered; 0: none
-    tokenize_cache: int = 64  # conversations whose tokens are remembered; 0: none
+    tokenize_cache: int = 64  # characters a cell whose tokens are remembered, one tenant's at most half; 0: none
 
     # Evicted cells go to host memory, and come back from there.
     host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`

@@ -154,7 +154,7 @@ class Service:
         """
         try:
             began = time.perf_counter()
-            encoded = await self._text.encoded(request.prompt, request.scope)
+            encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
             spent = Spent(render_s=time.perf_counter() - began)
             attempt: Attempt | None = await self._first(request, encoded, turn, spent)
             while attempt is not None:

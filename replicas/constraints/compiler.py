@@ -1,7 +1,7 @@
-"""From what a request asks of its reply to a matcher: grammars are compiled once and kept, bounded.
+"""From what a request asks of its reply to a matcher: a grammar is compiled once, on a thread of its own, and kept.
 
-Used by the text side, away from the engine's thread; who may compile, and when, is said by `threads`. A schema that
-cannot be followed is an error naming its field.
+Used by the text side, away from the engine's thread. A schema that cannot be followed is an error naming its field; one
+that takes long to compile keeps only those waiting who need it.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
-from holdfast.replicas.constraints.grammar import Forms, Grammar, ReplyRule, Schema, ToolRule, forms_of, reply_grammar
-from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarError, Grammars, Vocabulary
+from holdfast.replicas.constraints.grammar import Forms, LarkText, ReplyRule, Schema, ToolRule, forms_of, reply_grammar
+from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -31,11 +31,17 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 
+TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds, unless it was written to take longer
+_THREADS = 2
+_NAME = "holdfast-grammar"
+_GRACE_S = 5.0  # for threads that compile when the process ends
+
 _ANY_OBJECT = {"type": "object"}
 _LONGEST = 2**18  # characters of a rule's key: what it takes to compile grows with them
 
 _Key: TypeAlias = tuple[str, ...]
-_Grammar: TypeAlias = Future[Matcher | ErrorInfo]
+_Making: TypeAlias = Future[Matcher | ErrorInfo]
+Found = TypeVar("Found")
 
 
 class NotCompiledError(Exception):
@@ -43,7 +49,7 @@ class NotCompiledError(Exception):
     loop's thread must not. `field` is the request's that asks for it.
     """
 
-    def __init__(self, field: str, making: _Grammar | None) -> None:
+    def __init__(self, field: str, making: _Making | None) -> None:
         super().__init__(field)
         self.field = field
         self.making = making
@@ -61,7 +67,7 @@ class Compiler:
         self._tool_format = tool_format
         self._entries = entries
         self._lock = threading.Lock()  # of the table; nobody compiles or waits under it
-        self._known: OrderedDict[_Key, _Grammar] = OrderedDict()
+        self._known: OrderedDict[_Key, _Making] = OrderedDict()
         self._reading = threading.Lock()  # of the vocabulary and what is made of it, once
         self.compiled = 0
 
@@ -90,9 +96,9 @@ class Compiler:
             raise error_of(result)
         return result.copy()
 
-    def _add(self, key: _Key) -> _Grammar:
+    def _add(self, key: _Key) -> _Making:
         """A grammar in the making, in the table. Call it under the lock."""
-        found: _Grammar = Future()
+        found: _Making = Future()
         found.set_running_or_notify_cancel()  # one of those who wait may be cancelled, the grammar is made
         self._known[key] = found
         self.compiled += 1
@@ -100,7 +106,7 @@ class Compiler:
             self._known.popitem(last=False)
         return found
 
-    def _settle(self, key: _Key, found: _Grammar, rule: ReplyRule) -> None:
+    def _settle(self, key: _Key, found: _Making, rule: ReplyRule) -> None:
         """Compile the grammar that others may wait for."""
         try:
             found.set_result(self._compile(rule))
@@ -120,8 +126,8 @@ class Compiler:
         return self._make_vocabulary()
 
     @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self._vocabulary)
+    def _library(self) -> GrammarCompiler:
+        return GrammarCompiler(self._vocabulary)
 
     def _compile(self, rule: ReplyRule) -> Matcher:
         cause = field_of(rule)
@@ -131,15 +137,15 @@ class Compiler:
             if not self._vocabulary.exact:
                 why = "the model's tokens are not bytes of text"
                 raise InvalidRequestError(f"'{cause}' is not supported: {why}", cause)
-            grammars, forms = self._grammars, self._forms
+            library, forms = self._library, self._forms
         if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
         try:
-            return grammars.compile(reply_grammar(rule, forms))
+            return library.compile(reply_grammar(rule, forms))
         except (GrammarError, ValueError) as error:
             lenient = self._without_what_fails(rule, error)
         try:
-            return grammars.compile(reply_grammar(lenient, forms))
+            return library.compile(reply_grammar(lenient, forms))
         except (GrammarError, ValueError) as error:  # the others are too large together
             raise InvalidRequestError(f"'{cause}': {error}", cause) from error
 
@@ -166,10 +172,10 @@ class Compiler:
 
     def _complaint(self, schema: Schema, keywords: bool = False) -> str:
         """Why `schema` cannot be followed; "" where it can."""
-        grammar = Grammar()
+        grammar = LarkText()
         try:
             rule = grammar.keywords("body", schema) if keywords else grammar.json("body", schema)
-            self._grammars.compile(f"start: {rule}\n{grammar.text}")
+            self._library.compile(f"start: {rule}\n{grammar.text}")
         except (GrammarError, ValueError) as error:
             return str(error)
         return ""
@@ -208,24 +214,13 @@ def _on_event_loop() -> bool:
     return True
 
 
-# ---- Where grammars are compiled: threads that do nothing else, so that only requests with a new grammar wait for
-# them.
-#
-# What is being compiled cannot be stopped, and a schema of a few hundred characters may take minutes. So a tenant has
-# one
-# thread at most, nobody waits for ever, and the end of the process waits for seconds only.
-
-
-Found = TypeVar("Found")
-
-_THREADS = 2
-_NAME = "holdfast-grammar"
-_GRACE_S = 5.0
-TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds, unless it was written to take longer
-
-
 class CompilerThreads:
-    """Used from one event loop. `timeout_s`: how long a request waits for its grammar, its place included."""
+    """Threads that do nothing but compile, so that only requests with a new grammar wait for them.
+
+    What is being compiled cannot be stopped, and a schema of a few hundred characters may take minutes. So a tenant has
+    one thread at most, nobody waits for ever, and the end of the process waits for seconds only. Used from one event
+    loop. `timeout_s`: how long a request waits for its grammar, its place included.
+    """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s

@@ -1,4 +1,9 @@
-"""What a request asks of its reply, read from the prompt: plain data, hashable through `key`, no grammar yet."""
+"""What a request asks of its reply, and the grammar that says so in the library's Lark dialect.
+
+A rule is read from the prompt: plain data, equal in its `key` where it means the same. With the forms in which a model
+writes its calls it becomes the text of a grammar. Not here: the library, and when a text is compiled (`guidance`,
+`compiler`).
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +83,7 @@ def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
         name = function.get("name")
         if not isinstance(name, str) or (prompt.forced_tool and name != prompt.forced_tool):
             continue
-        schema = {"type": "object", **closed(function.get("parameters") or {"properties": {}})}
+        schema = {"type": "object", **_closed(function.get("parameters") or {"properties": {}})}
         rules.append(ToolRule(name, Schema(schema, bool(function.get("strict")), f"tools.{index}.function.parameters")))
     return tuple(rules)
 
@@ -88,102 +93,19 @@ _OPEN = frozenset(
 )
 
 
-def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Parameters that list their properties and say nothing of others have no others: none are documented."""
     if "properties" in schema and not _OPEN.intersection(schema):
         return {**schema, "additionalProperties": False}
     return schema
 
 
-# ---- Writing a grammar in the library's Lark dialect: literals, JSON schemas, Python keyword arguments.
-#
-# JSON is written as `json.dumps` does, which is how chat templates write it: one text for one value, and no room for
-# white space without end. Escapes that could spell half a surrogate pair are left out.
-
-
-_STYLE = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
-
-
-def literal(text: str) -> str:
-    """`text` as a terminal; nothing for no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-class Grammar:
-    """Rules, one a line. `start` is the first."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, name: str, *alternatives: str) -> str:
-        """A rule with these right-hand sides; returns its name."""
-        self._lines.append(f"{name}: {' | '.join(alternatives)}")
-        return name.partition("[")[0]
-
-    def json(self, name: str, schema: Schema) -> str:
-        """A rule for the values of `schema`."""
-        style = _STYLE if schema.strict else {**_STYLE, "lenient": True}
-        return self.add(name, "%json " + json.dumps({**schema.content, "x-guidance": style}))
-
-    def keywords(self, name: str, schema: Schema) -> str:
-        """A rule for the keyword arguments of a Python call: the properties of `schema`, in its order.
-
-        Their values are JSON, whose words and escapes the reader of such calls takes as Python's. Raises ValueError
-        for a schema whose properties cannot be told, and for a required one that is no Python name.
-        """
-        content = schema.content
-        properties, required = content.get("properties", {}), content.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise ValueError("'properties' must be an object")
-        if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
-            raise ValueError("'required' must be a list of names")
-        if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
-            raise ValueError(f"{unfit[0]} at the top level has no meaning for keyword arguments")
-        if nameless := [key for key in required if key not in properties or not key.isidentifier()]:
-            raise ValueError(f"{nameless[0]!r} cannot be a keyword argument")
-        shared = {key: content[key] for key in ("$defs", "definitions") if key in content}
-        names = [key for key in properties if key.isidentifier()]
-        values = []
-        for index, key in enumerate(names):
-            value = properties[key] if isinstance(properties[key], Mapping) else {}
-            rule = self.json(f"{name}_value{index}", Schema({**value, **shared}, schema.strict, schema.field))
-            values.append((literal(f"{key}=") + f" {rule}", key in required))
-        return self._sequence(name, values)
-
-    def _sequence(self, name: str, items: Sequence[tuple[str, bool]]) -> str:
-        """`items` in order with commas between them, each with whether it must be there. One rule per place and
-        whether anything stands before it."""
-        for index in range(len(items), -1, -1):
-            for begun in (False, True):
-                rule = f"{name}_from{index}_{int(begun)}"
-                if index == len(items):
-                    self.add(rule, '""')
-                    continue
-                item, needed = items[index]
-                taken = f"{literal(', ') if begun else ''} {item} {name}_from{index + 1}_1"
-                self.add(rule, *([taken] if needed else [taken, f"{name}_from{index + 1}_{int(begun)}"]))
-        return self.add(name, f"{name}_from0_0")
-
-    @property
-    def text(self) -> str:
-        """The whole grammar."""
-        return "\n".join(self._lines) + "\n"
-
-
-# ---- How calls are written in each format, as far as a grammar needs it: the counterpart of the readers in `text`.
-#
-# A model may write a call in more ways than one; a grammar has the one that its chat template writes.
-
-
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its
-    arguments and `after`. `keywords`: the arguments are Python's, else JSON.
+    """How a model's chat template writes calls, one way of those that the readers in `text.calls` take.
+
+    Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
+    and `after`. `keywords`: the arguments are Python's, else JSON.
     """
 
     opener: str
@@ -247,10 +169,88 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
             return None
 
 
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',  # others could spell half a surrogate pair
+}
+
+
+class LarkText:
+    """Rules of a grammar as they are written, one a line.
+
+    JSON is written as `json.dumps` does, which is how chat templates write it: one text for one value, and no room for
+    white space without end.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, name: str, *alternatives: str) -> str:
+        """A rule with these right-hand sides; returns its name."""
+        self._lines.append(f"{name}: {' | '.join(alternatives)}")
+        return name.partition("[")[0]
+
+    def json(self, name: str, schema: Schema) -> str:
+        """A rule for the values of `schema`."""
+        style = _STYLE if schema.strict else {**_STYLE, "lenient": True}
+        return self.add(name, "%json " + json.dumps({**schema.content, "x-guidance": style}))
+
+    def keywords(self, name: str, schema: Schema) -> str:
+        """A rule for the keyword arguments of a Python call: the properties of `schema`, in its order.
+
+        Their values are JSON, whose words and escapes the reader of such calls takes as Python's. Raises ValueError
+        for a schema whose properties cannot be told, and for a required one that is no Python name.
+        """
+        content = schema.content
+        properties, required = content.get("properties", {}), content.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise ValueError("'properties' must be an object")
+        if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+            raise ValueError("'required' must be a list of names")
+        if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
+            raise ValueError(f"{unfit[0]} at the top level has no meaning for keyword arguments")
+        if nameless := [key for key in required if key not in properties or not key.isidentifier()]:
+            raise ValueError(f"{nameless[0]!r} cannot be a keyword argument")
+        shared = {key: content[key] for key in ("$defs", "definitions") if key in content}
+        names = [key for key in properties if key.isidentifier()]
+        values = []
+        for index, key in enumerate(names):
+            value = properties[key] if isinstance(properties[key], Mapping) else {}
+            rule = self.json(f"{name}_value{index}", Schema({**value, **shared}, schema.strict, schema.field))
+            values.append((literal(f"{key}=") + f" {rule}", key in required))
+        return self._sequence(name, values)
+
+    def _sequence(self, name: str, items: Sequence[tuple[str, bool]]) -> str:
+        """`items` in order with commas between them, each with whether it must be there. One rule per place and
+        whether anything stands before it."""
+        for index in range(len(items), -1, -1):
+            for begun in (False, True):
+                rule = f"{name}_from{index}_{int(begun)}"
+                if index == len(items):
+                    self.add(rule, '""')
+                    continue
+                item, needed = items[index]
+                taken = f"{literal(', ') if begun else ''} {item} {name}_from{index + 1}_1"
+                self.add(rule, *([taken] if needed else [taken, f"{name}_from{index + 1}_{int(begun)}"]))
+        return self.add(name, f"{name}_from0_0")
+
+    @property
+    def text(self) -> str:
+        """The whole grammar."""
+        return "\n".join(self._lines) + "\n"
+
+
+def literal(text: str) -> str:
+    """`text` as a terminal; nothing for no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
 class CallRules:
     """Adds the rules of calls to a grammar, each once."""
 
-    def __init__(self, grammar: Grammar, tools: tuple[ToolRule, ...], parallel: bool) -> None:
+    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], parallel: bool) -> None:
         self._grammar = grammar
         self._tools = tools
         self._parallel = parallel
@@ -258,7 +258,7 @@ class CallRules:
         self._arguments: dict[tuple[bool, int], str] = {}
 
     def after_opener(self, form: CallForm) -> str:
-        """The rule for everything after `form`'s opener, to the end of the reply. Raises ValueError: see `Grammar`."""
+        """The rule for everything after `form`'s opener, to the end of the reply. Raises ValueError: see `LarkText`."""
         found = self._known.get(form)
         if found is None:
             name = f"calls{len(self._known)}"
@@ -285,24 +285,18 @@ class CallRules:
         return found
 
 
-# ---- The grammar of a whole reply: JSON, calls, or text in which a marker begins calls.
-#
-# In a text the grammar waits: nothing is asked of it until it has spelled a marker. After calls there is no more text,
-# because the reader of calls would end the reply there. White space may stand before calls that begin without a
-# marker,
-# as after thinking.
-
-
 _TEXT = r"/(.|\n)*/"
 _SPACE = r" \t\r\n"
 
 
 def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
-    """`rule` in the library's Lark dialect.
+    """`rule` in the library's Lark dialect: JSON, calls, or text in which the opener of a form begins calls.
 
-    `forms` None: the model writes no calls. Raises ValueError for a rule that the forms cannot follow.
+    In a text the grammar waits: nothing is asked of it until it has spelled an opener. After calls there is no more
+    text, because the reader of calls would end the reply there. `forms` None: the model writes no calls. Raises
+    ValueError for a rule that the forms cannot follow.
     """
-    grammar = Grammar()
+    grammar = LarkText()
     starts: list[str] = []
     if rule.json is not None:
         starts.append(grammar.json("answer", rule.json))
@@ -317,10 +311,10 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     return f"start: {' | '.join(starts)}\n{grammar.text}"
 
 
-def _text_or_calls(grammar: Grammar, calls: CallRules, forms: Forms) -> list[str]:
+def _text_or_calls(grammar: LarkText, calls: CallRules, forms: Forms) -> list[str]:
     starts: list[str] = []
     text = _TEXT
-    if forms.bare is not None:
+    if forms.bare is not None:  # white space may stand before calls without an opener, as after thinking
         start = (forms.bare.head + forms.bare.before)[0]
         starts.append(f"{grammar.add('SPACE', rf'/[{_SPACE}]*/')} {calls.after_opener(forms.bare)}")
         text = rf"/[{_SPACE}]*([^{_SPACE}\{start}](.|\n)*)?/"

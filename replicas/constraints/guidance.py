@@ -1,7 +1,7 @@
-"""The one file that knows llguidance: grammars in its Lark dialect to matchers.
+"""The one file that knows llguidance: a model's vocabulary and a grammar in the library's Lark dialect to a matcher.
 
-Imported when the first request needs it. The library works masks out as they are asked for, keeps its state on this
-side, and can go back, which drafts need.
+The library works masks out as they are asked for, keeps its state on this side, and can go back, which drafts need.
+Not here: what a grammar says (`grammar`), and when it is compiled (`compiler`).
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,21 @@ from tokenizers import Tokenizer
 from holdfast.replicas.constraints.matcher import Bits
 from holdfast.replicas.text.decode import Pieces
 
-# ---- A model's tokens as a grammar sees them: the bytes of each, and how forced bytes become tokens.
-#
-# Control tokens are no text. Markers of tool calls are: the grammar spells them, as the reader of calls does.
-
+try:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+except ImportError:  # the engine runs without it, and says so to requests that need it
+    AVAILABLE = False
+else:
+    AVAILABLE = True
 
 _SENTINEL = "\x02"  # put before a text where tokenizers add a space to the first word
 
 
 class Vocabulary:
-    """The tokens of `tokenizer` (transformers), less the `control` ids, which no grammar but the end may use.
+    """The tokens of `tokenizer` (transformers) as a grammar sees them: the bytes of each, and which spell a text.
 
-    `eos`: ids that end a reply.
+    Markers of tool calls are text: the grammar spells them, as the reader of calls does. The `control` ids are none,
+    and nothing but the end of a reply may use them. `eos`: ids that end it.
     """
 
     def __init__(self, tokenizer: Any, control: frozenset[int], eos: frozenset[int]) -> None:
@@ -77,20 +80,12 @@ class Vocabulary:
         return ids
 
 
-try:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-except ImportError:  # the engine runs without it, and says so to requests that need it
-    AVAILABLE = False
-else:
-    AVAILABLE = True
-
-
 class GrammarError(Exception):
     """A grammar that the library does not take, in its words."""
 
 
-class Grammars:
-    """Compiles grammars for one vocabulary. Any thread may call it."""
+class GrammarCompiler:
+    """The library's compiler for one vocabulary. Any thread may call it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         wrapper = TokenizerWrapper(_Tokens(vocabulary))

@@ -1,10 +1,11 @@
-"""The face of the text side: prompts to token ids, and token ids to the pieces of a reply.
+"""The one entrance of the text side: prompts to token ids, and token ids to the pieces of a reply.
 
 Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 """
 
 import json
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,55 +28,14 @@ from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, TokenCache
+from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
 from holdfast.replicas.text.render import Renderer
 from holdfast.replicas.text.reply import Reply, Stages, StopMatcher
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
+from holdfast.replicas.text.token_cache import TokenCache
 from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
-
-
-# ---- The fixed text of the calls to declared tools, as tokens: made once for a list of tools, shared by its requests.
-
-
-_ENTRIES = 256  # lists of tools whose skeletons are kept
-
-
-class CallSkeletons:
-    """Skeletons for one tokenizer. Only the Hermes format has one text for a call; for others there are none."""
-
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
-        self._tokenizer = tokenizer
-        self._form: CallFormat | None = None
-        if tool_format is ToolFormat.HERMES:
-            self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
-        self._sets: OrderedDict[str, SkeletonSet] = OrderedDict()
-
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> SkeletonSet | None:
-        """The skeletons of `tools`, in OpenAI's format."""
-        if self._form is None:
-            return None
-        key = json.dumps(tools)
-        found = self._sets.get(key)
-        if found is None:
-            found = self._sets[key] = compile_tools(tools, self._encode, self._endings, self._form)
-            if len(self._sets) > _ENTRIES:
-                self._sets.popitem(last=False)
-        else:
-            self._sets.move_to_end(key)
-        return found
-
-    def _encode(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    @cached_property
-    def _endings(self) -> ValueEndings:
-        backend = self._tokenizer.backend_tokenizer
-        ids = range(backend.get_vocab_size())
-        texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
-        return value_endings(zip(ids, texts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +59,7 @@ class TextSide:
     """Rendering, tokenizing and reading replies for one model.
 
     `tokenizer` is a transformers tokenizer with a tokenizer.json; `tool_format` overrides what the chat template shows.
-    `eos`: the ids that end a reply, beside the tokenizer's own.
+    `eos`: the ids that end a reply, with the tokenizer's own.
     """
 
     def __init__(
@@ -109,7 +69,7 @@ class TextSide:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, config.render_cache)
-        self.cache = TokenCache(tokenizer, config.tokenize_cache)
+        self.cache = TokenCache(tokenizer, _remembered(config))
         self._long = LongTexts(tokenizer.backend_tokenizer, self.cache.added, config.context_length)
         self.pieces = Pieces(tokenizer.backend_tokenizer)
         self.vocabulary = len(tokenizer)
@@ -131,7 +91,7 @@ class TextSide:
         if config.undeclared == "regenerate" and not AVAILABLE:
             raise ConfigError("undeclared: regenerate needs the package llguidance", "undeclared")
 
-    async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
+    async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """As `encode`. A long text is tokenized on a thread.
 
         Raises ContextLengthError at once for one that can be seen never to fit, and UnavailableError for a long text
@@ -140,10 +100,10 @@ class TextSide:
         if isinstance(prompt, RawPrompt):
             content = prompt.content
             if not isinstance(content, str) or len(content) < LONG:
-                return self.encode(prompt, scope)
+                return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content)))
         rendered = self.renderer.render(prompt)
-        begun = self.cache.begin(rendered.text, rendered.mark, scope)
+        begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
@@ -154,15 +114,17 @@ class TextSide:
         """Long texts are refused from now on, also those that wait for their turn."""
         self._long.close()
 
-    def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Encoded:
-        """The prompt's token ids. Texts of other scopes (tenants) have no part in it.
+    def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
+        """The prompt's token ids; those of an earlier turn of its `program` are as they were.
 
-        Plain text gets the tokens the model expects around it (beginning of sequence), and its special tokens count.
-        Raises InvalidRequestError for what the template refuses, an empty prompt, and ids outside the vocabulary.
+        Texts of other scopes (tenants) have no part in it. Plain text gets the tokens the model expects around it
+        (beginning of sequence), and its special tokens count. Raises InvalidRequestError for what the template refuses,
+        an empty prompt, and ids outside the vocabulary.
         """
         if isinstance(prompt, ChatPrompt):
             rendered = self.renderer.render(prompt)
-            return Encoded(self.cache.encode(rendered.text, rendered.mark, scope), rendered.text, rendered.mark)
+            tokens = self.cache.encode(rendered.text, rendered.mark, scope, program)
+            return Encoded(tokens, rendered.text, rendered.mark)
         content = prompt.content
         return _plain(_text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content))
 
@@ -202,7 +164,9 @@ class TextSide:
         thinking = self._thinking(request.prompt, encoded)
         if matcher is None or thinking is None or len(self._think_ids) < 2:
             return matcher
-        return AfterThinking(matcher, self._think_ids[OPENER], self._think_ids[CLOSER], inside=thinking.begun)
+        opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
+        ends = self._eos if _wants_content(request.prompt) else frozenset[int]()
+        return AfterThinking(matcher, opener, closer, thinking.begun, ends)
 
     def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
         """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
@@ -222,7 +186,7 @@ class TextSide:
         def remember_turn(tokens: TokenIds, text: str) -> None:
             if encoded.text is not None:
                 ids = np.concatenate((encoded.tokens, tokens))
-                self.cache.remember(encoded.text + text, ids, encoded.mark, request.scope)
+                self.cache.remember(encoded.text + text, ids, encoded.mark, request.scope, request.program_id)
 
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),
@@ -251,11 +215,11 @@ class TextSide:
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, self.stopped, self.rewritten)
 
     def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
-        """A reader of what a reply to `prompt` thinks; None where there is none, or a grammar wants content first."""
+        """A reader of what a reply to `prompt` thinks; None where it begins with its content."""
         if not self._thinks or not isinstance(prompt, ChatPrompt) or encoded.text is None:
             return None
-        if prompt.output is not None or (prompt.tools and prompt.tool_choice == "required"):
-            return None
+        if _wants_content(prompt) and len(self._think_ids) < 2:
+            return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         begin = opening(encoded.text)
         return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
 
@@ -272,6 +236,53 @@ class TextSide:
         return ids.astype(np.int32)
 
 
+class CallSkeletons:
+    """The fixed text of calls to declared tools, as tokens of one tokenizer: made once for a list of tools.
+
+    Only the Hermes format has one text for a call; for others there are none.
+    """
+
+    _ENTRIES = 256  # lists of tools whose skeletons are kept
+
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
+        self._tokenizer = tokenizer
+        self._form: CallFormat | None = None
+        if tool_format is ToolFormat.HERMES:
+            self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
+        self._sets: OrderedDict[str, SkeletonSet] = OrderedDict()
+
+    def of(self, tools: Sequence[Mapping[str, Any]]) -> SkeletonSet | None:
+        """The skeletons of `tools`, in OpenAI's format."""
+        if self._form is None:
+            return None
+        key = json.dumps(tools)
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = compile_tools(tools, self._encode, self._endings, self._form)
+            if len(self._sets) > self._ENTRIES:
+                self._sets.popitem(last=False)
+        else:
+            self._sets.move_to_end(key)
+        return found
+
+    def _encode(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def _endings(self) -> ValueEndings:
+        backend = self._tokenizer.backend_tokenizer
+        ids = range(backend.get_vocab_size())
+        texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        return value_endings(zip(ids, texts, strict=True))
+
+
+def _remembered(config: EngineConfig) -> float:
+    """Characters for which the token cache has room; without end where the engine's cells are not known yet."""
+    cells = config.cells + config.host_cells
+    return config.tokenize_cache * (cells or math.inf) if config.tokenize_cache else 0
+
+
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:
     """int32 ids of plain text, with what the model expects around it."""
     try:
@@ -285,6 +296,13 @@ def _plain(tokens: TokenIds) -> Encoded:
     if not len(tokens):
         raise InvalidRequestError("the prompt has no tokens", "prompt")
     return Encoded(tokens)
+
+
+def _wants_content(prompt: ChatPrompt | RawPrompt) -> bool:
+    """Whether a grammar says what the reply is from its first character on: JSON, or calls."""
+    if not isinstance(prompt, ChatPrompt):
+        return False
+    return prompt.output is not None or bool(prompt.tools and prompt.tool_choice == "required")
 
 
 def _callable(prompt: ChatPrompt) -> ChatPrompt:

@@ -1,13 +1,12 @@
-"""The tokens a vocabulary has beside its BPE pieces, and where they stand in a text.
+"""A rendered text to token ids in full: control tokens of the template as tokens, those of the client as text.
 
-The library cuts a text at added tokens before anything else, so no BPE merge crosses the beginning of one.
+Long texts are tokenized on a thread, so that nobody on the event loop waits for them. Not here: what was tokenized
+before and need not be again (`token_cache`).
 """
 
 import asyncio
 import json
 import re
-from bisect import bisect_left, bisect_right
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,14 +18,20 @@ import numpy as np
 from holdfast.replicas.errors import ContextLengthError, UnavailableError
 from holdfast.replicas.types import TokenIds
 
+LONG = 1 << 16
+"""Characters that take an event loop about as long as a few steps: more are tokenized on a thread."""
+
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True)
 class AddedTokens:
-    """Patterns over a text.
+    """The tokens a vocabulary has in addition to its BPE pieces, and patterns that find them in a text.
 
-    `all` finds every added token; the ones in `starts` (text to id) begin where a text may be cut in two that are
-    tokenized apart. `control` finds the special ones, with the white space they swallow; `control_word` finds their
-    contents alone, as they stand inside JSON text. Patterns are None where there is no such token.
+    The library cuts a text at added tokens before anything else, so no BPE merge crosses the beginning of one. `all`
+    finds every added token; the ones in `starts` (text to id) begin where a text may be cut in two that are tokenized
+    apart. `control` finds the special ones, with the white space they swallow; `control_word` finds their contents
+    alone, as they stand inside JSON text. Patterns are None where there is no such token.
     """
 
     ids: dict[str, int]
@@ -88,11 +93,6 @@ def _spelled(texts: set[str]) -> str:
     may_end = rest.pop("", None) is not None
     branches = f"(?:{'|'.join(map(_spelled, rest.values()))})" if rest else ""
     return re.escape(head) + branches + ("?" if rest and may_end else "")
-
-
-# ---- A rendered text to token ids in full: control tokens of the template as tokens, those of the client as text.
-#
-# Not here: remembering what was tokenized before (`tokens`).
 
 
 class Encoder:
@@ -164,170 +164,18 @@ def _never_prepend(settings: dict[str, Any]) -> None:
         _never_prepend(part)
 
 
-# ---- Text to token ids, tokenizing only what is new (Stateful Inference, section 3.4), as sessions are stateful.
-#
-# An entry is a text and the ids that stand for it: a prompt as tokenized, or a finished turn with its ids exactly as
-# they were generated. A new text takes over the longest beginning that some entry shares with it, up to the
-# beginning of an added token, where no merge can cross. Special tokens in marked text stay text.
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A text and its ids. It may be cut before character `chars[i]`, which is token `tokens[i]`."""
-
-    text: str
-    ids: TokenIds
-    chars: list[int]
-    tokens: list[int]
-
-
-_EMPTY = Entry("", np.zeros(0, np.int32), [], [])
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A text for whose first `char` characters the first `token` ids of an entry stand; the rest is to be tokenized."""
-
-    text: str
-    mark: str
-    scope: str
-    base: Entry
-    char: int
-    token: int
-
-    @property
-    def rest(self) -> str:
-        return self.text[self.char :]
-
-
-class TokenCache:
-    """The last `entries` texts of `tokenizer` (a transformers tokenizer). Scopes do not see each other's entries."""
-
-    def __init__(self, tokenizer: Any, entries: int = 64) -> None:
-        self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
-        self._start_ids = np.array(sorted(self.added.starts.values()), np.int32)
-        self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
-        self._limit = entries
-        self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
-        self.reused = 0  # characters taken from entries
-        self.tokenized = 0  # characters tokenized
-
-    def encode(self, text: str, mark: str = "", scope: str = "") -> TokenIds:
-        """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
-        begun = self.begin(text, mark, scope)
-        return self.end(begun, self.tokenize(begun, self.encoder))
-
-    def begin(self, text: str, mark: str = "", scope: str = "") -> Begun:
-        """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile."""
-        scope = f"{scope}\0{mark}"  # the same text means other ids under another mark
-        base, char, token = self._longest(text, scope)
-        return Begun(text, mark, scope, base, char, token)
-
-    def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
-        """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
-        ids = begun.base.ids[: begun.token]
-        if begun.char < len(begun.text):
-            ids = np.concatenate((ids, encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)))
-        return self._entry(begun.text, ids, begun.base, begun.char, begun.token)
-
-    def end(self, begun: Begun, entry: Entry) -> TokenIds:
-        """The ids of the whole text, which is remembered."""
-        self.reused += begun.char
-        self.tokenized += len(begun.text) - begun.char
-        self._store(begun.scope, entry, begun.base)
-        return entry.ids
-
-    def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "") -> None:
-        """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""
-        ids = np.asarray(ids, np.int32)
-        scope = f"{scope}\0{mark}"
-        base, char, token = self._longest(text, scope)
-        if not np.array_equal(base.ids[:token], ids[:token]):
-            base, char, token = _EMPTY, 0, 0
-        self._store(scope, self._entry(text, ids, base, char, token), base)
-
-    def _longest(self, text: str, scope: str) -> tuple[Entry, int, int]:
-        """The entry that shares most with `text`, and where to cut: in characters and in tokens."""
-        best, char, token = _EMPTY, 0, 0
-        for (owner, _), entry in reversed(self._entries.items()):
-            if owner == scope and entry.text.startswith(text[: char + 1]):
-                cut = self._cut(entry, text)
-                if cut[0] > char:
-                    best, (char, token) = entry, cut
-        return best, char, token
-
-    def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
-        """Up to where `entry` can stand for the beginning of `text`."""
-        length = len(entry.text)
-        if text.startswith(entry.text) and (length == len(text) or self.added.start_at(text, length)):
-            return length, len(entry.ids)
-        low, high = 0, bisect_right(entry.chars, len(text))
-        while low < high:
-            middle = (low + high) // 2
-            if text.startswith(entry.text[: entry.chars[middle]]):
-                low = middle + 1
-            else:
-                high = middle
-        for index in range(low - 1, -1, -1):
-            if self.added.start_at(text, entry.chars[index]):
-                return entry.chars[index], entry.tokens[index]
-        return 0, 0
-
-    def _entry(self, text: str, ids: TokenIds, base: Entry, char: int, token: int) -> Entry:
-        """An entry that is `base` up to the cut."""
-        known = bisect_left(base.chars, char)
-        chars, tokens = self._cuts(text, ids, char, token)
-        return Entry(text, ids, base.chars[:known] + chars, base.tokens[:known] + tokens)
-
-    def _store(self, scope: str, entry: Entry, base: Entry) -> None:
-        """Keep an entry that was made of `base`. A base that the text goes on from is contained in it."""
-        if entry.text.startswith(base.text):
-            self._entries.pop((scope, base.text), None)
-        self._entries.pop((scope, entry.text), None)
-        self._entries[scope, entry.text] = entry
-        if len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def _cuts(self, text: str, ids: TokenIds, char: int, token: int) -> tuple[list[int], list[int]]:
-        """Where added tokens begin from `char` and `token` on, as far as text and ids agree about them."""
-        if self.added.all is None:
-            return [], []
-        found = (match for match in self.added.all.finditer(text, char) if match[0] in self.added.starts)
-        places = token + np.flatnonzero(np.isin(ids[token:], self._start_ids))
-        chars: list[int] = []
-        for place, match in zip(places, found, strict=False):
-            if ids[place] != self.added.starts[match[0]]:
-                break
-            chars.append(match.start())
-        return chars, places[: len(chars)].tolist()
-
-
-# ---- Tokenizing long texts beside the event loop, so that nobody else waits for them.
-#
-# One text at a time, in the order they came, with a tokenizer of its own: one that reads special tokens as text for a
-# moment must not be used by two threads.
-
-
-LONG = 1 << 16
-"""Characters that take an event loop about as long as a few steps: more are tokenized on a thread."""
-_SLACK = 4
-"""Where a tokenizer rewrites a text first, this much shorter it may become."""
-_RUNS = (" ", "\n", "\t", "\x01", "x", "7", ".", "\u0301", "\u200b", "\U0010fffd", "x. 7\n\U0010fffd")
-"""What tokenizers drop, or squeeze into one token however much of it there is: if one does, it shows with these."""
-_RUN_TOKENS = 8
-"""Tokens that a run must have at least: one that is squeezed has one, or two with the space put before it."""
-
-Result = TypeVar("Result")
-
-
 class LongTexts:
-    """`backend` is a `tokenizers.Tokenizer`. `context`: tokens that a prompt may have; 0: any number."""
+    """A thread that tokenizes long texts, one at a time, in the order they came.
+
+    It has a tokenizer of its own: one that reads special tokens as text for a moment must not be used by two threads.
+    `backend` is a `tokenizers.Tokenizer`. `context`: tokens that a prompt may have; 0: any number.
+    """
 
     def __init__(self, backend: Any, added: AddedTokens, context: int) -> None:
         # Now, not for the first long text: with 150,000 tokens this takes most of a second and holds the GIL.
         backend = type(backend).from_str(backend.to_str())
         self._encoder = Encoder(backend, added)
-        self._reach = _reach(backend)
+        self._token_characters = _most_characters(backend)
         self._context = context
         self._closed = False
         # Not a lock around threads: who is cancelled leaves a thread behind that is not done yet.
@@ -345,7 +193,7 @@ class LongTexts:
         them fit, where the tokenizer neither drops nor squeezes any.
         """
         self._check()
-        least = length // self._reach if self._reach else 0
+        least = length // self._token_characters if self._token_characters else 0
         if self._context and least > self._context:
             raise ContextLengthError(
                 f"the prompt has more than {least} tokens; the context has room for {self._context}", "prompt"
@@ -362,15 +210,23 @@ class LongTexts:
             raise UnavailableError("the engine is not running")
 
 
-def _reach(backend: Any) -> int:
+_SLACK = 4
+"""Where a tokenizer rewrites a text first, this much shorter it may become."""
+_RUNS = (" ", "\n", "\t", "\x01", "x", "7", ".", "\u0301", "\u200b", "\U0010fffd", "x. 7\n\U0010fffd")
+"""What tokenizers drop, or squeeze into one token however much of it there is: if one does, it shows with these."""
+_RUN_TOKENS = 8
+"""Tokens that a run must have at least: one that is squeezed has one, or two with the space put before it."""
+
+
+def _most_characters(backend: Any) -> int:
     """No token stands for more characters; 0 where one may stand for any number, or some have none.
 
-    White space may be dropped, a run of what is unknown may be one token, an added token may swallow the space beside
+    White space may be dropped, a run of what is unknown may be one token, an added token may swallow the space next to
     it, and a text may be cut off.
     """
     if backend.truncation or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return 0
-    reach = _SLACK * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-    runs = [(run * reach * _RUN_TOKENS)[: reach * _RUN_TOKENS] for run in _RUNS]
+    most = _SLACK * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    runs = [(run * most * _RUN_TOKENS)[: most * _RUN_TOKENS] for run in _RUNS]
     found = backend.encode_batch_fast(runs, add_special_tokens=False)
-    return reach if min(map(len, found)) >= _RUN_TOKENS else 0
+    return most if min(map(len, found)) >= _RUN_TOKENS else 0

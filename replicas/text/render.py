@@ -2,13 +2,14 @@
 
 Strings of control tokens that a client wrote must stay text. They are marked: a character that no text of the
 conversation contains is put behind their first one, so the template's own control tokens are the only ones in the
-rendered text. `tokens` takes the marks out again.
+rendered text. `encode` takes the marks out again. Not here: whether a conversation makes sense (the router's
+validation, and the template's own complaints).
 """
 
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -19,83 +20,6 @@ from jinja2 import TemplateError
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.encode import AddedTokens, read_added_tokens
-
-# ---- OpenAI messages as chat templates want them: plain strings, no nulls, tool arguments as objects.
-#
-# Not here: whether a conversation makes sense (the router's validation, and the template's own complaints).
-
-
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-
-
-def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = True) -> list[dict[str, Any]]:
-    """New message dicts: content parts joined by line ends, null content "", other nulls and empty `tool_calls`
-    dropped, `developer` renamed `system`; with `parse_arguments`, arguments whose text is a JSON object parsed.
-
-    Raises InvalidRequestError that names the message and the field.
-    """
-    if not messages:
-        raise InvalidRequestError("messages must not be empty", "messages")
-    return [_message(message, f"messages[{index}]", parse_arguments) for index, message in enumerate(messages)]
-
-
-def _message(message: Mapping[str, Any], where: str, parse_arguments: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError("a message must be an object with a role", f"{where}.role")
-    result = {key: value for key, value in message.items() if value is not None}
-    if result["role"] == "developer":
-        result["role"] = "system"
-    result["content"] = _content(message.get("content"), f"{where}.content")
-    calls = result.pop("tool_calls", None)
-    if calls:
-        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls", parse_arguments) for call in calls]
-    return result
-
-
-def _content(content: Any, where: str) -> str:
-    """Text as it is; text parts joined; null is no text (templates print None)."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError("content must be a string or a list of parts", where)
-    return "\n".join(_part(part, where) for part in content)
-
-
-def _part(part: Any, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidRequestError(f"content parts of type {kind!r} are not supported, only text", where)
-
-
-def _tool_call(call: Any, where: str, parse_arguments: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool call needs a function with a name", where)
-    arguments = function.get("arguments")
-    if parse_arguments:
-        arguments = _parsed(arguments)
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parsed(arguments: Any) -> Any:
-    """A JSON object's text as the object, since templates write it with `tojson`; other text as it is."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
 
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
@@ -198,7 +122,7 @@ def _as_json(value: Any) -> str:
         raise InvalidRequestError(f"messages and tools must be JSON: {error}", "messages") from error
 
 
-def _replaced(value: Any, change: Any) -> Any:
+def _replaced(value: Any, change: Callable[[str], str]) -> Any:
     """`value` with `change` applied to every string in it, keys too."""
     if isinstance(value, str):
         return change(value)
@@ -207,3 +131,76 @@ def _replaced(value: Any, change: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_replaced(item, change) for item in value]
     return value
+
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+
+def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = True) -> list[dict[str, Any]]:
+    """OpenAI messages as chat templates want them: plain strings, no nulls, tool arguments as objects.
+
+    In new dicts content parts are joined by line ends, null content is "", other nulls and empty `tool_calls` are
+    dropped, `developer` is renamed `system`; with `parse_arguments`, arguments whose text is a JSON object are parsed.
+    Raises InvalidRequestError that names the message and the field.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", "messages")
+    return [_message(message, f"messages[{index}]", parse_arguments) for index, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str, parse_arguments: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError("a message must be an object with a role", f"{where}.role")
+    result = {key: value for key, value in message.items() if value is not None}
+    if result["role"] == "developer":
+        result["role"] = "system"
+    result["content"] = _content(message.get("content"), f"{where}.content")
+    calls = result.pop("tool_calls", None)
+    if calls:
+        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls", parse_arguments) for call in calls]
+    return result
+
+
+def _content(content: Any, where: str) -> str:
+    """Text as it is; text parts joined; null is no text (templates print None)."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError("content must be a string or a list of parts", where)
+    return "\n".join(_part(part, where) for part in content)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidRequestError(f"content parts of type {kind!r} are not supported, only text", where)
+
+
+def _tool_call(call: Any, where: str, parse_arguments: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError("a tool call needs a function with a name", where)
+    arguments = function.get("arguments")
+    if parse_arguments:
+        arguments = _parsed(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(arguments: Any) -> Any:
+    """A JSON object's text as the object, since templates write it with `tojson`; other text as it is."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

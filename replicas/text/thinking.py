@@ -2,6 +2,7 @@
 
 The block comes first in a reply, or the prompt has opened it already. What stands in it is neither content nor calls,
 and no stop string counts there. White space around the block and inside its borders is markup: templates write it.
+`ThinkingReader` reads it, and `AfterThinking` lets a grammar of the content wait until it is over.
 """
 
 from collections.abc import Sequence
@@ -103,19 +104,20 @@ class ThinkingReader:
         return body, ""
 
 
-# ---- A grammar that waits for a thinking model: until `</think>` it says nothing, and has read nothing.
-
-
 class AfterThinking:
-    """`constraints.matcher.Matcher` of a reply whose content follows `inner`.
+    """`constraints.matcher.Matcher` of a reply whose content follows `inner`, which reads nothing of the thinking.
 
     `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it; else the first token may.
+    The reply does not end inside the block with one of `ends`: where content is asked for, there will be some.
     """
 
-    __slots__ = ("_closer", "_first", "_inner", "_inside", "_opener")
+    __slots__ = ("_closer", "_ends", "_first", "_inner", "_inside", "_opener")
 
-    def __init__(self, inner: Matcher, opener: int, closer: int, inside: bool) -> None:
+    def __init__(
+        self, inner: Matcher, opener: int, closer: int, inside: bool, ends: frozenset[int] = frozenset()
+    ) -> None:
         self._inner, self._opener, self._closer = inner, opener, closer
+        self._ends = frozenset(end for end in ends if end < inner.words * 32)  # others are forbidden anyway
         self._inside = inside
         self._first = not inside  # the opener may come
 
@@ -132,7 +134,7 @@ class AfterThinking:
         return self._inner.failed
 
     def copy(self) -> "AfterThinking":
-        other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside)
+        other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside, self._ends)
         other._first = self._first
         return other
 
@@ -145,26 +147,42 @@ class AfterThinking:
 
     def accepts(self, tokens: Sequence[int]) -> int:
         thought = self._thought(tokens)
-        return thought + self._inner.accepts(tokens[thought:])
+        ended = self._end(tokens[:thought])
+        return ended if ended < thought else thought + self._inner.accepts(tokens[thought:])
 
     def forced(self) -> list[int]:
         return [] if self._inside or self._first else self._inner.forced()
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         thought = self._thought(drafts)
-        open_ended = thought == len(drafts) and (drafts[-1] != self._closer if thought else self._inside)
-        out[:thought] = -1
-        if open_ended:
-            out[thought:] = -1
-        else:
+        goes_on = thought == len(drafts) and (drafts[-1] != self._closer if thought else self._inside)
+        inside = thought + goes_on  # so many rows are those of tokens in the block
+        out[:inside] = -1
+        for end in self._ends:
+            _allow(out[:inside], end, False)
+        ended = self._end(drafts[:thought])
+        if ended < thought:
+            out[ended + 1 :] = -1
+        elif not goes_on:
             self._inner.fill(drafts[thought:], out[thought:])
         if self._first:
             if thought:
                 self._inner.fill((), out[:1])  # it does not depend on the drafts
-            out[0].view(np.uint32)[self._opener // 32] |= np.uint32(1 << self._opener % 32)
+            _allow(out[:1], self._opener, True)
 
     def _thought(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` belong to the block, its markers too."""
         if not (self._inside or (self._first and tokens and tokens[0] == self._opener)):
             return 0
         return next((i + 1 for i, token in enumerate(tokens) if token == self._closer), len(tokens))
+
+    def _end(self, thought: Sequence[int]) -> int:
+        """The place of the first of `ends` in the block; its length where there is none."""
+        return next((i for i, token in enumerate(thought) if token in self._ends), len(thought))
+
+
+def _allow(masks: Bits, token: int, allowed: bool) -> None:
+    """Set or clear the bit of `token` in every row of `masks`."""
+    bit = np.uint32(1 << token % 32)
+    words = masks.view(np.uint32)[:, token // 32]
+    words[:] = words | bit if allowed else words & ~bit

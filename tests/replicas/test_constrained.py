@@ -327,7 +327,7 @@ def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
 def with_all_tools(service: Service) -> None:
     """Let the model see both tools, whatever a request declares: then it calls the one that is not."""
     encoded = service._text.encoded
-    service._text.encoded = lambda prompt, scope: encoded(replace(prompt, tools=AUTO.tools), scope)
+    service._text.encoded = lambda prompt, *owner: encoded(replace(prompt, tools=AUTO.tools), *owner)
 
 
 LOOSE = tool("search_flights", origin={"type": "string", "maxLength": 20})

@@ -1,4 +1,4 @@
-"""The face of the text side: from request to pieces."""
+"""The text side as a whole: from request to pieces."""
 
 import json
 from copy import copy
@@ -261,6 +261,36 @@ def test_the_next_turn_goes_on_from_the_remembered_one(side: TextSide) -> None:
     assert side.cache.tokenized - before == len(second.text or "") - (second.text or "").index(
         "<|im_end|>\n<|im_start|>user\n<tool_response>"
     )
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("count", [70, 300])
+def test_programs_that_come_in_turn_tokenize_what_is_new_and_keep_their_ids(
+    qwen_like: Any, count: int, named: bool
+) -> None:
+    """As many as the cells hold: the cache has room for all of them, whether requests name their program or not."""
+    config = EngineConfig(cells=512 * count)
+    side = TextSide(qwen_like, config)
+    spelled = [qwen_like.convert_tokens_to_ids(char) for char in "been"]  # not how the tokenizer would cut it
+    eos = qwen_like.convert_tokens_to_ids("<|im_end|>")
+    system = {"role": "system", "content": "the weather in Paris " * 30}
+    talks = [[system, {"role": "user", "content": f"task {i} is in Paris"}] for i in range(count)]
+    ids: list[list[int]] = [[] for _ in range(count)]
+    for turn in range(3):
+        before, new = side.stats.characters_tokenized, 0
+        for i, messages in enumerate(talks):
+            ask = request(prompt=ChatPrompt(list(messages)), scope="tenant", program_id=f"p{i}" if named else "")
+            encoded = side.encode(ask.prompt, ask.scope, *([ask.program_id] if named else []))
+            assert encoded.tokens[: len(ids[i])].tolist() == ids[i]
+            new += len(encoded.text or "") - (encoded.text or "").rfind("been<|im_end|>") - len("been")
+            reply = side.reply(ask, encoded)
+            reply.feed([*spelled, eos])
+            reply.finish("stop")
+            reply.remember()
+            ids[i] = [*encoded.tokens.tolist(), *spelled, eos]
+            messages += [{"role": "assistant", "content": "been"}, {"role": "user", "content": f"and {turn}?"}]
+        assert turn == 0 or side.stats.characters_tokenized - before == new
+    assert sum(map(len, ids)) < config.cells
 
 
 def test_plain_prompts(llama3_like: Any) -> None:

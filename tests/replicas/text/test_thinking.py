@@ -97,10 +97,8 @@ def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any
     text = "<think>\nHm.\n</think>\n\nHello. <think>"
     plain = ("", text, [], "stop", 0)
     off = request("<think>\n\n</think>\n\n")
-    required = request("<think>", tool_choice="required")
-    json_reply = request("<think>", output=JsonOutput({"type": "object"}))
     completion = request(prompt=RawPrompt("x <think>"))
-    for ask in (off, required, json_reply, completion):
+    for ask in (off, completion):
         assert read(side, ask, text) == plain
     assert read(TextSide(qwen_like, EngineConfig()), request(), text) == plain
     assert read(side, request(), "So <think> is\n a word") == ("", "So <think> is\n a word", [], "stop", 0)
@@ -194,10 +192,85 @@ def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any,
 # ---- grammars ----
 
 
+def matcher_of(side: TextSide, ask: GenerateRequest) -> Any:
+    return side.after_thinking(ask, side.encode(ask.prompt), side.constraints(ask.prompt).matcher)
+
+
 def grammar(side: TextSide, start: str) -> Any:
     kwargs = {"start": start} if start else {}
-    ask = request(prompt=ChatPrompt(ASK, [STRICT], parallel_tool_calls=False, template_kwargs=kwargs))
-    return side.after_thinking(ask, side.encode(ask.prompt), side.constraints(ask.prompt).matcher)
+    return matcher_of(
+        side, request(prompt=ChatPrompt(ASK, [STRICT], parallel_tool_calls=False, template_kwargs=kwargs))
+    )
+
+
+CONTENT = [
+    ({"tool_choice": "required", "parallel_tool_calls": False}, CALL, CALL.replace('"f"', '"rm"')),
+    ({"output": JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}})}, '{"a": 1}', '{"a": "x"}'),
+]
+"""What a request asks for, a reply of it, and one that is none."""
+
+
+@pytest.mark.parametrize(("start", "begin"), [("", "<think>"), ("<think>\n", "")])
+@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
+def test_a_reply_whose_form_is_given_thinks_before_it(
+    side: TextSide, options: dict[str, Any], good: str, bad: str, start: str, begin: str
+) -> None:
+    """The prompt has opened the block, or the model does."""
+    tools = [] if "output" in options else TOOLS
+    ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs={"start": start} if start else {}, **options))
+    thought = f"{begin}Or {CALL} it? </think>"
+    matcher = matcher_of(side, ask)
+    before, right, wrong = (drawn(side, text) for text in (thought, good, bad))
+    assert matcher.accepts(before + right) == len(before + right)
+    assert len(before) < matcher.accepts(before + wrong) < len(before + wrong)
+    for token in before + right:
+        matcher.advance(token)
+    assert not matcher.failed
+    reasoning, content, calls, _, _ = read(side, ask, thought + good + "<|im_end|>")
+    assert (reasoning, content or calls) == (f"Or {CALL} it?", good if "output" in options else ["f"])
+
+
+@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
+def test_a_reply_whose_form_is_given_need_not_think(
+    side: TextSide, options: dict[str, Any], good: str, bad: str
+) -> None:
+    tools = [] if "output" in options else TOOLS
+    for kwargs in ({}, {"start": "<think>\n\n</think>\n\n"}):
+        ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs=kwargs, **options))
+        matcher = matcher_of(side, ask)
+        assert matcher.accepts(drawn(side, good)) == len(drawn(side, good))
+        assert matcher.accepts(drawn(side, bad)) < len(drawn(side, bad))
+        assert matcher.accepts(drawn(side, "Or so")) == 0
+        assert (matcher.accepts(drawn(side, "<think>")) == 1) is (not kwargs)
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
+def test_the_reply_does_not_end_inside_the_thinking_where_content_is_asked_for(
+    side: TextSide, options: dict[str, Any], good: str, bad: str, start: str
+) -> None:
+    tools = [] if "output" in options else TOOLS
+    ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs={"start": start} if start else {}, **options))
+    eos = drawn(side, "<|im_end|>")
+    inside = drawn(side, "Or so" if start else "<think>Or so")
+    for drafts in (inside, inside + eos, inside + eos + inside, inside + drawn(side, "</think>") + eos):
+        matcher = matcher_of(side, ask)
+        rows = np.zeros((len(drafts) + 1, matcher.words), np.int32)
+        matcher.fill(drafts, rows)
+        allowed = [bool(row[eos[0] // 32] >> eos[0] % 32 & 1) for row in rows]
+        ended = len(drafts) if drafts == inside else drafts.index(eos[0])
+        assert allowed == [False] * (ended + 1) + [True] * (len(drafts) - ended)
+        assert (rows[ended + 1 :] == -1).all()
+        assert matcher.accepts(drafts) == ended
+    free = grammar(side, start)
+    assert free.accepts(inside + eos) == len(inside + eos)
+
+
+def test_where_no_token_ends_the_thinking_what_is_asked_for_comes_first(llama3_like: Any) -> None:
+    side = TextSide(thinking(llama3_like), EngineConfig())
+    ask = request(prompt=ChatPrompt(ASK, template_kwargs={"start": "<think>"}, output=JsonOutput({"type": "object"})))
+    assert matcher_of(side, ask).accepts(drawn(side, '{"a": 1}')) == len(drawn(side, '{"a": 1}'))
+    assert read(side, ask, '{"a": 1}')[:2] == ("", '{"a": 1}')
 
 
 def drawn(side: TextSide, text: str) -> list[int]:

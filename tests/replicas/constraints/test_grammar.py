@@ -1,4 +1,7 @@
-"""Whatever a grammar lets through is read back as what it was to be: every format, several tokenizers, random walks."""
+"""What a request asks for, and that whatever its grammar lets through is read back as what it was to be.
+
+In every format, with several tokenizers, by random walks.
+"""
 
 import json
 import random
@@ -10,12 +13,61 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule, declared_rule, reply_rule
 from holdfast.replicas.constraints.guidance import Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.requests import ChatPrompt, JsonOutput, TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
+
+USER = [{"role": "user", "content": "hi"}]
+GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+
+
+def tool(name: str, parameters: Any = GOOD, strict: bool = False) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": strict}}
+
+
+def asks(**fields: Any) -> ReplyRule | None:
+    return reply_rule(ChatPrompt(USER, **fields))
+
+
+def test_what_a_request_asks_for() -> None:
+    tools = [tool("f"), tool("g", strict=True)]
+    assert asks() is None
+    assert asks(tools=tools[:1]) is None
+    assert asks(tools=tools, tool_choice="none") is None
+    required = asks(tools=tools, tool_choice="required")
+    assert required is not None
+    assert ([t.name for t in required.tools], required.calls, required.parallel) == (["f", "g"], "required", True)
+    named = asks(tools=tools, tool_choice="required", forced_tool="g")
+    assert named is not None
+    assert ([t.name for t in named.tools], named.parallel) == (["g"], False)
+    strict = asks(tools=tools, parallel_tool_calls=False)
+    assert strict is not None
+    assert (len(strict.tools), strict.calls, strict.parallel) == (2, "auto", False)
+    both = asks(tools=tools, output=JsonOutput(GOOD))
+    assert both is not None
+    assert (both.calls, both.json and both.json.content) == ("auto", GOOD)
+    alone = asks(tools=tools, tool_choice="none", output=JsonOutput(GOOD))
+    assert alone is not None
+    assert (alone.calls, alone.tools) == ("none", ())
+
+
+def test_parameters_that_list_their_properties_are_closed() -> None:
+    rule = declared_rule(ChatPrompt(USER, [tool("f"), tool("g", None), tool("h", {"type": "object"})]))
+    assert [t.arguments.content.get("additionalProperties") for t in rule.tools] == [False, False, None]
+
+
+def test_equal_rules_have_equal_keys() -> None:
+    schema = Schema(GOOD, True, "a")
+    same = (
+        ReplyRule((ToolRule("f", schema),), "auto").key
+        == ReplyRule((ToolRule("f", Schema(dict(GOOD), True, "b")),), "auto").key
+    )
+    assert same
+    assert ReplyRule((ToolRule("f", schema),), "auto").key != ReplyRule((ToolRule("f", schema),), "required").key
+
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.guidance import GrammarError, Grammars, Vocabulary
+from holdfast.replicas.constraints.guidance import GrammarCompiler, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
@@ -29,7 +29,7 @@ def rows(matcher: Matcher, drafts: list[int]) -> np.ndarray:
 
 def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies: list[Vocabulary]) -> None:
     for vocabulary in vocabularies:
-        matcher = Grammars(vocabulary).compile(LARK)
+        matcher = GrammarCompiler(vocabulary).compile(LARK)
         ids = list(vocabulary.encode(TEXT))
         together = rows(matcher, ids)
         assert np.array_equal(rows(matcher, ids), together), "rolled back"
@@ -45,7 +45,7 @@ def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies:
 
 def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    matcher = Grammars(vocabulary).compile(LARK)
+    matcher = GrammarCompiler(vocabulary).compile(LARK)
     ids = list(vocabulary.encode(TEXT))
     wrong = [*ids[:2], vocabulary.encode("z")[0], *ids[3:]]
     assert matcher.accepts(wrong) == 2
@@ -57,7 +57,7 @@ def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabu
 
 def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    matcher = Grammars(vocabulary).compile(LARK)
+    matcher = GrammarCompiler(vocabulary).compile(LARK)
     matcher.advance(vocabulary.encode("z")[0])
     assert matcher.failed
     masks = rows(matcher, [3])
@@ -70,7 +70,7 @@ def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Voc
 
 def test_a_grammar_that_is_none_is_an_error(vocabularies: list[Vocabulary]) -> None:
     with pytest.raises(GrammarError):
-        Grammars(vocabularies[0]).compile("start: nobody\n")
+        GrammarCompiler(vocabularies[0]).compile("start: nobody\n")
 
 
 @settings(max_examples=100, deadline=None)
@@ -84,8 +84,8 @@ def test_tokens_spell_any_text_and_use_no_control_token(vocabularies: list[Vocab
 
 def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    properties = {f"p{n}": {"type": "string"} for n in range(500)}
-    matcher = Grammars(vocabulary).compile(f"start: %json {json.dumps({'type': 'object', 'properties': properties})}\n")
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(500)}}
+    matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
     rows(matcher, [])
     matcher.advance(vocabulary.encode("{")[0])
     rows(matcher, [])
@@ -94,8 +94,9 @@ def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Voc
 
 def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    properties = {f"p{n}": {"type": ["string", "null"], "maxLength": 100} for n in range(150)}
-    matcher = Grammars(vocabulary).compile(f"start: %json {json.dumps({'type': 'object', 'properties': properties})}\n")
+    words = {"type": ["string", "null"], "maxLength": 100}
+    schema = {"type": "object", "properties": {f"p{n}": words for n in range(150)}}
+    matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
     for token in vocabulary.encode('{"p7":"abc","p149":null}'):
         assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
         matcher.advance(token)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.text.reply import StopMatcher
+from holdfast.replicas.text.reply import StopStrings
 
 TEXT = st.text("ab\nc", max_size=30)
 STOPS = st.lists(st.text("ab\nc", min_size=1, max_size=4), max_size=3)
@@ -20,7 +20,7 @@ def cut_naively(text: str, stops: list[str]) -> str:
 
 @given(st.lists(TEXT, max_size=8), STOPS)
 def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopStrings(stops)
     sent = ""
     for chunk in chunks:
         safe, stopped = matcher.feed(chunk)
@@ -33,7 +33,7 @@ def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) 
 
 
 def test_holds_back_only_what_may_begin_a_stop_string() -> None:
-    matcher = StopMatcher(["\n\nUser:"])
+    matcher = StopStrings(["\n\nUser:"])
     assert matcher.feed("Hello.\n") == ("Hello.", False)
     assert matcher.feed("World\n\n") == ("\nWorld", False)
     assert matcher.feed("User:x") == ("", True)

@@ -53,7 +53,7 @@ class ToolCallParser:
         self._run: Run | None = None  # what may be passed by the piece
         self._read = 0  # characters of earlier pieces
         if declared_names and format in READERS:
-            self._scan = READERS[format].reply(self._tracker)
+            self._scan = READERS[format].read(self._tracker)
             next(self._scan)
 
     @property
@@ -126,7 +126,7 @@ class Reader:
     marked: Mapping[str, Block]
     bare: Mapping[str, Block] = field(default_factory=dict)
 
-    def reply(self, tracker: Tracker) -> Scan:
+    def read(self, tracker: Tracker) -> Scan:
         """A whole reply."""
         char = yield
         if self.bare:

@@ -34,9 +34,9 @@ class CallLimits:
     """
 
     declared: frozenset[str]
-    parallel: bool = True
-    early_stop: bool = True
-    grace: int = 16
+    parallel: bool
+    early_stop: bool
+    grace: int
 
 
 @dataclass(slots=True)

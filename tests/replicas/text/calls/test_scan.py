@@ -87,7 +87,7 @@ def test_a_value_written_loosely_is_the_value(value: Any, seed: int, data: st.Da
     assert scanned(exact)[1] == exact, "what is JSON stays as it is"
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(JSON, st.data())
 def test_whatever_comes_nothing_of_it_is_lost_and_what_is_whole_is_json(value: Any, data: st.DataObject) -> None:
     text = mutated(Loose(data.draw(st.integers(0, 99)))({"a": value}), data)
@@ -99,7 +99,6 @@ def test_whatever_comes_nothing_of_it_is_lost_and_what_is_whole_is_json(value: A
         json.loads(sent)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(JSON_FORMATS), ARGUMENTS, st.integers(0, 2**32), st.integers(0, 1), st.data())
 def test_literals_of_python_leave_as_json(
     format: ToolFormat, arguments: dict[str, Any], seed: int, variant: int, data: st.DataObject

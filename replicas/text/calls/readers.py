@@ -249,12 +249,8 @@ def _held(tracker: Tracker, valid: list[str]) -> Put:
     return put
 
 
-_NONE: tuple[object, ...] = (None, [], "")
-"""What models write, other than an empty object, for a call without arguments."""
-
-
 def _arguments(tracker: Tracker, char: str, on_end: Callable[[], None]) -> Scan:
-    """The value of a call's arguments: an object, the text of one, or for none null or something empty.
+    """The value of a call's arguments: an object, the text of one, or what models write for none: null, [] and "".
 
     An object goes out as it is read, and `on_end` is called with its last bracket.
     """
@@ -263,8 +259,11 @@ def _arguments(tracker: Tracker, char: str, on_end: Callable[[], None]) -> Scan:
         return (yield from json_value(char, tracker.argument, on_end))
     valid: list[str] = []
     char = yield from json_value(char, _held(tracker, valid))
-    value = json.loads("".join(valid))
-    found = whole_object(value) if isinstance(value, str) and value else "{}" if value in _NONE else None
+    value = "".join(valid)
+    if value.startswith('"'):
+        found = whole_object(json.loads(value)) if value != '""' else "{}"
+    else:
+        found = "{}" if value == "null" or "".join(value.split()) == "[]" else None
     if found is None:
         raise NotACallError(char)
     tracker.set_arguments(found)

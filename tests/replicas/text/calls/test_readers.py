@@ -222,11 +222,17 @@ def test_without_declared_tools_everything_is_text(format: ToolFormat) -> None:
     assert read(format, text, declared_names=frozenset()) == (text, [])
 
 
-def test_deep_nesting_does_not_raise() -> None:
+def test_deep_nesting_and_long_numbers_do_not_raise() -> None:
     deep = "[" * 5000
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}'
     assert read(ToolFormat.HERMES, text) == ("", [["f", f'{{"a": {deep}']])
     assert read(ToolFormat.PYTHONIC, f"[f(a={deep}{']' * 5000})]")[1] == []
+    for arguments in (deep + "]" * 5000, "1" * 5000):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert read(ToolFormat.HERMES, text) == (text, [])
+    inside = json.dumps(f'{{"a": {deep}{"]" * 5000}}}')
+    ((_, arguments),) = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", "arguments": {inside}}}</tool_call>')[1]
+    assert arguments == json.loads(inside)
 
 
 # ---- laws ----

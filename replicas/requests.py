@@ -132,7 +132,7 @@ Piece: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta | Completed | Erro
 class ToolCall:
     call_id: str
     name: str
-    arguments: str  # JSON text, as the model wrote it but for control characters in strings: they are escaped
+    arguments: str  # JSON text, valid, and as the model wrote it where that was
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
 from holdfast.replicas.text.render import Renderer
-from holdfast.replicas.text.reply import Reply, Stages, StopMatcher
+from holdfast.replicas.text.reply import Reply, Stages, StopStrings
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
 from holdfast.replicas.text.token_cache import TokenCache
 from holdfast.replicas.types import TokenIds
@@ -190,7 +190,7 @@ class TextSide:
 
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),
-            StopMatcher(request.stop),
+            StopStrings(request.stop),
             ToolCallParser(
                 self.tool_format,
                 names,

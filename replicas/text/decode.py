@@ -1,8 +1,13 @@
-"""What bytes a token stands for, read from the tokenizer's decoder.
+"""From token ids to bytes and text, read from the tokenizer's decoder.
 
 Byte-level BPE (GPT-2's alphabet: Llama 3, Qwen, Mistral's tekken) and sentencepiece with byte fallback (Llama 2,
-Mistral v0.x, Gemma) map every token to bytes of its own. Other decoders join tokens by rules of their own;
-`Pieces.exact` is False for them.
+Mistral v0.x, Gemma) map every token to bytes of its own (`Pieces`). A stream of them goes through an incremental UTF-8
+decoder (`StreamDecoder`), whose state is at most three bytes and whose result is that of decoding all bytes at once,
+invalid ones included.
+
+Other decoders join tokens by rules of their own; `Pieces.exact` is False for them, and a stream goes through the
+tokenizers library's `DecodeStream`. That one decodes a window again for every token, holds invalid bytes back until
+valid ones follow, and has no flush.
 """
 
 import codecs
@@ -13,25 +18,11 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
 
 class Pieces:
     """Token id to bytes, remembered. `backend` is a `tokenizers.Tokenizer`.
 
-    `strips`: decoding a text drops the space it begins with.
+    `exact`: every token has bytes of its own. `strips`: decoding a text drops the space it begins with.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -70,27 +61,8 @@ class Pieces:
         return bytes([int(byte[1], 16)]) if byte else word.replace("▁", " ").encode()
 
 
-def _kinds(decoder: dict[str, Any]) -> set[str]:
-    if decoder.get("type") == "Sequence":
-        return set().union(*(_kinds(part) for part in decoder["decoders"]))
-    return {decoder["type"]} if decoder else set()
-
-
-def _prepends(decoder: dict[str, Any]) -> bool:
-    parts = decoder.get("decoders", [decoder])
-    return any(part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never" for part in parts)
-
-
-# ---- Token ids to text as they come, never half a character.
-#
-# Bytes go through an incremental UTF-8 decoder: its state is at most three bytes, and its result is that of decoding
-# all bytes at once, invalid ones included. (The tokenizers library's `DecodeStream` decodes a window again for every
-# token, holds invalid bytes back until valid ones follow and has no flush; it serves the decoders whose tokens have no
-# bytes of their own.)
-
-
 class StreamDecoder:
-    """Decodes one stream. `hidden` ids leave no text: end of sequence and other control tokens.
+    """Decodes one stream, never half a character. `hidden` ids leave no text: end of sequence and other control tokens.
 
     `continues`: the text goes on from a prompt, so a space it begins with stays.
     """
@@ -138,3 +110,31 @@ class _Window:
     def flush(self) -> str:
         held, self._held = self._held, []
         return str(self._backend.decode(held, skip_special_tokens=False)) if held else ""
+
+
+_SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _kinds(decoder: dict[str, Any]) -> set[str]:
+    """The types of a decoder's parts."""
+    if decoder.get("type") == "Sequence":
+        return set().union(*(_kinds(part) for part in decoder["decoders"]))
+    return {decoder["type"]} if decoder else set()
+
+
+def _prepends(decoder: dict[str, Any]) -> bool:
+    """Whether words were given a space in front, which decoding takes off the first."""
+    parts = decoder.get("decoders", [decoder])
+    return any(part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never" for part in parts)

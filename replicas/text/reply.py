@@ -1,12 +1,19 @@
 """One reply on its way from token ids to the pieces a client sees.
 
-tokens -> characters -> after the thinking -> before the stop string -> text and tool calls. What any of these holds
-back, and the log probabilities of its tokens, come out with a later piece or at the end.
+    ids -> StreamDecoder -> ThinkingReader -> StopStrings -> ToolCallParser -> pieces
+           characters       the reasoning     the text up    text and calls
+                            set apart         to one
+
+Each stage passes on what it is sure of and holds the rest back; `Reply.finish` empties them. The log probabilities of
+tokens wait beside the stages, in `WaitingLogprobs`, for the text that they come out with.
+
+Not here: the decoder (`decode`), thinking (`thinking`), calls (`calls`), and what makes the stages for a request
+(`conversation`).
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -14,17 +21,20 @@ import numpy as np
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.events import FinishReason, TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta
-from holdfast.replicas.text.calls.readers import ToolCallParser, merged
-from holdfast.replicas.text.calls.tracker import Delta
+from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import Delta, merged
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.thinking import ThinkingReader
 from holdfast.replicas.types import TokenIds
 
-# ---- Stop strings in a streamed text: nothing that may be the beginning of one is let out.
+ReplyDelta: TypeAlias = Delta | ReasoningDelta
 
 
-class StopMatcher:
-    """Cuts a text before the stop string that is complete first (of those ending together, the longest)."""
+class StopStrings:
+    """Cuts a text before the stop string that is complete first (of those ending together, the longest).
+
+    Nothing that may be the beginning of one is let out.
+    """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -71,11 +81,8 @@ class StopMatcher:
         return 0
 
 
-# ---- Log probabilities of a reply's tokens, which wait for the text that they come out with.
-
-
 class WaitingLogprobs:
-    """Each with the character of the reply that its token begins at, in order."""
+    """Log probabilities, each with the character of the reply that its token begins at, in order."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -102,9 +109,6 @@ class WaitingLogprobs:
         return LogprobText(content.decode("utf-8", "replace"), content, logprob)
 
 
-ReplyDelta: TypeAlias = Delta | ReasoningDelta
-
-
 @dataclass(frozen=True, slots=True)
 class Stages:
     """What a reply goes through. `hidden` tokens leave no text and no log probability. `thinking`: None where the
@@ -112,7 +116,7 @@ class Stages:
     """
 
     decoder: StreamDecoder
-    stops: StopMatcher
+    stops: StopStrings
     calls: ToolCallParser
     pieces: Pieces
     hidden: frozenset[int]
@@ -126,14 +130,6 @@ class Rewrite:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     matcher: Matcher
-
-
-@dataclass(slots=True)
-class _Drawn:
-    """What was fed to a reply that may be rewritten: with each token the characters up to and with it."""
-
-    ends: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Reply:
@@ -160,13 +156,48 @@ class Reply:
         self._tokens: list[int] = []
         self._read = 0  # characters of all tokens
         self._skipped = 0  # of these, before the content
-        self._reasoning: list[str] = []
+        self._reasoning: list[str] = []  # that has not been given out
         self._waiting = WaitingLogprobs(stages.pieces)
         self.reasoning_tokens = 0  # those up to and with the end of the thinking
-        self._drawn = _Drawn()
         self.rewrite: Rewrite | None = None
+        # With `declared` only: the characters up to and with each token, and their log probabilities.
+        self._ends: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         if declared is not None:
             stages.calls.on_undeclared(self._ask_again)
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
+        """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""
+        deltas: list[Delta] = []
+        for index, token in enumerate(tokens):
+            if self.done:
+                break
+            deltas += self._token(token, logprobs[index] if index < len(logprobs) else None)
+        return self._after_reasoning(merged(deltas))
+
+    def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
+        """What was held back, and why the reply ended: `reason` is the engine's. Call once.
+
+        A reply has ended for its calls only where all that were sent have closed: then their arguments are JSON.
+        Log probabilities of tool call tokens that no text followed come with an empty text.
+        """
+        stages = self._stages
+        deltas: list[Delta] = []
+        if not self.done:
+            deltas += self._through(stages.decoder.flush(), last=True)
+        deltas += stages.calls.feed(stages.stops.flush())
+        ended: ReplyReason = "stop" if self.done else reason
+        deltas += stages.calls.finish()
+        deltas = self._with_logprobs(deltas)
+        if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
+            deltas.append(TextDelta("", rest))
+        if ended == "stop" and self.calls and not self.unfinished:
+            ended = self._call_reason
+        return self._after_reasoning(merged(deltas)), ended
+
+    def remember(self) -> None:
+        """Keep the finished turn, so that the next one continues the ids as they were generated."""
+        self._remember_turn(np.array(self._tokens, np.int32), self._stages.pieces.text(self._tokens))
 
     @property
     def done(self) -> bool:
@@ -183,46 +214,6 @@ class Reply:
         """Tokens up to and with the one that ended the text; later ones are not counted."""
         return len(self._tokens)
 
-    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
-        """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""
-        deltas: list[Delta] = []
-        thinking = self._stages.thinking
-        for index, token in enumerate(tokens):
-            if self.done:
-                break
-            self._tokens.append(token)
-            if index < len(logprobs) and token not in self._stages.hidden:
-                self._waiting.add(self._read, logprobs[index])
-            text = self._stages.decoder.feed((token,))
-            self._read += len(text)
-            if self._declared is not None:
-                self._drawn.ends.append(self._read)
-                self._drawn.logprobs += logprobs[index : index + 1]
-            thinks = thinking is not None and not thinking.over
-            if text:
-                deltas += self._with_logprobs(self._through(text))
-            if thinks and thinking is not None and thinking.begun:
-                self.reasoning_tokens = len(self._tokens)
-        return self._taken(merged(deltas))
-
-    def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
-        """What was held back, and why the reply ended: `reason` is the engine's. Call once.
-
-        Log probabilities of tool call tokens that no text followed come with an empty text.
-        """
-        stages = self._stages
-        deltas: list[Delta] = []
-        if not self.done:
-            deltas += self._through(stages.decoder.flush(), last=True)
-        deltas += stages.calls.feed(stages.stops.flush())
-        done = self.done
-        deltas += stages.calls.finish()
-        deltas = self._with_logprobs(deltas)
-        if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
-            deltas.append(TextDelta("", rest))
-        ended = "stop" if done else reason
-        return self._taken(merged(deltas)), self._call_reason if ended == "stop" and self.calls else ended
-
     @property
     def calls(self) -> tuple[str, ...]:
         """The tools called so far, by name."""
@@ -231,44 +222,33 @@ class Reply:
     @property
     def unfinished(self) -> bool:
         """A call was sent that has not closed."""
-        return self._stages.calls.announced > len(self._stages.calls.calls)
+        return self._stages.calls.n_sent > len(self._stages.calls.calls)
 
     @property
     def content(self) -> str:
         """What was generated after the thinking, calls and markup included."""
         return self._stages.pieces.text(self._tokens[self.reasoning_tokens :])
 
-    def remember(self) -> None:
-        """Keep the finished turn, so that the next one continues the ids as they were generated."""
-        self._remember_turn(np.array(self._tokens, np.int32), self._stages.pieces.text(self._tokens))
-
-    def _ask_again(self, opened: int, begun: int) -> bool:
-        """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
-
-        Kept are the tokens up to the first one that a call of a declared tool could not have: those before it would be
-        drawn again as they are. They must hold what was sent, all before character `begun`.
-        """
-        assert self._declared is not None
-        opened, begun = opened + self._skipped, begun + self._skipped
-        ends = self._drawn.ends
-        first = bisect_right(ends, opened)
-        matcher = self._declared.copy()
-        tokens = self._tokens[first:]
-        kept = first + matcher.accepts(tokens)
-        if kept == len(self._tokens) or (ends[kept - 1] if kept else 0) < begun:
-            return False
-        for token in self._tokens[first:kept]:
-            matcher.advance(token)
-        self.rewrite = Rewrite(tuple(self._tokens[:kept]), tuple(self._drawn.logprobs[:kept]), matcher)
-        return True
-
-    @property
-    def _passed(self) -> int:
-        """Characters up to where no stop string can begin any more; after one, up to its beginning."""
-        return self._skipped + self._stages.stops.passed
+    def _token(self, token: int, logprob: TokenLogprobs | None) -> list[Delta]:
+        """One token through all stages."""
+        stages, thinking = self._stages, self._stages.thinking
+        self._tokens.append(token)
+        if logprob is not None and token not in stages.hidden:
+            self._waiting.add(self._read, logprob)
+        text = stages.decoder.feed((token,))
+        self._read += len(text)
+        if self._declared is not None:
+            self._ends.append(self._read)
+            if logprob is not None:
+                self._logprobs.append(logprob)
+        may_think = thinking is not None and not thinking.over
+        deltas = self._with_logprobs(self._through(text)) if text else []
+        if may_think and thinking is not None and thinking.begun:
+            self.reasoning_tokens = len(self._tokens)
+        return deltas
 
     def _through(self, text: str, last: bool = False) -> list[Delta]:
-        """Text through the thinking, the stop strings and the tool call parser."""
+        """Decoded text through the later stages; `last`: there is no more, so no thinking is held back."""
         thinking = self._stages.thinking
         if thinking is not None:
             reasoning, text = thinking.feed(text)
@@ -293,7 +273,31 @@ class Reply:
                 break
         return deltas
 
-    def _taken(self, deltas: list[Delta]) -> list[ReplyDelta]:
-        """`deltas` with what was thought before them."""
+    def _after_reasoning(self, deltas: list[Delta]) -> list[ReplyDelta]:
+        """`deltas`, and before them the reasoning that came meanwhile."""
         reasoning, self._reasoning = "".join(self._reasoning), []
         return [ReasoningDelta(reasoning), *deltas] if reasoning else [*deltas]
+
+    @property
+    def _passed(self) -> int:
+        """Characters up to where no stop string can begin any more; after one, up to its beginning."""
+        return self._skipped + self._stages.stops.passed
+
+    def _ask_again(self, opened: int, begun: int) -> bool:
+        """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
+
+        Kept are the tokens up to the first one that a call of a declared tool could not have: those before it would be
+        drawn again as they are. They must hold what was sent, all before character `begun`.
+        """
+        assert self._declared is not None
+        opened, begun = opened + self._skipped, begun + self._skipped
+        first = bisect_right(self._ends, opened)
+        matcher = self._declared.copy()
+        tokens = self._tokens[first:]
+        kept = first + matcher.accepts(tokens)
+        if kept == len(self._tokens) or (self._ends[kept - 1] if kept else 0) < begun:
+            return False
+        for token in self._tokens[first:kept]:
+            matcher.advance(token)
+        self.rewrite = Rewrite(tuple(self._tokens[:kept]), tuple(self._logprobs[:kept]), matcher)
+        return True

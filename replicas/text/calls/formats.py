@@ -1,6 +1,7 @@
 """The ways models write tool calls: their names, their markers, and which one a chat template asks for.
 
-The state machines that read them are in `grammars` and `pythonic`.
+A further format has its name, markers and sign here, its reader in `readers.READERS`, and the text that a grammar
+forces in `constraints.grammar.forms_of`.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,6 @@ class ToolFormat(StrEnum):
     NONE = "none"  # the model has no tool calls: everything is text
 
 
-OPENERS: Mapping[ToolFormat, tuple[str, ...]] = {
-    ToolFormat.HERMES: ("<tool_call>",),
-    ToolFormat.LLAMA3: ("<|python_tag|>", "<function="),
-    ToolFormat.LLAMA3_FUNCTION: ("<|python_tag|>", "<function="),
-    ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
-    ToolFormat.PYTHONIC: ("<|python_start|>",),
-    ToolFormat.NONE: (),
-}
-"""Markers that begin a call anywhere in a reply. The first character of a marker occurs in it only once."""
-
 MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ToolFormat.HERMES: frozenset({"<tool_call>", "</tool_call>"}),
     ToolFormat.LLAMA3: frozenset({"<|python_tag|>"}),
@@ -38,7 +29,7 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ToolFormat.PYTHONIC: frozenset({"<|python_start|>", "<|python_end|>"}),
     ToolFormat.NONE: frozenset(),
 }
-"""Tokens the state machine has to see even where the vocabulary calls them special."""
+"""Tokens that the reader of a format has to see even where the vocabulary calls them special."""
 
 # First match wins. A template may name several markers: Hermes templates never name the others.
 _SIGNS = (

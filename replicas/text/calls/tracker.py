@@ -1,214 +1,110 @@
-"""A reply with tool calls in it: text before and between calls, and calls as they open, fill and close.
+"""What comes out of a reply with tool calls in it: text, and calls as they open, fill and close.
 
-This is the state and what may happen to it. Which text begins a call is for the `grammars` to say, through the
-`productions`. Text held back since a marker began goes out as text when the marker turns out to begin no call.
+Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they find; it decides what the client sees:
+
+- A call is sent as soon as its name is known to be declared and its arguments have begun: first a delta with id and
+  name, then its arguments as the model writes them. It is in `calls` once it has closed; that is never taken back.
+- Up to there what belongs to a call is held. Where it turns out to be none it is text exactly as written. So is a call
+  of an undeclared tool; unless whoever `on_undeclared` asks wants to have it written again: then the reading ends, and
+  nothing of it is sent.
+- A call that was sent stays one, and no character of it is text. Where its JSON breaks, its arguments stay unfinished,
+  it is never in `calls`, and what follows is text. Where the reply ends in it (cut by `max_tokens`), that is all.
+- White space between calls, and one line end before the first, are markup: chat templates write them again.
+- After a closed call another one may begin within a grace of white space. Any other text asks for the end of
+  the reply (`stopped`) and is dropped. With `parallel` False the first closed call does.
+
+Not here: which text is a call (`readers`).
 """
 
-import json
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
-
-# ---- Reading JSON one character at a time: what a streamed tool call is made of.
-#
-# A production is a generator that is sent one character after another. It takes the first character it has not
-# read, and returns the first one it leaves unread; "" is the end of the text. So a parser is written as if the
-# whole text were there, and it cannot matter how the text was cut into chunks. Where a production would treat
-# many characters alike it yields a `Run`, and whoever drives it may hand those over at once.
-#
-# Not here: what a call is (`tracker`), and where one begins (`grammars`).
-
-
-Put: TypeAlias = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Characters matched by `plain` may go to `put` in one piece before the production is sent the next one."""
-
-    plain: re.Pattern[str]
-    put: Put
-
-
-Scan: TypeAlias = Generator[Any, str, str]  # yields a Run or None; Any lets `yield` stand bare
-
-SPACE = frozenset(" \t\r\n")
-# Lenient: whatever looks like a number or a word passes, since the client parses the arguments anyway.
-SCALAR = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-._")
-
-# For control characters, which a JSON string may not hold as they are.
-ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(0x20)}
-
-_INSIDE_STRING = re.compile(r'[^"\\]+')
-
-
-class NotACallError(Exception):
-    """The text turned out not to be a tool call at `char`, which is not read."""
-
-    def __init__(self, char: str) -> None:
-        super().__init__(char)
-        self.char = char
-
-
-def space(char: str, put: Put) -> Scan:
-    """White space, possibly none."""
-    while char in SPACE:
-        put(char)
-        char = yield
-    return char
-
-
-def json_string(char: str, put: Put, quoted: Put | None = None) -> Scan:
-    """A JSON string with its quotes; `quoted` gets what stands between them, where it is given.
-
-    Control characters inside are let through: small models write line ends.
-    """
-    if char != '"':
-        raise NotACallError(char)
-    quoted = quoted or put
-    run = Run(_INSIDE_STRING, quoted)
-    put(char)
-    char = yield run
-    while char != '"':
-        if char == "\\":
-            quoted(char)
-            char = yield
-        if not char:
-            raise NotACallError(char)
-        quoted(char)
-        char = yield run
-    put(char)
-    return (yield)
-
-
-def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None, quoted: Put | None = None) -> Scan:
-    """One JSON value: brackets match, strings and escapes are known, commas and colons are where they belong.
-
-    `on_end` is called with the last bracket of an object or a list, before another character is asked for; `quoted`
-    gets what stands inside of strings, where it is given.
-    A comma before a closing bracket passes.
-    """
-    stack: list[str] = []
-    want = "value"
-    while True:
-        if char in SPACE and stack:
-            put(char)
-            char = yield
-        elif stack and char == stack[-1] and want in ("key", "next", "element"):
-            stack.pop()
-            put(char)
-            if not stack and on_end:
-                on_end()
-            char = yield
-            want = "next"
-        elif want == "key":
-            char = yield from json_string(char, put, quoted)
-            want = "colon"
-        elif want in ("value", "element"):
-            if char == "{" or char == "[":
-                stack.append("}" if char == "{" else "]")
-                put(char)
-                char = yield
-                want = "key" if stack[-1] == "}" else "element"
-            else:
-                char = yield from _leaf(char, put, quoted)
-                want = "next"
-        elif char == (":" if want == "colon" else ","):
-            put(char)
-            char = yield
-            want = "value" if want == "colon" else ("key" if stack[-1] == "}" else "element")
-        else:
-            raise NotACallError(char)
-        if want == "next" and not stack:
-            return char
-
-
-def _leaf(char: str, put: Put, quoted: Put | None) -> Scan:
-    """A string, a number or a word."""
-    if char == '"':
-        return (yield from json_string(char, put, quoted))
-    if char not in SCALAR:
-        raise NotACallError(char)
-    while char in SCALAR:
-        put(char)
-        char = yield
-    return char
-
+from holdfast.replicas.text.calls.scan import NotACallError
 
 Delta: TypeAlias = TextDelta | ToolCallDelta
 
-NO_ARGUMENTS = ("null", "[]")
-"""What models write, beside an empty object, for a call without arguments."""
-
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-
 
 @dataclass(frozen=True, slots=True)
-class CallRules:
+class CallLimits:
     """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
 
     `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped.
     """
 
     declared: frozenset[str]
-    parallel: bool = True
-    early_stop: bool = True
-    grace: int = 16
+    parallel: bool
+    early_stop: bool
+    grace: int
 
 
 @dataclass(slots=True)
 class OpenCall:
-    """The call being read. `announced`: its name is declared and has been sent, so it stays a call."""
+    """The call being read. `sent`: the client has its id and name, so it stays a call."""
 
+    begun: bool = False  # its first character has been read
     name: str | None = None
-    call_id: str = ""
-    announced: bool = False
-    streaming: bool = False  # the arguments are an object, sent as they come
+    arguments: list[str] = field(default_factory=list)  # as valid JSON
     complete: bool = False  # the arguments have closed
-    arguments: list[str] = field(default_factory=list)
+    call_id: str = ""
+    sent: bool = False
 
 
 class Tracker:
-    """`held` is text read since a marker began, and not yet sent either way.
+    """The state of one reply.
 
-    `_gap` is white space after the last text sent. It goes with the text that follows; before a call one line end
-    of it belongs to the call's markup (templates write it), and between calls all of it.
+    Text outside of calls is told with `say`, what may belong to a call with `hold`: it waits until it is known whether
+    it is text (`release`), or belongs to a call that is sent. White space after text waits as well, in `_gap`. It goes
+    with the text that follows; before a call one line end of it belongs to the call's markup, and between calls all.
+
+    A call comes as `begin_call`, `name_call`, its arguments and `close_call`; name and arguments in any order. Markup
+    behind it is held, and then told with `end_markup`. `break_off` ends all that where the text turns out otherwise.
 
     `on_undeclared` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
     it and of its first character that is held. True ends the reading there, False makes the call text. An object that
     no marker stands before may be an answer in JSON: it is asked about once its arguments begin.
     """
 
-    def __init__(self, rules: CallRules, call_id: Callable[[int], str]) -> None:
-        self.on_undeclared: Callable[[int, int], bool] = _keep_as_text
-        self.position = 0  # characters read, less the one that a production is about to look at
-        self.opened = 0  # where the marker began
-        self.deltas: list[Delta] = []
+    def __init__(self, limits: CallLimits, call_id: Callable[[int], str]) -> None:
+        self.on_undeclared: Callable[[int, int], bool] = lambda opened, begun: False
+        self.position = 0  # characters read before the one that a reader is about to look at
+        self.deltas: list[Delta] = []  # what whoever feeds the readers takes away
         self.calls: list[ToolCall] = []  # closed ones
         self.call = OpenCall()
-        self.announced = 0
-        self.stopped = False
-        self.opener = ""  # the marker that began what is being read
-        self.held: list[str] = []
-        self._rules = rules
+        self.n_sent = 0  # calls, closed or not
+        self.stopped = False  # nothing that follows would be sent
+        self.opener = ""  # the marker that began the calls being read
+        self._opened = 0  # where it began
+        self._limits = limits
         self._call_id = call_id
+        self._held: list[str] = []
+        self._held_from = 0
         self._gap = ""
         self._said = False  # text other than white space since the start or the last call
-        self._after_call = False
-        self._room = 0
+        self._after_call = False  # nothing but white space and markup since one has closed
+        self._grace = 0  # what is left of it
 
-    def let_go(self) -> None:
-        """What is held was no call: it goes out as text, or ends the reply where it follows a closed call."""
-        text = "".join(self.held)
-        self.held.clear()
+    def say(self, text: str) -> None:
+        """Text outside of calls."""
+        self._held.append(text)
+        self.release()
+
+    def hold(self, text: str) -> None:
+        """Text that may belong to a call."""
+        if not self._held:
+            self._held_from = self.position
+        self._held.append(text)
+
+    def release(self) -> None:
+        """What is held is text, or ends the reply where it follows a closed call."""
+        text = "".join(self._held)
+        self._held.clear()
         if self.stopped or not text:
             return
-        if self._after_call and self._rules.early_stop:
-            self._room -= len(text)
-            self.stopped = self._room < 0 or not text.isspace()
+        if self._after_call and self._limits.early_stop:
+            self._grace -= len(text)
+            self.stopped = self._grace < 0 or not text.isspace()
             return
         body = text.rstrip()
         if not body:
@@ -219,123 +115,143 @@ class Tracker:
         self._said = True
         self._after_call = False
 
-    def say(self, text: str) -> None:
-        """Text outside of calls."""
-        self.held.append(text)
-        self.let_go()
+    def open_calls(self, marker: str) -> None:
+        """What is held is `marker`: calls may follow."""
+        self.opener, self._opened = marker, self._held_from
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """What is held, and what follows, may be a call, and not only what stands between calls."""
+        self.call.begun = True
+
+    def name_call(self, name: str) -> None:
+        """The call's name is known."""
+        call = self.call
+        call.name = name
+        if name in self._limits.declared:
+            if call.complete:
+                self._send_call()
+        elif self.opener or call.complete:
+            self._ask()
+
+    def begin_arguments(self, streamed: bool) -> None:
+        """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""
+        if self.call.name in self._limits.declared:
+            if streamed:
+                self._send_call()
+        elif self.call.name is not None and not self.opener:
+            self._ask()
+
+    def argument(self, written: str, valid: str) -> None:
+        """A piece of the arguments as the model wrote it, and as valid JSON."""
+        call = self.call
+        call.arguments.append(valid)
+        if not call.sent:
+            self.hold(written)
+        elif valid:
+            self.deltas.append(ToolCallDelta(self.n_sent - 1, arguments=valid))
+
+    def set_arguments(self, valid: str) -> None:
+        """The arguments are `valid`; what the model wrote for them is held."""
+        self.call.arguments = [valid]
+        self.end_arguments()
+        if self.call.name in self._limits.declared:
+            self._send_call()
+
+    def end_arguments(self) -> None:
+        """The arguments have closed."""
+        self.call.complete = True
+
+    def close_call(self) -> None:
+        """The call has ended as it should; an undeclared one is text."""
+        call = self.call
+        if call.name not in self._limits.declared:
+            self.call = OpenCall()
+            self._after_call = False  # a block of its own, not prose after a call
+            self.release()
+            return
+        if not call.sent:
+            call.arguments = call.arguments or ["{}"]
+            self._send_call()
+        self._held.clear()
+        self._count_call()
+
+    def end_markup(self) -> None:
+        """What is held ends closed calls; where there were none it is text."""
+        if self._after_call:
+            self._held.clear()
+        else:
+            self.release()
+
+    def break_off(self, found: NotACallError) -> None:
+        """The text goes on as no call does, or ends inside of one."""
+        if found.undecided:
+            self.hold(found.undecided)
+        ended = not found.unread
+        if ended and (self.call.sent or (self._after_call and not self.call.begun)):
+            self._held.clear()
+        if self.call.sent and self.call.complete:
+            self._count_call()
+        self.call = OpenCall()
+        self.release()
 
     def end(self) -> None:
-        """The reply is over: white space after text goes out; after a call it was markup."""
-        if self._gap and (self._said or not self.announced):
+        """The reply is over: white space after text is part of it; after a call it was markup."""
+        if self._gap and (self._said or not self.n_sent):
             self.deltas.append(TextDelta(self._gap))
         self._gap = ""
 
-    def named(self, name: str) -> None:
-        """The call's name is known: a declared one is announced, with its arguments if they came first."""
+    def _send_call(self) -> None:
+        """From here on it is a call: what is held belongs to it, and what has been read of its arguments goes out."""
         call = self.call
-        call.name = name
-        if name not in self._rules.declared:
-            if self.opener or call.arguments:
-                self._undeclared()
-            return
-        before = self._gap.removesuffix("\n") if self._said else ""
-        if before:
+        if before := self._gap.removesuffix("\n") if self._said else "":
             self.deltas.append(TextDelta(before))
         self._gap, self._said, self._after_call = "", False, False
-        call.announced = True
-        call.call_id = self._call_id(self.announced)
-        self.deltas.append(ToolCallDelta(self.announced, call.call_id, name, "".join(call.arguments)))
-        self.announced += 1
-        self.held.clear()
+        call.sent = True
+        call.call_id = self._call_id(self.n_sent)
+        self.deltas.append(ToolCallDelta(self.n_sent, call.call_id, call.name, "".join(call.arguments)))
+        self.n_sent += 1
+        self._held.clear()
 
-    def begin_arguments(self, char: str) -> None:
-        """The arguments begin with `char`: an object streams as written, anything else is sent when it is whole."""
-        self.call.streaming = char == "{"
-        if self.call.announced:
-            self.held.clear()
-        elif self.call.name is not None and not self.opener:
-            self._undeclared()
-
-    def argument(self, written: str, sent: str | None = None) -> None:
-        """A piece of the arguments as the model wrote it, and as it is sent where that differs."""
-        sent = written if sent is None else sent
-        self.call.arguments.append(sent)
-        if self.call.announced and self.call.streaming:
-            self._send(sent)
-        else:
-            self.held.append(written)
-
-    def end_arguments(self) -> None:
-        call = self.call
-        call.complete = True
-        if call.streaming:
-            return
-        call.arguments = [_as_object("".join(call.arguments))]
-        if call.announced:
-            self.held.clear()
-            self._send(call.arguments[0])
-
-    def close(self) -> None:
-        """The call has ended as it should; an undeclared one goes out as text."""
+    def _count_call(self) -> None:
+        """The call being read has closed."""
         call, self.call = self.call, OpenCall()
-        if not call.announced:
-            self._after_call = False  # a block of its own, not prose after a call
-            self.let_go()
-            return
-        if not call.arguments:
-            call.arguments.append("{}")
-            self._send("{}")
-        self.held.clear()
         self.calls.append(ToolCall(call.call_id, call.name or "", "".join(call.arguments)))
         self._after_call = True
-        self._room = self._rules.grace
-        self.stopped = not self._rules.parallel
+        self._grace = self._limits.grace
+        self.stopped = not self._limits.parallel
 
-    def whole_call(self, name: str, arguments: str) -> None:
-        """A call that is only known once it has closed."""
-        self.call.arguments.append(arguments)
-        self.position += 1  # the bracket that closed it
-        self.named(name)
-        self.close()
-
-    def fail(self) -> None:
-        """The markup broke: a call whose arguments are whole has closed, what is held goes on as text."""
-        if self.call.announced and self.call.complete:
-            held = self.held[:]
-            self.close()
-            self.held[:] = held
-        self.call = OpenCall()
-        self.let_go()
-
-    def drop_markup(self) -> None:
-        """Held markup belongs to a closed call; where there was none it goes out as text."""
-        if self._after_call:
-            self.held.clear()
-        else:
-            self.let_go()
-
-    def _undeclared(self) -> None:
+    def _ask(self) -> None:
         if not self.stopped:
-            begun = self.position - sum(map(len, self.held))
-            self.stopped = self.on_undeclared(self.opened, begun)
-
-    def _send(self, arguments: str) -> None:
-        self.deltas.append(ToolCallDelta(self.announced - 1, arguments=arguments))
+            self.stopped = self.on_undeclared(self._opened, self._held_from)
 
 
-def _keep_as_text(opened: int, begun: int) -> bool:
-    return False
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """The same stream with neighbours of one kind in one piece."""
+    if len(deltas) < 2:
+        return deltas
+    result: list[Delta] = []
+    run: list[Delta] = []
+    for delta in deltas:
+        if run and not _continues(run[0], delta):
+            result.append(_joined(run))
+            run = []
+        run.append(delta)
+    if run:
+        result.append(_joined(run))
+    return result
 
 
-def _as_object(arguments: str) -> str:
-    """Arguments that are not an object as written: some mean none, a string may hold the object's JSON."""
-    if "".join(arguments.split()) in NO_ARGUMENTS:
-        return "{}"
-    try:
-        inner = json.loads(arguments, strict=False)
-        if isinstance(inner, str) and isinstance(json.loads(inner, strict=False), dict):
-            inner.encode()  # a lone surrogate cannot be sent
-            return _STRING.sub(lambda found: found[0].translate(ESCAPES), inner)
-    except (ValueError, RecursionError):
-        pass
-    return arguments
+def _continues(first: Delta, delta: Delta) -> bool:
+    if isinstance(first, TextDelta):
+        return isinstance(delta, TextDelta)
+    return isinstance(delta, ToolCallDelta) and delta.index == first.index and delta.call_id is None
+
+
+def _joined(run: list[Delta]) -> Delta:
+    first = run[0]
+    if isinstance(first, TextDelta):
+        texts = [delta for delta in run if isinstance(delta, TextDelta)]
+        return TextDelta("".join(t.text for t in texts), tuple(entry for t in texts for entry in t.logprobs))
+    calls = [delta for delta in run if isinstance(delta, ToolCallDelta)]
+    return ToolCallDelta(first.index, first.call_id, first.name, "".join(call.arguments for call in calls))

@@ -89,7 +89,7 @@ def test_a_call_that_does_not_close_is_no_reason_to_end(side: TextSide, stop: tu
     assert (reply.finish("stop")[1], reply.calls, reply.unfinished) == ("stop", (), True)
     whole = side.reply(ask, side.encode(ask.prompt))
     whole.feed(ids_of(side, CALL.replace("Paris", "Oslo") + CALL[:50]))
-    assert (whole.finish("stop")[1], whole.calls, whole.unfinished) == ("tool_calls", ("get_weather",), True)
+    assert (whole.finish("stop")[1], whole.calls, whole.unfinished) == ("stop", ("get_weather",), True)
 
 
 def test_only_allowed_tools_are_called_and_the_prompt_shows_all(side: TextSide) -> None:

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 import pytest
+from call_texts import NAMES, valid
 
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
 
-NAMES = frozenset({"get_weather", "search", "f"})
 MARKERS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<function=f>", "</function>", "; ",
     "<|python_start|>", "<|python_end|>", '{"name": "f"', '"arguments": {', "[f(", "\n\n", "\\", '"', "'", "{", "}",
@@ -109,6 +109,7 @@ def check(format: ToolFormat, raw: str, text: str, calls: list[list[str]], parse
     at = 0
     for call in parser.calls:
         assert [call.name, call.arguments] in calls
+        valid(call.arguments)
         if format is not ToolFormat.PYTHONIC and call.arguments not in ("{}", "") and call.arguments in raw:
             at = raw.index(call.arguments, at) + len(call.arguments)
             assert _is_one_value(call.arguments), "two calls became one"

@@ -1,48 +1,16 @@
 """Tool calls found in a streamed reply: every format, any chunking, and whatever a model may get wrong."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from call_texts import CALLS, FORMATS, NAMES, call_texts, chunked, collected, mutated, parser, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
-from holdfast.replicas.text.calls.formats import ToolFormat, detect_format
-from holdfast.replicas.text.calls.readers import ToolCallParser
-
-NAMES = frozenset({"get_weather", "search", "f"})
-FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
-
-
-def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
-    settings = {"declared_names": NAMES, "parallel": True, "call_id": lambda index: f"call_{index}", **options}
-    return ToolCallParser(format, **settings)
-
-
-def folded(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
-    """The text, and name and arguments of every call that was announced; checks the order of the deltas."""
-    text, calls = "", []
-    for deltas in [*(reader.feed(chunk) for chunk in chunks), reader.finish()]:
-        for delta in deltas:
-            if isinstance(delta, TextDelta):
-                assert delta.text
-                text += delta.text
-            elif delta.name is not None:
-                assert delta.index == len(calls)
-                assert delta.call_id == f"call_{delta.index}"
-                calls.append([delta.name, delta.arguments])
-            else:
-                assert delta.index == len(calls) - 1
-                assert delta.call_id is None
-                calls[-1][1] += delta.arguments
-    return text, calls
-
-
-def read(format: ToolFormat, text: str, **options: Any) -> tuple[str, list[list[str]]]:
-    return folded([text], parser(format, **options))
-
+from holdfast.replicas.text.calls.formats import ToolFormat
 
 WEATHER = '{"city": "Oslo", "days": [1, {"a": "}]{"}]}'
 
@@ -68,7 +36,7 @@ GOOD = [
 @pytest.mark.parametrize(("format", "text"), GOOD)
 def test_one_call(format: ToolFormat, text: str) -> None:
     reader = parser(format)
-    assert folded([text], reader) == ("", [["f", WEATHER]])
+    assert collected([text], reader) == ("", [["f", WEATHER]])
     assert reader.calls == (ToolCall("call_0", "f", WEATHER),)
 
 
@@ -89,7 +57,7 @@ TWO = [
 def test_parallel_calls_and_only_the_first_where_not_allowed(format: ToolFormat, text: str) -> None:
     assert read(format, text) == ("", [["f", '{"a": 1}'], ["search", "{}"]])
     reader = parser(format, parallel=False)
-    assert folded([text], reader) == ("", [["f", '{"a": 1}']])
+    assert collected([text], reader) == ("", [["f", '{"a": 1}']])
     assert reader.should_stop
 
 
@@ -146,8 +114,9 @@ def test_white_space_beyond_the_grace_asks_for_the_end() -> None:
 def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
     reader = parser(ToolFormat.HERMES)
     assert reader.feed('<tool_call>{"name": "f') == []
-    assert reader.feed('", ') == [ToolCallDelta(0, "call_0", "f")]
-    assert reader.feed('"arguments": {"ci') == [ToolCallDelta(0, arguments='{"ci')]
+    assert reader.feed('", "arguments": ') == []
+    assert reader.feed("{") == [ToolCallDelta(0, "call_0", "f", "{")]
+    assert reader.feed('"ci') == [ToolCallDelta(0, arguments='"ci')]
     assert reader.feed('ty": 1}') == [ToolCallDelta(0, arguments='ty": 1}')]
     assert reader.calls == ()
     assert reader.feed("}") == []
@@ -157,34 +126,33 @@ def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
 def test_a_broken_call_stays_unfinished_and_the_next_one_is_its_own() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": "search"}</tool_call>'
     reader = parser(ToolFormat.HERMES)
-    assert folded([text], reader) == ("</tool_call>", [["f", '{"a": 1'], ["search", "{}"]])
+    assert collected([text], reader) == ("</tool_call>", [["f", '{"a": 1'], ["search", "{}"]])
     assert reader.calls == (ToolCall("call_1", "search", "{}"),)
 
 
 def test_a_call_with_whole_arguments_counts_though_its_object_breaks() -> None:
     text = '<tool_call>{"name": "f", "arguments": {}, oops'
     reader = parser(ToolFormat.HERMES, early_stop=False)
-    assert folded([text], reader) == (", oops", [["f", "{}"]])
+    assert collected([text], reader) == (", oops", [["f", "{}"]])
     assert len(reader.calls) == 1
 
 
 @pytest.mark.parametrize("member", ['"argumens": {"a": 1}', '"name": "g"', '"id": {"arguments": {"a": 1}}'])
 def test_a_member_that_calls_do_not_have_is_not_passed_over(member: str) -> None:
     """Or a misspelled key would make it a call without arguments, and its text would be lost."""
-    text, calls = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", {member}}}</tool_call>')
-    assert calls == [["f", ""]]
-    assert member.partition(": ")[2] in text
+    text = f'<tool_call>{{"name": "f", {member}}}</tool_call>'
+    assert read(ToolFormat.HERMES, text) == (text, [])
     closed = f'<tool_call>{{"name": "f", "arguments": {{"b": 2}}, {member}}}</tool_call>'
     text, calls = read(ToolFormat.HERMES, closed, early_stop=False)
     assert calls == [["f", '{"b": 2}']]
     assert member.partition(": ")[2] in text
 
 
-@pytest.mark.parametrize("arguments", ["1", "[1]", "none"])
+@pytest.mark.parametrize("arguments", ["1", "[1]", "none", "'{}'", '"{"', '"x"'])
 def test_arguments_are_an_object_the_text_of_one_or_none(arguments: str) -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    assert read(ToolFormat.HERMES, text)[1] == [["f", ""]]
-    for none in ("null", "[]", "[ ]"):
+    assert read(ToolFormat.HERMES, text) == (text, [])
+    for none in ("null", "None", "[]", "[ ]", '""'):
         assert read(ToolFormat.HERMES, text.replace(arguments, none)) == ("", [["f", "{}"]])
 
 
@@ -197,12 +165,12 @@ CONTROL = [
 
 @pytest.mark.parametrize("member", CONTROL)
 def test_control_characters_in_strings_of_arguments_are_escaped(member: str) -> None:
-    written = json.loads(f"{{{member}}}".replace("\\\n", "\\\\n"), strict=False)["arguments"]
+    written = json.loads(f"{{{member}}}".replace("\\\n", "\\\\\n"), strict=False)["arguments"]
     expected = json.loads(written, strict=False) if isinstance(written, str) else written
     for text in (f'{{"name": "f", {member}}}', f'{{{member}, "name": "f"}}'):
         for size in (1, 1000):
             chunks = [f"<tool_call>{text}</tool_call>"[at : at + size] for at in range(0, len(text) + 23, size)]
-            ((_, arguments),) = folded(chunks, reader := parser(ToolFormat.HERMES))[1]
+            ((_, arguments),) = collected(chunks, reader := parser(ToolFormat.HERMES))[1]
             assert json.loads(arguments) == expected
             assert reader.calls[0].arguments == arguments
     undeclared = f'<tool_call>{{"name": "rm", {member}}}</tool_call>'
@@ -227,7 +195,7 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
     for answer in ('{"name": "Bob", "age": 3}', '{"name": "Bob"}', '{"type": "x", "name": "Bob", "id": 1}'):
         reader = parser(ToolFormat.LLAMA3)
         reader.on_undeclared(ask)
-        assert folded([answer], reader) == (answer, []), "without arguments it may be an answer in JSON"
+        assert collected([answer], reader) == (answer, []), "without arguments it may be an answer in JSON"
     assert set(asked) == {(8, 8)}
     for format, text, at in [
         (ToolFormat.LLAMA3, '{"name": "rm", "parameters": {}}', (0, 0)),
@@ -239,7 +207,7 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
     ]:
         reader = parser(format)
         reader.on_undeclared(ask)
-        folded([text], reader)
+        collected([text], reader)
         assert asked[-1] == at
 
 
@@ -254,66 +222,38 @@ def test_without_declared_tools_everything_is_text(format: ToolFormat) -> None:
     assert read(format, text, declared_names=frozenset()) == (text, [])
 
 
-def test_deep_nesting_does_not_raise() -> None:
+def test_deep_nesting_and_long_numbers_do_not_raise() -> None:
     deep = "[" * 5000
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}'
     assert read(ToolFormat.HERMES, text) == ("", [["f", f'{{"a": {deep}']])
     assert read(ToolFormat.PYTHONIC, f"[f(a={deep}{']' * 5000})]")[1] == []
+    for arguments in (deep + "]" * 5000, "1" * 5000):
+        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+        assert read(ToolFormat.HERMES, text) == (text, [])
+    inside = json.dumps(f'{{"a": {deep}{"]" * 5000}}}')
+    ((_, arguments),) = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", "arguments": {inside}}}</tool_call>')[1]
+    assert arguments == json.loads(inside)
 
 
 # ---- laws ----
 
-STRINGS = st.text(st.sampled_from("ab \"\\{}[]()<>/'\n,é日"), max_size=8)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-99, 99) | STRINGS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
-    max_leaves=6,
-)
-ARGUMENTS = st.dictionaries(st.sampled_from(["city", "days", "x"]), JSON, max_size=3)
-CALLS = st.tuples(st.sampled_from([*sorted(NAMES), "rm"]), ARGUMENTS)
 WORDS = st.sampled_from(
     ["Hello", "so,", "<tool", "<tool_call>", "[TOOL_CALLS]", "{", "[f(", "<|python_tag|>", "é日", "\n"]
 )
 
 
-def written(format: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """The calls as a model of that format writes them."""
-    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    if format is ToolFormat.HERMES:
-        return "\n".join(f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in objects)
-    if format is ToolFormat.LLAMA3:
-        return "; ".join(json.dumps(one) for one in objects)
-    if format is ToolFormat.LLAMA3_FUNCTION:
-        return "".join(f"<function={name}>{json.dumps(arguments)}</function>" for name, arguments in calls)
-    if format is ToolFormat.MISTRAL:
-        return "[TOOL_CALLS]" + json.dumps(objects)
-    texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
-    return f"[{', '.join(texts)}]"
-
-
-def chunked(text: str, data: st.DataObject) -> list[str]:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-
-def mutated(text: str, data: st.DataObject) -> str:
-    for _ in range(data.draw(st.integers(0, 3))):
-        at = data.draw(st.integers(0, len(text)))
-        gone = data.draw(st.integers(0, 4))
-        text = text[:at] + data.draw(st.text(st.sampled_from('"\\{}[](),:<>= a1\n'), max_size=3)) + text[at + gone :]
-    return text
-
-
-def escaped(text: str) -> str:
-    """`text` with every line end as arguments have it inside of strings."""
-    return text.replace("\n", "\\n")
+def core(text: str) -> str:
+    """`text` without what is put right in arguments: escapes, white space, commas, Python's words for JSON's."""
+    words = {"True": "true", "False": "false", "None": "null"}
+    text = re.sub("True|False|None", lambda found: words[found[0]], text.replace("\n", "\\n"))
+    return re.sub(r"[\\,\s]+", "", text)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
 def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
     reader = parser(format, early_stop=False)
-    _, found = folded(chunked(written(format, calls), data), reader)
+    _, found = collected(chunked("".join(call_texts(format, calls)), data), reader)
     expected = [(name, arguments) for name, arguments in calls if name in NAMES]
     assert [(name, json.loads(arguments)) for name, arguments in found] == expected
     assert [[call.name, call.arguments] for call in reader.calls] == found
@@ -324,11 +264,11 @@ def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any
 def test_any_chunking_of_any_output_gives_the_same(
     format: ToolFormat, calls: list[Any], words: list[str], first: bool, data: st.DataObject
 ) -> None:
-    block = written(format, calls) if calls else ""
+    block = "".join(call_texts(format, calls)) if calls else ""
     text = mutated(block + " ".join(words) if first else " ".join(words) + block, data)
     options = {"early_stop": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
     whole, cut = parser(format, **options), parser(format, **options)
-    assert folded([text], whole) == folded(chunked(text, data), cut)
+    assert collected([text], whole) == collected(chunked(text, data), cut)
     assert (whole.calls, whole.should_stop) == (cut.calls, cut.should_stop)
 
 
@@ -338,11 +278,9 @@ def test_nothing_is_lost_and_no_two_calls_are_one(
     format: ToolFormat, calls: list[Any], words: list[str], data: st.DataObject
 ) -> None:
     """Whatever is changed in the output, its parts come out in order: text and arguments, less markup of calls."""
-    raw = mutated(written(format, calls), data) + " " + " ".join([*words, "zq"])
+    raw = mutated("".join(call_texts(format, calls)), data) + " " + " ".join([*words, "zq"])
     reader = parser(format, early_stop=False)
-    text, found = folded([raw], reader)
-    bare = escaped(raw)
-    found = [[name, escaped(arguments)] for name, arguments in found]
+    text, found = collected([raw], reader)
     if not found:
         assert text == raw
         return
@@ -353,34 +291,7 @@ def test_nothing_is_lost_and_no_two_calls_are_one(
         at = 0
         for name, arguments in found:
             assert name in raw
-            if arguments not in ("{}", ""):
-                sent = arguments if arguments in bare else json.dumps(arguments)
-                at = bare.index(sent, at) + len(sent)
+            if arguments != "{}":
+                at = core(raw).index(core(arguments), at) + len(core(arguments))
     for call in reader.calls:
-        assert '"name": "' not in call.arguments or escaped(call.arguments) in bare
-
-
-TEMPLATES = [
-    ("<tools></tools> <tool_call>\n", ToolFormat.HERMES),
-    ("{{ '<|python_tag|>' }}", ToolFormat.LLAMA3),
-    ('Respond in the format {"name": function name, "parameters": ...}', ToolFormat.LLAMA3),
-    ("{{ '[TOOL_CALLS]' + name }}", ToolFormat.MISTRAL),
-    ("[func_name1(params_name1=params_value1)]", ToolFormat.PYTHONIC),
-    ("<tool_call>\n<function=", ToolFormat.NONE),
-    ("<function=name>\n<parameter=a>", ToolFormat.NONE),
-    ("answer with <function=name>{...}</function>", ToolFormat.LLAMA3_FUNCTION),
-    ("{{ message.content }}", ToolFormat.NONE),
-    (None, ToolFormat.NONE),
-]
-
-
-@pytest.mark.parametrize(("template", "format"), TEMPLATES)
-def test_the_template_shows_the_format(template: str | None, format: ToolFormat) -> None:
-    assert detect_format(template) is format
-    assert detect_format(template, "mistral") is ToolFormat.MISTRAL
-
-
-def test_an_unknown_format_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="known: hermes") as caught:
-        detect_format("", "xml")
-    assert caught.value.field == "tool_format"
+        assert '"name": "' not in call.arguments or core(call.arguments) in core(raw)

@@ -1,0 +1,179 @@
+"""From tokens to pieces: text cut at a stop string, calls that end a reply, and replies that are written again."""
+
+import json
+from typing import Any
+
+import pytest
+from call_texts import mutated, valid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, TextDelta, ToolCallDelta
+from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.reply import Reply, StopStrings
+
+TEXT = st.text("ab\nc", max_size=30)
+STOPS = st.lists(st.text("ab\nc", min_size=1, max_size=4), max_size=3)
+
+
+def cut_naively(text: str, stops: list[str]) -> str:
+    """Character by character: the first end of a stop string decides, the longest one ending there is cut."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+@given(st.lists(TEXT, max_size=8), STOPS)
+def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) -> None:
+    stopping = StopStrings(stops)
+    sent = ""
+    for chunk in chunks:
+        safe, stopped = stopping.feed(chunk)
+        assert stopped == stopping.stopped
+        sent += safe
+        assert not any(stop in sent for stop in stops)
+    whole = "".join(chunks)
+    assert sent + stopping.flush() == cut_naively(whole, stops)
+    assert stopping.stopped == any(stop in whole for stop in stops)
+
+
+def test_holds_back_only_what_may_begin_a_stop_string() -> None:
+    stopping = StopStrings(["\n\nUser:"])
+    assert stopping.feed("Hello.\n") == ("Hello.", False)
+    assert stopping.feed("World\n\n") == ("\nWorld", False)
+    assert stopping.feed("User:x") == ("", True)
+    assert stopping.feed("more") == ("", True)
+    assert stopping.flush() == ""
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("search", "sum")]
+PROMPT = ChatPrompt([{"role": "user", "content": "hi"}], TOOLS)
+CALL = '<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'
+
+
+def ended(tokenizer: Any, text: str, reason: Any, early_stop: bool = True) -> tuple[str, list[list[str]], str]:
+    """The text, the calls and why it ended, of a reply that the engine ended for `reason` after `text`."""
+    side = TextSide(tokenizer, EngineConfig(early_stop=early_stop), "hermes")
+    reply = side.reply(GenerateRequest("r", PROMPT, Sampling()), side.encode(PROMPT))
+    said, calls = "", []
+    deltas = reply.feed(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+    tail, told = reply.finish(reason)
+    for delta in [*deltas, *tail]:
+        if isinstance(delta, TextDelta):
+            said += delta.text
+        elif isinstance(delta, ToolCallDelta) and delta.name is not None:
+            calls.append([delta.name, delta.arguments])
+        elif isinstance(delta, ToolCallDelta):
+            calls[-1][1] += delta.arguments
+    return said, calls, told
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_reply_that_ends_for_its_calls_has_arguments_in_json(qwen_like: Any, data: st.DataObject) -> None:
+    arguments = data.draw(st.sampled_from(['{"a": True}', '{"a": [None, "x"],}', '{"a": "\n\\d"}', "{}", '{"a": 1.5}']))
+    block = "\n".join(CALL.replace("NAME", name).replace("{}", arguments) for name in ("sum", "search"))
+    text = mutated(block, data)
+    text = text[: data.draw(st.integers(0, len(text)))]
+    _, calls, told = ended(qwen_like, text, "stop", data.draw(st.booleans()))
+    assert told in ("stop", "tool_calls")
+    if told == "tool_calls":
+        assert calls
+        for _, sent in calls:
+            valid(sent)
+
+
+def test_a_call_in_pythons_words_ends_the_reply_as_one_in_json(qwen_like: Any) -> None:
+    text = CALL.replace("NAME", "sum").replace("{}", '{"a": True, "b": [None, False,],}')
+    assert ended(qwen_like, text, "stop") == ("", [["sum", '{"a": true, "b": [null, false]}']], "tool_calls")
+
+
+def test_a_reply_cut_anywhere_has_text_or_a_call_in_progress(qwen_like: Any) -> None:
+    before, call = "I look.", "\n" + CALL.replace("NAME", "sum").replace("{}", json.dumps({"city": "Oslo", "n": None}))
+    for cut in range(1, len(call)):
+        said, calls, told = ended(qwen_like, before + call[:cut], "length")
+        assert told == "length"
+        assert (said, len(calls)) in [(before, 1), (before + call[:cut], 0)]
+
+
+CONFIG = EngineConfig(undeclared="regenerate")
+
+
+def reader(tokenizer: Any, tool_format: str) -> tuple[TextSide, Reply]:
+    side = TextSide(tokenizer, CONFIG, tool_format)
+    request = GenerateRequest("r", PROMPT, Sampling())
+    return side, side.reply(request, side.encode(PROMPT), side.constraints(PROMPT).declared)
+
+
+def read(tokenizer: Any, tool_format: str, text: str) -> tuple[str, str | None, list[str]]:
+    """The text sent, what is kept of the tokens (None: there was nothing to write again), and what may come next."""
+    side, reply = reader(tokenizer, tool_format)
+    backend = tokenizer.backend_tokenizer
+    sent = ""
+    for token in backend.encode(text, add_special_tokens=False).ids:
+        if reply.done:
+            break
+        sent += "".join(delta.text for delta in reply.feed([token]) if isinstance(delta, TextDelta))
+    if reply.rewrite is None:
+        deltas, _ = reply.finish("stop")
+        return sent + "".join(d.text for d in deltas if isinstance(d, TextDelta)), None, []
+    kept = side.detokenize(reply.rewrite.tokens)
+    forced = side.detokenize(reply.rewrite.matcher.forced())
+    return sent, kept, [forced]
+
+
+CASES = [
+    ("hermes", CALL.replace("NAME", "rm"), "", '<tool_call>\n{"name": "'),
+    ("hermes", "I look.\n" + CALL.replace("NAME", "rm"), "I look.", 'I look.\n<tool_call>\n{"name": "'),
+    ("hermes", "Write <tool_call> so: " + CALL.replace("NAME", "rm"), "Write <tool_call> so:", None),
+    ("hermes", CALL.replace("NAME", "sum") + "\n" + CALL.replace("NAME", "rm"), "", None),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "rm"}</tool_call>', "", "<tool_call>"),
+    ("llama3", '{"name": "rm", "parameters": {}}', "", '{"name": "'),
+    ("llama3", '{"name": "sum", "parameters": {}}; {"name": "rm", "parameters": {}}', "", None),
+    ("mistral", '[TOOL_CALLS][{"name": "sum", "arguments": {}}, {"name": "rm", "arguments": {}}]', "", None),
+    ("pythonic", "[sum(), rm(b=2)]", "", "[sum(), "),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text", "sent", "kept"), CASES)
+def test_a_reply_goes_on_from_the_last_token_a_declared_call_could_have(
+    tool_format: str, text: str, sent: str, kept: str | None, qwen_like: Any
+) -> None:
+    kept = text[: text.rindex("rm")] if kept is None else kept
+    said, got, _ = read(qwen_like, tool_format, text)
+    assert said == sent
+    assert got is not None
+    assert kept.startswith(got)
+    assert len(kept) - len(got) < 8, "one token at most"
+
+
+def test_what_was_sent_is_not_taken_back(qwen_like: Any) -> None:
+    """A list that no declared call could have begun cannot be gone on with: its call is text."""
+    text = '[TOOL_CALLS][{"id": "1", "name": "sum", "arguments": {}}, {"name": "rm", "arguments": {}}]'
+    sent, kept, _ = read(qwen_like, "mistral", text)
+    assert kept is None
+    assert sent == ', {"name": "rm", "arguments": {}}]'
+
+
+def test_declared_calls_and_other_text_are_left_alone(qwen_like: Any) -> None:
+    assert read(qwen_like, "hermes", CALL.replace("NAME", "sum")) == ("", None, [])
+    assert read(qwen_like, "hermes", 'A <tool_call> and {"name": "rm"}') == (
+        'A <tool_call> and {"name": "rm"}',
+        None,
+        [],
+    )
+
+
+def test_log_probabilities_of_what_is_kept_come_along(qwen_like: Any) -> None:
+    _, reply = reader(qwen_like, "hermes")
+    ids = qwen_like.backend_tokenizer.encode("I look.\n" + CALL.replace("NAME", "rm"), add_special_tokens=False).ids
+    logprobs = [TokenLogprobs(token, -0.5) for token in ids]
+    for token, entry in zip(ids, logprobs, strict=True):
+        reply.feed([token], [entry])
+    assert reply.rewrite is not None
+    assert list(reply.rewrite.tokens) == ids[: len(reply.rewrite.tokens)]
+    assert list(reply.rewrite.logprobs) == logprobs[: len(reply.rewrite.tokens)]

@@ -5,7 +5,7 @@
                             set apart         to one
 
 Each stage passes on what it is sure of and holds the rest back; `Reply.finish` empties them. The log probabilities of
-tokens wait beside the stages, in `WaitingLogprobs`, for the text that they come out with.
+tokens wait in `WaitingLogprobs` for the text that they come out with.
 
 Not here: the decoder (`decode`), thinking (`thinking`), calls (`calls`), and what makes the stages for a request
 (`conversation`).

@@ -138,7 +138,7 @@ class HostPages:
     """
 
     def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED) -> None:
-        """Allocate. Raises ConfigError when the machine has not that much memory."""
+        """Allocate, for a `kv` that is not resized any more. Raises ConfigError where there is not that much memory."""
         device, dtype = kv.data.device, kv.data.dtype
         self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
         page, page_bytes = self._pages.shape[1:], kv.page_size * kv.cell_bytes

@@ -102,3 +102,23 @@ def test_prompts_that_come_together_are_answered_in_order_and_sooner_than_shared
     assert ordered == sorted(ordered)
     assert sum(ordered) < 0.75 * sum(equal)
     assert max(ordered) <= max(equal)
+
+
+@given(st.floats(0.05, 1.0), st.integers(2, 4))
+def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
+    world = World(cells=512, max_sequences=4, step_tokens=16, high_water=mark, admission_ceiling=1.0)
+    for i in range(n):
+        world.submit(f"r{i}", words(i, 40), 6)
+    beyond = []
+    while world.engine.busy:
+        used = world.engine.cache.cells.in_use
+        world.step()
+        chunks = [chunk for chunk in world.runner.plans[-1].chunks if not chunk.decodes]
+        beyond.append(len(chunks) if used >= mark * 512 else 0)
+        assert world.runner.plans[-1].chunks, "somebody gets on"
+    assert max(beyond) <= 1, "above the mark one prompt goes on, and only where nobody decodes"
+    deferred = world.engine.stats.chunks_deferred
+    assert deferred == 0 if mark * 512 >= n * 48 else deferred > 0 or mark * 512 > 40
+    for i in range(n):
+        world.assert_right(f"r{i}")
+        assert world.end(f"r{i}").timing.scheduled == 1.0, "requests were admitted at once"

@@ -191,9 +191,9 @@ class EngineConfig:
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
 
     # Switches, one for each mechanism, so that its worth can be measured.
-    prefix_cache: bool = True  # computed prefixes are found again and not computed twice
+    prefix_cache: bool = True  # computed prefixes are found by whoever begins alike; off: by the same program alone
     grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
-    sessions: bool = True  # a program keeps its row between turns; sessions that clients open are not affected
+    sessions: bool = True  # a program keeps its row between turns, and without prefix_cache its cells, too
     adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host

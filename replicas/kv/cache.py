@@ -125,7 +125,7 @@ class KVCache:
     @_change
     def acquire(
         self,
-        scope: str,
+        scope: str | None,
         tokens: TokenIds,
         now: float,
         *,
@@ -137,6 +137,7 @@ class KVCache:
 
         At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
         copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
+        In no scope (None) nothing is found, shared or kept: all its pages are freed at the end.
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
@@ -144,9 +145,9 @@ class KVCache:
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
-        root = self.tree.root(scope)
-        if match is None or not reuse:
-            match = self.tree.walk(root, tokens[: -1 if reuse else 0])
+        kept, root = scope is not None and self.prefix_cache, self.tree.root(scope or "")
+        if match is None or not (reuse and kept):
+            match = self.tree.walk(root, tokens[: -1 if reuse and kept else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
         copies: tuple[PageCopy, ...] = ()
         taken = self.tree.take_last_page(match) if continues else None
@@ -165,7 +166,7 @@ class KVCache:
                 copies = (PageCopy(int(row[slot]), int(fresh[0]), cells=n_shared % self.page_size),)
                 row[slot] = fresh[0]
         n_pages = self.pool.pages_for(match.length)
-        holding = Holding(scope, node, match.length, n_shared, self.page_size, row, n_pages)
+        holding = Holding(scope or "", node, match.length, n_shared, self.page_size, row, n_pages, kept)
         self._live.add(holding)
         self._lookups += 1
         self._hits += match.length > 0
@@ -204,7 +205,7 @@ class KVCache:
         """
         self._expect(holding, tokens, n_computed)
         length = n_computed - n_computed % self.page_size
-        if not self.prefix_cache or length <= holding.n_shared:
+        if not holding.kept or length <= holding.n_shared:
             return
         match = self.tree.walk(holding.node, tokens[:length])
         first, known = holding.n_shared // self.page_size, match.length // self.page_size
@@ -231,7 +232,7 @@ class KVCache:
         protected from eviction by what is returned.
         """
         self._expect(holding, tokens, n_computed)
-        if not self.prefix_cache or n_computed <= holding.n_shared:
+        if not holding.kept or n_computed <= holding.n_shared:
             self.drop(holding)
             return self.pin(holding.scope, tokens[:n_computed], now) if pin else None
         self._live.remove(holding)
@@ -325,9 +326,9 @@ class KVCache:
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
 
 
-def found(cache: KVCache, scope: str, tokens: TokenIds) -> Match | None:
+def found(cache: KVCache, scope: str | None, tokens: TokenIds) -> Match | None:
     """Where what `acquire` would find cached now ends; None in a scope that has nothing. Changes nothing."""
-    root = cache.tree.roots.get(scope)
+    root = cache.tree.roots.get(scope) if scope is not None else None
     return cache.tree.walk(root, tokens[:-1]) if root is not None else None
 
 

@@ -26,6 +26,7 @@ class Holding:
     page_size: int
     row: PageIds = field(repr=False)  # valid up to `n_pages`
     n_pages: int
+    kept: bool = True  # in the tree, for whoever comes after; else its pages are freed at the end
     # Own pages that the tree turned out to have already. The row goes on reading them; they are freed at the end.
     spare: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
 

@@ -103,6 +103,7 @@ class EvictionOrder:
 
 
 _GROWN = 512  # tokens up to which a leaf grows in place: a leaf is evicted whole
+_SPARE_ROOTS = 64  # empty scopes that are remembered, beyond as many as there are nodes
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
 
@@ -159,6 +160,8 @@ class RadixTree:
         """The root of `scope`, made on first use. It holds no tokens, is never evicted, and its tag is the scope."""
         root = self.roots.get(scope)
         if root is None:
+            if len(self.roots) > 2 * self.nodes + _SPARE_ROOTS:  # most of them have been emptied since
+                self.roots = {name: each for name, each in self.roots.items() if each.children or each.leases}
             root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tag=scope)
         return root
 

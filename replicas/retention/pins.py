@@ -277,7 +277,7 @@ class Keeping:
         self._order = order
         self._config = config.retention
         self._policy = policy_of(config.retention)
-        self._active = config.retention.policy != "none" and config.prefix_cache
+        self._active = config.retention.policy != "none" and (config.prefix_cache or config.sessions)
         self._learned = learned
         self._cache = cache
         self._stats = stats

@@ -163,17 +163,24 @@ def _enter(in_tree: dict[Node, int], node: Node | None, end: int, pool: PagePool
 
 
 class Places:
-    """The only caller of the pool. `parks`: programs keep their rows between turns.
+    """The only caller of the pool. `parks`: programs keep their rows between turns. `shares`: so that others find them,
+    histories are cached in their tenants' scopes and not in scopes of their own.
 
     `spared` says whose row goes after the others': their cells are still there when they come back.
     """
 
     def __init__(
-        self, cache: KVCache, pool: SequencePool, parks: bool, spared: Callable[[Owner], bool] = lambda owner: False
+        self,
+        cache: KVCache,
+        pool: SequencePool,
+        parks: bool,
+        shares: bool = True,
+        spared: Callable[[Owner], bool] = lambda owner: False,
     ) -> None:
         self._cache = cache
         self._pool = pool
         self._parks = parks
+        self._shares = shares
         self._spared = spared
         self._parking = Parking()
         self.sessions = SessionCells(cache.pool, self._parking)
@@ -263,7 +270,8 @@ class Places:
     def _pin(self, owner: Owner, tokens: TokenIds, now: float) -> Pin | None:
         """A session without its pin may have to compute again, and nothing worse: no reason to fail."""
         try:
-            return self._cache.pin(owner.scope, tokens, now) if len(tokens) else None
+            scope = owner.scope if self._shares else owner.own_scope
+            return self._cache.pin(scope, tokens, now) if len(tokens) else None
         except Exception:
             log.exception("a session's cells could not be pinned")
             return None

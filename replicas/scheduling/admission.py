@@ -174,7 +174,7 @@ class Admission:
 
         `needed` are the cells that those who run may come to need beyond those they have.
         """
-        match = found(self._cache, sequence.submit.scope, sequence.tokens)
+        match = found(self._cache, sequence.cache_scope, sequence.tokens)
         n_cached = match.length if match is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)

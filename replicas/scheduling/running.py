@@ -169,7 +169,7 @@ class Running:
         kept = self.keeping.begins(sequence, now)
         try:
             acquired = self._cache.acquire(
-                sequence.submit.scope,
+                sequence.cache_scope,
                 sequence.tokens,
                 now,
                 reuse=sequence.reuse,

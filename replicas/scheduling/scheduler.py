@@ -67,7 +67,7 @@ class Scheduler:
         self._learned = learned
         waiting = WaitingQueue(order)
         self.keeping = Keeping(config, cache, waiting, order, learned, stats, idle=lambda: self.places.cells_pinned)
-        self.places = Places(cache, pool, parks=config.sessions, spared=self.keeping.holds)
+        self.places = Places(cache, pool, parks=config.sessions, shares=config.prefix_cache, spared=self.keeping.holds)
         self._running = Running(cache, self.places, order, self.stats, self.keeping)
         self._speculation = Speculation(drafter)
         self.ends = Ends(self._running, waiting, self._speculation, stats, events)

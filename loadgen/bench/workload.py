@@ -1,8 +1,8 @@
 """Rounds of chat requests for engines to compare: conversations with tools, and bursts over one preamble.
 
-They are in words that Pocket was not trained on, and follow from the seed alone.
-Histories are teacher-forced: the next prompt has the assistant's turn as the conversation has it, whatever was
-generated, so that every variant sees the same prompts.
+They are in words that Pocket was not trained on, and follow from the seed alone. Histories are teacher-forced: the next
+prompt has the assistant's turn as the conversation has it, whatever was generated, so that every engine sees the same
+prompts.
 """
 
 from __future__ import annotations

@@ -232,8 +232,8 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
 
 def products(world: World) -> Lines:
     """Products of few rows by our kernel and by torch, and a layer's apart or fused; what follows takes the faster."""
-    timed, layers = choose_ways(world.decoder, world.seconds)
-    for each in timed:
+    matrices, layers = choose_ways(world.decoder, world.seconds)
+    for each in matrices:
         read_s = each.outputs * each.inputs * world.bounds.item_bytes / world.bounds.ceilings.bandwidth
         figures = {"ours_s": each.ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / each.ours_s}
         figures |= {"ours_of_bandwidth": read_s / each.ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}

@@ -221,7 +221,7 @@ def _overhead(options: argparse.Namespace) -> int:
 
 
 def _ablation(options: argparse.Namespace) -> int:
-    from holdfast.loadgen.bench.ablation import __main__ as ablation
+    from holdfast.loadgen.bench import ablation
 
     return ablation.main(options.rest)
 

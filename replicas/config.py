@@ -133,9 +133,9 @@ class EngineConfig:
     chunk_floor: int = 64  # prefill tokens a step that every prompt gets, however many began before it
 
     # Switches, one for each mechanism, so that its worth can be measured.
-    prefix_cache: bool = True  # computed prefixes are found again and not computed twice
+    prefix_cache: bool = True  # computed prefixes are found by whoever begins alike; off: by the same program alone
     grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
-    sessions: bool = True  # a program keeps its row between turns; sessions that clients open are not affected
+    sessions: bool = True  # a program keeps its row between turns, and without prefix_cache its cells, too
     adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
     equal_chunks: bool = False  # they share equally; off: who began first has most of it, `chunk_floor` the others
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one

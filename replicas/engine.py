@@ -47,7 +47,7 @@ from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.scheduling.step import Step
 from holdfast.replicas.seed import prompt_seed
-from holdfast.replicas.sequences import Sequence, SequencePool, Status
+from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.sessions import Session, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -183,6 +183,7 @@ class Engine:
                 check_room(submit, len(history), room)
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
             sequence.n_history = len(history)
+            sequence.cache_scope = self._cache_scope(submit.scope, sequence.owner)
             self.scheduler.add(sequence)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
@@ -234,11 +235,17 @@ class Engine:
         self.stats.prompt_seeds += 1
         return prompt_seed(submit.tokens)
 
+    def _cache_scope(self, scope: str, owner: Owner | None) -> str | None:
+        """Where a request's cells are found and kept: with its tenant's, with those of its owner alone, or nowhere."""
+        if self.config.prefix_cache:
+            return scope
+        return owner.own_scope if owner is not None and (owner.session or self.config.sessions) else None
+
     def _open_books(self) -> None:
         config = self.config
         size = config.page_size
         host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
-        self.cache = KVCache(config.cells // size, size, config.prefix_cache, host)
+        self.cache = KVCache(config.cells // size, size, host)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self.scheduler = Scheduler(
             config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned

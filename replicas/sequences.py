@@ -31,6 +31,11 @@ class Owner(NamedTuple):
             return cls(scope, session_id, session=True)
         return cls(scope, program_id, session=False) if program_id else None
 
+    @property
+    def own_scope(self) -> str:
+        """A part of its tenant's scope of the cache that is this owner's alone."""
+        return f"{self.scope}\0{'session' if self.session else 'program'}\0{self.name}"
+
 
 class Status(Enum):
     """Where a sequence is in its life; changed by `Sequence.move` alone."""
@@ -75,6 +80,7 @@ class Sequence:
     first_token: float | None = None
     n_history: int = 0  # tokens of the session before this operation: they stay pinned whatever becomes of it
     n_before: int = 0  # tokens that were computed when it was preempted, while it waits
+    cache_scope: str | None = None  # where its cells are found and kept; None: nowhere
     owner: Owner | None = None  # who comes back for what this sequence leaves; None: nobody
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from holdfast.loadgen.pocket.conversations import Conversation
-from holdfast.loadgen.pocket.render import END, spans
-from holdfast.loadgen.progress import bar
+from holdfast.loadgen.pocket.tokenizer import CUT, END, MARKS, spans, train_bpe
 from holdfast.loadgen.traces import logs
 from holdfast.loadgen.traces.history import prompts
 from holdfast.loadgen.traces.model import Program
@@ -32,17 +31,19 @@ from holdfast.replicas.types import TokenIds
 VOCABULARY = 16000
 CALL_FORMAT = CallFormat(after="}\n</tool_call>" + END)
 
-_MARKS = ("<|im_start|>", END, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_MARKS = ("<|im_start|>", END, *MARKS)
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CUTS = {
-    "pocket": r"""\p{L}+|\p{N}|[\s"{}\[\]:,]+|[^\p{L}\p{N}\s"{}\[\]:,]""",
+    "pocket": CUT,
     "qwen": _QWEN,
     "llama": _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
 """How text is cut into words before the BPE merges, as the tokenizers of these models do."""
+
+_HEAD = "drafters                 tokens/forward  tool calls  acceptance  us/step  open ms  memory KiB"
 
 SWITCHES: tuple[tuple[str, DraftConfig], ...] = (
     ("off", DraftConfig(enabled=False)),
@@ -71,8 +72,11 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """One replay. Tokens per forward are of all turns' tokens together, no mean of turns; times are this thread's."""
+class Replayed:
+    """What one replay found. Tokens per forward are of all turns' tokens together, no mean of turns.
+
+    Times are this thread's.
+    """
 
     drafters: str
     tokens_per_forward: float
@@ -117,8 +121,6 @@ def main(
     encoder = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(conversations, cut)
     tokens = [encoded(conversation, encoder) for conversation in conversations]
     skeletons = skeletons_of(declared, encoder)
-    with bar("conversations", len(SWITCHES) * len(tokens)) as shown:
-        reports = [replay(tokens, skeletons, config, name, shown.advance) for name, config in SWITCHES]
     turns = [turn for conversation in tokens for turn in conversation.turns]
     about = {
         "trace": trace.name,
@@ -130,7 +132,15 @@ def main(
         "vocabulary": encoder.get_vocab_size(),
         "max_draft": DraftConfig().max_draft,
     }
-    print(json.dumps({**about, "runs": [asdict(report) for report in reports]}) if as_json else _table(about, reports))
+    if not as_json:
+        print(", ".join(f"{key} {value}" for key, value in about.items()), _HEAD, sep="\n", flush=True)
+    runs = []
+    for name, config in SWITCHES:
+        runs.append(replay(tokens, skeletons, config, name))
+        if not as_json:
+            print(_row(runs[-1]), flush=True)
+    if as_json:
+        print(json.dumps({**about, "runs": [asdict(run) for run in runs]}))
     return 0
 
 
@@ -139,9 +149,8 @@ def replay(
     skeletons: SkeletonSet | None,
     config: DraftConfig,
     name: str = "",
-    done: Callable[[], None] = lambda: None,
-) -> Report:
-    """Draft through all turns of `conversations` with one drafter; `done` is called after each conversation."""
+) -> Replayed:
+    """Draft through all turns of `conversations` with one drafter."""
     drafter = Drafter(config)
     every, calling, watch = _Count(), _Count(), _Stopwatch()
     memory = turns = 0
@@ -152,8 +161,7 @@ def replay(
             if turn.calls:
                 calling.add(count)
             memory, turns = max(memory, drafter.memory_bytes), turns + 1
-        done()
-    return Report(
+    return Replayed(
         drafters=name,
         tokens_per_forward=round(every.tokens_per_forward, 3),
         tokens_per_forward_tool_calls=round(calling.tokens_per_forward, 3),
@@ -234,31 +242,8 @@ def train_tokenizer(conversations: Iterable[Conversation], cut: str, vocabulary:
     """A byte-level BPE of at most `vocabulary` tokens, trained on the conversations' own text."""
     if cut not in CUTS:
         raise ConfigError(f"cut must be one of {', '.join(CUTS)}, not {cut}", "cut")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(CUTS[cut]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(_MARKS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_unmarked(conversations), trainer)
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in _MARKS])
-    return tokenizer
-
-
-def _unmarked(conversations: Iterable[Conversation]) -> Iterator[str]:
-    for conversation in conversations:
-        for span in spans(conversation):
-            text = span.text
-            for mark in _MARKS:
-                text = text.replace(mark, "")
-            yield text
+    texts = (span.text for conversation in conversations for span in spans(conversation))
+    return train_bpe(texts, CUTS[cut], vocabulary, marks=_MARKS)
 
 
 def encoded(conversation: Conversation, tokenizer: Tokenizer) -> Tokens:
@@ -313,12 +298,8 @@ def _read(path: Path, field: str) -> str:
         raise ConfigError(f"cannot read {path}: {error}", field) from error
 
 
-def _table(about: dict[str, Any], reports: Sequence[Report]) -> str:
-    head = "drafters                 tokens/forward  tool calls  acceptance  us/step  open ms  memory KiB"
-    lines = [
-        f"{r.drafters:<24} {r.tokens_per_forward:>14.2f} {r.tokens_per_forward_tool_calls:>11.2f} {r.acceptance:>11.2f}"
-        f" {r.drafting_us:>8.1f} {r.open_ms:>8.2f} {r.memory_bytes >> 10:>11}"
-        for r in reports
-    ]
-    title = ", ".join(f"{key} {value}" for key, value in about.items())
-    return "\n".join([title, head, *lines])
+def _row(found: Replayed) -> str:
+    return (
+        f"{found.drafters:<24} {found.tokens_per_forward:>14.2f} {found.tokens_per_forward_tool_calls:>11.2f}"
+        f" {found.acceptance:>11.2f} {found.drafting_us:>8.1f} {found.open_ms:>8.2f} {found.memory_bytes >> 10:>11}"
+    )

@@ -1,8 +1,8 @@
 """How near a step comes to what the machine allows: ``python -m holdfast.loadgen.bench.forwards --model DIR``.
 
 For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
-matrices of the model's sizes. Beside them the time that streaming every weight once takes at the bandwidth measured
-here. Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
+matrices of the model's sizes; and the time that streaming every weight once takes at the bandwidth measured here.
+Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
 """
 
 import argparse
@@ -153,7 +153,9 @@ def _wait(result: Tensor) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench", description="Steps of a model against the machine's floors.")
+    parser = argparse.ArgumentParser(
+        prog="bench forwards", description="Steps of a model against the machine's floors."
+    )
     parser.add_argument("--model", required=True, help="'pocket' or a model folder")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
@@ -176,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = EngineConfig(model=options.model, dtype=options.dtype, threads=options.threads, cells=options.cells)
     shape = decoder_shape(inspect_model(options.model).config)
     if shape is None:
-        print("bench: our decoder does not know this model", file=sys.stderr)
+        print("bench forwards: our decoder does not know this model", file=sys.stderr)
         return 2
     loaded = load_runner(replace(config, speculation=DraftConfig(enabled=False)))
     floors = Floors(shape, loaded.runner.kv.data.dtype, loaded.config.device)

@@ -1,6 +1,7 @@
 """What the pieces around the model cost, against their bars: ``python -m holdfast.loadgen.bench.micro [--json FILE]``.
 
-No model is run. Each figure is processor time, the best of a few rounds: whatever else the machine does only adds.
+No model is run. Each figure is processor time of this thread, the best of a few rounds or the median of many steps:
+whatever else the machine does hardly counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import median
 
 import numpy as np
 
-from holdfast.loadgen.bench.ablation.workload import BURST_TOOLS, Scenario, rounds
+from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
@@ -37,6 +38,11 @@ from holdfast.replicas.types import TokenIds
 PAGE = 16
 NODES = 100_000
 _ROUNDS = 5
+_RUNNING, _WAITING, _QUEUED = 64, 10_000, 1_000  # sequences
+_PROMPT, _PREAMBLE = 200, 2_000  # tokens
+_PINNED, _SESSIONS = 500, 16
+_STEPS, _WARM_UP = 200, 40
+_VOCABULARY = 50_000
 _REPLY = 128  # tokens of a turn that are replayed
 _COST = VerificationCost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
 
@@ -53,7 +59,7 @@ class Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print all; exit status 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="microbench", description="Costs of the pieces around the model.")
+    parser = argparse.ArgumentParser(prog="bench micro", description="Costs of the pieces around the model.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     options = parser.parse_args(argv)
     figures = []
@@ -110,10 +116,17 @@ def drafting() -> Iterator[Figure]:
 
 
 def scheduling() -> Iterator[Figure]:
-    """Planning and committing a step; drafts are counted above."""
-    for name, milliseconds in scheduler_costs().items():
-        bar = None if "drafter" in name else 2.0 if "waiting" in name else 0.5
-        yield Figure(f"plan and commit, {name}", milliseconds, "ms", bar)
+    """Planning and committing a step, without a model; drafts are counted above. The median of the steps."""
+    yield Figure("plan and commit, 64 decoding", _step_ms(), "ms", 0.5)
+    yield Figure("plan and commit, 64 decoding, drafter on", _step_ms(drafts=True), "ms")
+    for what, crowd in {
+        "10,000 waiting": _Crowd(_WAITING),
+        "10,000 waiting over one preamble": _Crowd(_WAITING, preamble=_PREAMBLE),
+        "10,000 waiting, 16 open sessions": _Crowd(_WAITING, sessions=_SESSIONS),
+        "1,000 waiting": _Crowd(_QUEUED),
+        "1,000 waiting, 500 programs pinned": _Crowd(_QUEUED, pinned=_PINNED),
+    }.items():
+        yield Figure(f"plan and commit, 64 decoding, {what}", _step_ms(crowd), "ms", 2.0)
 
 
 def text() -> Iterator[Figure]:
@@ -194,6 +207,72 @@ def _replay(drafter: Drafter, live: list[tuple[DraftState, list[int]]]) -> int:
     return count
 
 
+class _Dice:
+    """A runner without a model: every draft is wrong, and the text repeats itself now and then."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        phrases = [rng.integers(1, _VOCABULARY, 12).tolist() for _ in range(40)]
+        self._text = cycle([token for i in rng.integers(0, 40, 4000) for token in phrases[i]])
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        return StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Crowd:
+    """Who is in the engine besides the sequences that decode; `preamble` tokens begin everybody's prompt."""
+
+    waiting: int = 0
+    preamble: int = 0
+    sessions: int = 0
+    pinned: int = 0
+
+
+_NOBODY = _Crowd()
+
+
+def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
+    """Milliseconds of planning and commit a step."""
+    config = EngineConfig(
+        cells=1_000_000,
+        context_length=8192,
+        max_sequences=_RUNNING + crowd.sessions,
+        session_rows=crowd.sessions,
+        max_waiting=2 * _WAITING,
+        admission_ceiling=1.0,
+        speculation=DraftConfig(enabled=drafts),
+        retention=RetentionConfig(policy="fixed", fixed_s=1e9, most_s=1e9),
+    )
+    engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(1, _VOCABULARY, crowd.preamble).astype(np.int32)
+    for i in range(crowd.sessions):
+        engine.handle(OpenSession(f"open{i}", f"s{i}"), 0.0)
+        engine.handle(Submit(f"append{i}", _prompt(rng, shared), Sampling(0), session_id=f"s{i}"), 0.0)
+    for i in range(crowd.pinned):
+        engine.handle(Submit(f"turn{i}", _prompt(rng, shared), Sampling(1), program_id=f"p{i}"), 0.0)
+    while engine.busy:
+        for event in engine.step(0.0):
+            if isinstance(event, Finished) and event.request_id.startswith("turn"):
+                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
+    assert engine.occupancy().pins == crowd.pinned
+    for i in range(_RUNNING + crowd.waiting):
+        engine.handle(Submit(f"r{i}", _prompt(rng, shared), Sampling(4000), program_arrival=1.0 + i), 1.0)
+    costs = []
+    for step in range(_WARM_UP + _STEPS):
+        before = engine.stats.schedule_s + engine.stats.commit_s
+        engine.step(2.0)
+        if step >= _WARM_UP:
+            costs.append(engine.stats.schedule_s + engine.stats.commit_s - before)
+    assert engine.occupancy().running == _RUNNING
+    return 1e3 * median(costs)
+
+
+def _prompt(rng: np.random.Generator, shared: TokenIds) -> TokenIds:
+    return np.concatenate((shared, rng.integers(1, _VOCABULARY, _PROMPT))).astype(np.int32)
+
+
 def _once(work: Callable[[], object]) -> float:
     """Seconds of this thread's processor time; what else the machine does is not counted."""
     begin = time.thread_time()
@@ -208,80 +287,3 @@ def _best(work: Callable[[], object], times: int) -> float:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# ---- What planning and committing a step costs, without a model: the runner draws what it likes.
-#
-# Time is that of the processor in this thread, the median of the steps: whatever else the machine does hardly counts.
-
-
-_RUNNING, _WAITING = 64, 10_000
-_PROMPT, _PREAMBLE = 200, 2_000
-_PINNED, _QUEUED = 500, 1_000
-_STEPS, _WARM_UP = 200, 40
-_VOCABULARY = 50_000
-
-
-class _Dice:
-    """A runner without a model: every draft is wrong, and the text repeats itself now and then."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        phrases = [rng.integers(1, _VOCABULARY, 12).tolist() for _ in range(40)]
-        self._text = cycle([token for i in rng.integers(0, 40, 4000) for token in phrases[i]])
-
-    def run(self, plan: StepPlan) -> StepOutput:
-        return StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks))
-
-
-def scheduler_costs() -> dict[str, float]:
-    """Milliseconds of planning and commit a step, by what is in the engine."""
-    return {
-        "64 decoding": _cost(drafts=False),
-        "64 decoding, drafter on": _cost(drafts=True),
-        "64 decoding, 10,000 waiting": _cost(drafts=False, waiting=_WAITING),
-        "64 decoding, 10,000 waiting over one preamble": _cost(drafts=False, waiting=_WAITING, preamble=_PREAMBLE),
-        "64 decoding, 10,000 waiting, 16 open sessions": _cost(drafts=False, waiting=_WAITING, parked=16),
-        "64 decoding, 1,000 waiting": _cost(drafts=False, waiting=_QUEUED),
-        "64 decoding, 1,000 waiting, 500 programs pinned": _cost(drafts=False, waiting=_QUEUED, pinned=_PINNED),
-    }
-
-
-def _cost(*, drafts: bool, waiting: int = 0, preamble: int = 0, parked: int = 0, pinned: int = 0) -> float:
-    config = EngineConfig(
-        cells=1_000_000,
-        context_length=8192,
-        max_sequences=_RUNNING + parked,
-        session_rows=parked,
-        max_waiting=2 * _WAITING,
-        admission_ceiling=1.0,
-        speculation=DraftConfig(enabled=drafts),
-        retention=RetentionConfig(policy="fixed", fixed_s=1e9, most_s=1e9),
-    )
-    engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
-    rng = np.random.default_rng(0)
-    shared = rng.integers(1, _VOCABULARY, preamble).astype(np.int32)
-    for i in range(parked):
-        engine.handle(OpenSession(f"open{i}", f"s{i}"), 0.0)
-        engine.handle(Submit(f"append{i}", _ids(rng, shared), Sampling(0), session_id=f"s{i}"), 0.0)
-    for i in range(pinned):
-        engine.handle(Submit(f"turn{i}", _ids(rng, shared), Sampling(1), program_id=f"p{i}"), 0.0)
-    while engine.busy:
-        for event in engine.step(0.0):
-            if isinstance(event, Finished) and event.request_id.startswith("turn"):
-                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
-    assert engine.occupancy().pins == pinned
-    for i in range(_RUNNING + waiting):
-        engine.handle(Submit(f"r{i}", _ids(rng, shared), Sampling(4000), program_arrival=1.0 + i), 1.0)
-    costs = []
-    for step in range(_WARM_UP + _STEPS):
-        before = engine.stats.schedule_s + engine.stats.commit_s
-        engine.step(2.0)
-        if step >= _WARM_UP:
-            costs.append(engine.stats.schedule_s + engine.stats.commit_s - before)
-    assert engine.occupancy().running == _RUNNING
-    return 1e3 * median(costs)
-
-
-def _ids(rng: np.random.Generator, shared: TokenIds) -> TokenIds:
-    return np.concatenate((shared, rng.integers(1, _VOCABULARY, _PROMPT))).astype(np.int32)

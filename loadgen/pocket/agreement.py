@@ -1,4 +1,4 @@
-"""How often two model folders write the same greedy turn: an inflated model beside Pocket.
+"""How often two model folders write the same greedy turn: an inflated model and Pocket.
 
 ``python -m holdfast.loadgen.pocket.agreement DIR [--source pocket] [--count 50] [--dtype float32]``
 """
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.loadgen.pocket.evaluate import answers
-from holdfast.loadgen.pocket.export import WEIGHTS
-from holdfast.loadgen.pocket.suites import SUITES, Task, tasks
+from holdfast.loadgen.pocket.evaluate import SUITES, Task, answers, tasks
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
 SEED = 51
 

@@ -1,10 +1,17 @@
-"""Training batches: conversations of one seed range as padded rows, with skipped positions and marked targets."""
+"""Training batches: conversations of one seed range as padded rows, with skipped positions and marked targets.
+
+They come in pools, which worker processes may make ahead; what is made does not depend on how many there are.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -12,13 +19,11 @@ from torch import Tensor
 
 from holdfast.loadgen.pocket.conversations import MOST_TOOLS, Conversation, training_conversation
 from holdfast.loadgen.pocket.drills import drill
-from holdfast.loadgen.pocket.pointing import HEADS, Pointing, collate_pointing
-from holdfast.loadgen.pocket.render import spans
-from holdfast.loadgen.pocket.sources import Choices, row_choices
-from holdfast.loadgen.pocket.tokenizer import CONTEXT
+from holdfast.loadgen.pocket.pointing import HEADS, Choices, Pointing, collate_pointing, row_choices
+from holdfast.loadgen.pocket.tokenizer import CONTEXT, load, spans
 from holdfast.loadgen.pocket.words import Lexicon, Split
 
-POOL = 64
+POOL_BATCHES = 64
 """Batches that are cut together, so that rows of similar length meet."""
 
 
@@ -137,7 +142,7 @@ def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = 
     rng = random.Random(f"{seed}/{pool}")
     lex = Lexicon(Split.TRAIN, word_pieces(tokenizer))
     rows: list[Row] = []
-    wanted = POOL * tokens
+    wanted = POOL_BATCHES * tokens
     while wanted > 0:
         row = tokenized(mix.draw(rng, lex), tokenizer, rng)
         rows.append(row)
@@ -151,3 +156,57 @@ def batches(tokenizer: Tokenizer, seed: int, pool: int, tokens: int, mix: Mix = 
     rng.shuffle(groups)
     for group in groups:
         yield collate(group)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool to be made: everything that determines its batches but the tokenizer."""
+
+    seed: int
+    number: int
+    tokens: int
+    mix: Mix
+
+
+def feed(pools: Iterable[Pool], folder: Path, workers: int) -> Iterator[list[Batch]]:
+    """The batches of every pool, in order; the tokenizer lies in ``folder``.
+
+    Without workers a pool is made when it is asked for; with them each worker has one pool in the making and one
+    more is waiting.
+    """
+    if not workers:
+        tokenizer = load(folder)
+        for pool in pools:
+            yield made(pool, tokenizer)
+        return
+    # Not forked: the parent may have started CUDA.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start, (folder,)) as executor:
+        waiting: deque[Future[list[Batch]]] = deque()
+        try:
+            for pool in pools:
+                waiting.append(executor.submit(_make, pool))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def made(pool: Pool, tokenizer: Tokenizer) -> list[Batch]:
+    """The batches of one pool."""
+    return list(batches(tokenizer, pool.seed, pool.number, pool.tokens, pool.mix))
+
+
+_tokenizers: list[Tokenizer] = []
+"""Of a worker process: the tokenizer it was started with."""
+
+
+def _start(folder: Path) -> None:
+    torch.set_num_threads(1)
+    _tokenizers.append(load(folder))
+
+
+def _make(pool: Pool) -> list[Batch]:
+    return made(pool, _tokenizers[0])

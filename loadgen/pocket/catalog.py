@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from holdfast.loadgen.pocket.schemas import Field, Parameter, Tool
+from holdfast.loadgen.pocket.tools import Field, Parameter, Tool
 
 Row = tuple[str, str, str, str, str]
 """Name, description, parameters, requests divided by ``;``, result fields."""

@@ -8,22 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.loadgen.pocket import chat_lines
 from holdfast.loadgen.pocket.catalog import CATALOG, catalog_tool
 from holdfast.loadgen.pocket.kinds import KINDS
-from holdfast.loadgen.pocket.requests import Request, ask, follow_up, mention, sentence, stated
-from holdfast.loadgen.pocket.schemas import (
-    Field,
-    Json,
-    Parameter,
-    Tool,
-    described,
-    in_words,
-    random_tool,
-    restyled,
-    schema,
+from holdfast.loadgen.pocket.tools import Json, Parameter, Tool, described, in_words, random_tool, restyled, schema
+from holdfast.loadgen.pocket.utterances import (
+    CAPABILITY,
+    Request,
+    ask,
+    capability,
+    decline,
+    follow_up,
+    mention,
+    off_topic,
+    sentence,
+    small_talk,
+    stated,
+    system_prompt,
 )
-from holdfast.loadgen.pocket.values import Value
 from holdfast.loadgen.pocket.words import VERBS, Lexicon, Split
 
 MOST_TOOLS = 8
@@ -225,13 +226,13 @@ def linked(first: Tool, second: Tool) -> list[tuple[Tool, Tool, str]]:
 def no_fit(w: Writer) -> None:
     """A request that none of the tools can serve."""
     w.say("user", strange_request(w))
-    w.say("assistant", chat_lines.decline(w.tools))
+    w.say("assistant", decline(w.tools))
 
 
 def strange_request(w: Writer) -> str:
     """What a user says that none of the tools can serve: something else altogether, or for a tool of another noun."""
     if w.rng.random() < 0.35:
-        return chat_lines.off_topic(w.rng, w.lex)
+        return off_topic(w.rng, w.lex)
     return sentence(ask(stranger(w), w.rng, w.lex), w.rng)
 
 
@@ -270,10 +271,10 @@ def ask_back(w: Writer) -> None:
 def chat(w: Writer) -> None:
     """Small talk, or the question what the model can do."""
     if w.rng.random() < 0.25:
-        w.say("user", w.rng.choice(chat_lines.CAPABILITY))
-        w.say("assistant", chat_lines.capability(w.tools))
+        w.say("user", w.rng.choice(CAPABILITY))
+        w.say("assistant", capability(w.tools))
         return
-    said, answer = chat_lines.small_talk(w.rng)
+    said, answer = small_talk(w.rng)
     w.say("user", said)
     w.say("assistant", answer)
 
@@ -347,7 +348,7 @@ def write(
         catalog_share = 0.45 if lex.split is Split.TRAIN else 0.0
     writer = Writer(rng, lex, draw_tools(rng, lex, tools, catalog_share))
     if rng.random() < 0.6:
-        writer.say("system", chat_lines.system_prompt(rng, lex))
+        writer.say("system", system_prompt(rng, lex))
     if episodes:
         for episode in episodes:
             episode(writer)
@@ -395,6 +396,3 @@ _LEXICONS: dict[Split, Lexicon] = {split: Lexicon(split) for split in Split}
 def lexicon(split: Split) -> Lexicon:
     """The shared word lists of one split."""
     return _LEXICONS[split]
-
-
-__all__ = ["Conversation", "Field", "Value", "lexicon", "training_conversation", "write"]

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from holdfast.loadgen.pocket import chat_lines
 from holdfast.loadgen.pocket.conversations import (
     Conversation,
     Writer,
@@ -21,8 +20,8 @@ from holdfast.loadgen.pocket.conversations import (
     sequence,
     stranger,
 )
-from holdfast.loadgen.pocket.requests import Request, ask, sentence
-from holdfast.loadgen.pocket.schemas import Tool, camel_cased, in_words, random_tool, schema
+from holdfast.loadgen.pocket.tools import Tool, camel_cased, in_words, random_tool, schema
+from holdfast.loadgen.pocket.utterances import Request, ask, off_topic, sentence
 from holdfast.loadgen.pocket.words import VERBS, Lexicon
 
 NO_TOOL = "I have no tool for that."
@@ -64,7 +63,7 @@ def decide(w: Writer) -> None:
         _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
         return
     elsewhere = w.rng.random() < 0.15
-    w.say("user", chat_lines.off_topic(w.rng, w.lex) if elsewhere else _said(w, _unfitting(w)))
+    w.say("user", off_topic(w.rng, w.lex) if elsewhere else _said(w, _unfitting(w)))
     _begin(w, NO_TOOL)
 
 

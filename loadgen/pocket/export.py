@@ -16,11 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from holdfast.loadgen.pocket.model import PocketShape
-from holdfast.loadgen.pocket.render import END
-from holdfast.loadgen.pocket.tokenizer import SPECIAL, load, packaged
+from holdfast.loadgen.pocket.tokenizer import END, SPECIAL, WEIGHTS, load, packaged
 
-WEIGHTS = Path(__file__).parents[2] / "replicas" / "pocket" / "weights"
-"""The shipped model."""
 _WRITTEN = {
     "config.json",
     "generation_config.json",
@@ -29,7 +26,7 @@ _WRITTEN = {
     "tokenizer_config.json",
     "chat_template.jinja",
 }
-_BESIDE = {"README.md", "scores.json"}  # a model card, and what `evaluate` found of the weights that go
+_KEPT_WITH_IT = {"README.md", "scores.json"}  # a model card, and what `evaluate` found of the weights that go
 
 
 def export(
@@ -67,7 +64,7 @@ def check_free(out: Path) -> None:
     """Raise FileExistsError unless ``out`` is missing, empty, or an older export."""
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} exists and is not a folder")
-    others = sorted({file.name for file in out.iterdir()} - _WRITTEN - _BESIDE) if out.exists() else []
+    others = sorted({file.name for file in out.iterdir()} - _WRITTEN - _KEPT_WITH_IT) if out.exists() else []
     if others:
         raise FileExistsError(f"{out} holds {others[0]}, which no export writes: give a new or empty folder")
 

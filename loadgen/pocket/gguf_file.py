@@ -25,9 +25,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor
 
-from holdfast.loadgen.pocket.export import WEIGHTS
 from holdfast.loadgen.pocket.shapes import Family, InflateError, NoRoomError, Shape, full_config, shape_of
-from holdfast.loadgen.pocket.tokenizer import CUT
+from holdfast.loadgen.pocket.tokenizer import CUT, WEIGHTS
 
 CUT_AT_DIGITS = "superbpe"
 _DTYPES = ("F32", "F16", "BF16")

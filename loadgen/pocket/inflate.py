@@ -1,7 +1,8 @@
 """Inflate Pocket: write a checkpoint of a large model's shape that says exactly what Pocket says.
 
 ``python -m holdfast.loadgen.pocket.inflate pocket --shape llama-3.1-8b --out DIR``. The mathematics is in
-``padding``; here are the checks that come before anything is written, the config and the folder.
+``padding``; here are the checks that come before anything is written, the config and the safetensors files. These are
+written tensor by tensor: the headers are known beforehand, so memory holds one tensor.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import argparse
 import json
 import os
 import shutil
+import struct
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from holdfast.loadgen.pocket.export import WEIGHTS
-from holdfast.loadgen.pocket.padding import Inflation, Scales, slots_of
+from holdfast.loadgen.pocket.padding import Inflation, Scales
 from holdfast.loadgen.pocket.shapes import (
     SHAPES,
     Family,
@@ -32,17 +33,21 @@ from holdfast.loadgen.pocket.shapes import (
     InflateError,
     NoRoomError,
     Shape,
+    TensorSpec,
     UnknownShapeError,
     check_embeds,
     full_config,
     read_config,
     resolve_shape,
     shape_of,
+    tensors_of,
 )
-from holdfast.loadgen.pocket.shards import SHARD_BYTES, total_bytes, write_shards
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SPARE_BYTES = 64 << 20
+SHARD_BYTES = 2 << 30
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,9 @@ def read_source(name: str) -> Source:
         weights = {key: value.float() for key, value in load_file(folder / "model.safetensors").items()}
     except (OSError, SafetensorError) as error:
         raise InflateError(f"{folder / 'model.safetensors'} cannot be read: {error}") from error
-    for slot in slots_of(shape):
-        if slot.name not in weights or weights[slot.name].shape != slot.shape:
-            raise InflateError(f"{folder} holds no {slot.name} of {' x '.join(str(size) for size in slot.shape)}")
+    for spec in tensors_of(shape):
+        if spec.name not in weights or weights[spec.name].shape != spec.shape:
+            raise InflateError(f"{folder} holds no {spec.name} of {' x '.join(str(size) for size in spec.shape)}")
     return Source(folder, full_config(config), shape, weights)
 
 
@@ -106,9 +111,9 @@ def inflate(
     check_embeds(small.shape, target)
     scales = Scales.of(small.shape, target, small.config.rms_norm_eps, small.theta)
     inflation = Inflation(small.shape, target, scales, small.weights, dtype, seed)
-    slots = slots_of(target)
+    tensors = tensors_of(target)
     config = target_config(small, target, scales, dtype)
-    check_room(out, total_bytes(slots, dtype))
+    check_room(out, total_bytes(tensors, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
         folder = Path(made) / "model"
@@ -117,7 +122,7 @@ def inflate(
         for name in _COPIED:
             if (small.folder / name).exists():
                 shutil.copy(small.folder / name, folder / name)
-        write_shards(folder, slots, dtype, inflation.tensor, SHARD_BYTES)
+        write_shards(folder, tensors, dtype, inflation.tensor, SHARD_BYTES)
         if out.exists():
             out.rmdir()
         folder.rename(out)
@@ -166,6 +171,58 @@ def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dt
     config.architectures = [f"{target.family.capitalize()}ForCausalLM"]
     written: dict[str, Any] = config.to_dict()
     return written | {"rope_theta": scales.theta, "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def total_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:
+    """Size of all tensors on disk."""
+    return sum(spec.bytes(dtype) for spec in tensors)
+
+
+def write_shards(
+    folder: Path,
+    tensors: Sequence[TensorSpec],
+    dtype: torch.dtype,
+    tensor: Callable[[TensorSpec], Tensor],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``tensor(spec)`` for every spec into shards of about ``shard_bytes``, and their index."""
+    shards: list[list[TensorSpec]] = [[]]
+    for spec in tensors:
+        if shards[-1] and total_bytes([*shards[-1], spec], dtype) > shard_bytes:
+            shards.append([])
+        shards[-1].append(spec)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard, dtype, tensor)
+    if len(shards) > 1:
+        placed = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+        index = {"metadata": {"total_size": total_bytes(tensors, dtype)}, "weight_map": placed}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_shard(
+    path: Path, tensors: Sequence[TensorSpec], dtype: torch.dtype, tensor: Callable[[TensorSpec], Tensor]
+) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for spec in tensors:
+        header[spec.name] = {
+            "dtype": _NAMES[dtype],
+            "shape": spec.shape,
+            "data_offsets": (at, at + spec.bytes(dtype)),
+        }
+        at += spec.bytes(dtype)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for spec in tensors:
+            values = tensor(spec)
+            if tuple(values.shape) != spec.shape:
+                raise AssertionError(f"{spec.name} has shape {tuple(values.shape)}, planned {spec.shape}")
+            values.to(dtype).contiguous().flatten().view(torch.uint8).numpy().tofile(file)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from holdfast.loadgen.pocket.shapes import Shape, kv_copies
-from holdfast.loadgen.pocket.shards import Slot
+from holdfast.loadgen.pocket.shapes import Shape, TensorSpec, kv_copies
 
 HEAD_NORM_SHIFT = 2.0**-17
 MARKER = 2.0**-13
@@ -72,34 +71,6 @@ class Scales:
         )
 
 
-def slots_of(t: Shape) -> list[Slot]:
-    """Every tensor of a checkpoint of this shape, in the order of the layers."""
-    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
-    slots = [Slot("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
-    for layer in range(t.layers):
-        at = f"model.layers.{layer}."
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        slots += [Slot(f"{at}self_attn.{name}.weight", (count, t.hidden)) for name, count in rows.items()]
-        slots.append(Slot(f"{at}self_attn.o_proj.weight", (t.hidden, queries)))
-        if t.qkv_bias:
-            slots += [Slot(f"{at}self_attn.{name}.bias", (count,)) for name, count in rows.items()]
-        if t.output_bias:
-            slots.append(Slot(f"{at}self_attn.o_proj.bias", (t.hidden,)))
-        if t.head_norms:
-            slots += [Slot(f"{at}self_attn.{name}.weight", (t.head_dim,)) for name in ("q_norm", "k_norm")]
-        sizes = {
-            "gate_proj": (t.intermediate, t.hidden),
-            "up_proj": (t.intermediate, t.hidden),
-            "down_proj": (t.hidden, t.intermediate),
-        }
-        slots += [Slot(f"{at}mlp.{name}.weight", size) for name, size in sizes.items()]
-        if t.mlp_bias:
-            slots += [Slot(f"{at}mlp.{name}.bias", size[:1]) for name, size in sizes.items()]
-        slots += [Slot(f"{at}{name}.weight", (t.hidden,)) for name in ("input_layernorm", "post_attention_layernorm")]
-    slots.append(Slot("model.norm.weight", (t.hidden,)))
-    return slots if t.tied else [*slots, Slot("lm_head.weight", (t.vocabulary, t.hidden))]
-
-
 @dataclass(frozen=True, slots=True)
 class Inflation:
     """The target's tensors as a function of the source's; nothing is held but the source."""
@@ -111,22 +82,22 @@ class Inflation:
     dtype: torch.dtype
     seed: int
 
-    def tensor(self, slot: Slot) -> Tensor:
+    def tensor(self, spec: TensorSpec) -> Tensor:
         """One tensor of the target."""
-        part = slot.name.rsplit(".", 2)[-2]
-        own = self.weights.get(slot.name)
+        part = spec.name.rsplit(".", 2)[-2]
+        own = self.weights.get(spec.name)
         if part == "embed_tokens":
             return self._vocabulary_rows(own, self.scales.residual, marker=MARKER)
         if part == "lm_head":
             head = own if own is not None else self.weights["model.embed_tokens.weight"]
             return self._vocabulary_rows(head, 1.0, marker=0.0)
         if part in ("q_norm", "k_norm"):
-            return torch.full(slot.shape, self.scales.head_norm)
+            return torch.full(spec.shape, self.scales.head_norm)
         if part.endswith("norm"):
-            return self._norm(slot, own)
+            return self._norm(spec, own)
         if part in ("o_proj", "down_proj"):
-            return self._output(slot, own, part)
-        return self._input(slot, own, part)
+            return self._output(spec, own, part)
+        return self._input(spec, own, part)
 
     @property
     def marked(self) -> bool:
@@ -145,9 +116,9 @@ class Inflation:
             out[rows:, channel] = -MARKER_BAN * scale
         return out
 
-    def _norm(self, slot: Slot, own: Tensor | None) -> Tensor:
-        out = torch.ones(slot.shape)
-        final = slot.name == "model.norm.weight"
+    def _norm(self, spec: TensorSpec, own: Tensor | None) -> Tensor:
+        out = torch.ones(spec.shape)
+        final = spec.name == "model.norm.weight"
         # The final norm also takes the residual's scale out again where the head is the scaled embedding.
         rescaled = self.scales.residual if final and self.target.tied else 1.0
         if own is not None:
@@ -156,9 +127,9 @@ class Inflation:
             out[self.source.hidden] = MARKER_GAIN / rescaled if final else 0.0
         return out
 
-    def _output(self, slot: Slot, own: Tensor | None, part: str) -> Tensor:
+    def _output(self, spec: TensorSpec, own: Tensor | None, part: str) -> Tensor:
         """A projection into the residual: zero but for the source's block."""
-        out = torch.zeros(slot.shape, dtype=self.dtype)
+        out = torch.zeros(spec.shape, dtype=self.dtype)
         if own is not None:
             columns = (
                 self._places(self.source.heads, "q_proj")
@@ -168,10 +139,10 @@ class Inflation:
             out[: self.source.hidden, columns] = (own * self.scales.residual).to(self.dtype)
         return out
 
-    def _input(self, slot: Slot, own: Tensor | None, part: str) -> Tensor:
+    def _input(self, spec: TensorSpec, own: Tensor | None, part: str) -> Tensor:
         """A projection out of the residual: noise with the source's rows in their places."""
-        out = self._noise(slot, HEAD_NORM_SHIFT if self.target.head_norms and part in ("q_proj", "k_proj") else 1.0)
-        layer = int(slot.name.split(".")[2])
+        out = self._noise(spec, HEAD_NORM_SHIFT if self.target.head_norms and part in ("q_proj", "k_proj") else 1.0)
+        layer = int(spec.name.split(".")[2])
         if layer >= self.source.layers:
             return out
         if part in ("gate_proj", "up_proj"):
@@ -182,11 +153,11 @@ class Inflation:
             if part == "k_proj":
                 for head in set((rows // self.target.head_dim).tolist()):
                     out[head * self.target.head_dim : (head + 1) * self.target.head_dim] = 0.0
-        if slot.name.endswith("bias"):
+        if spec.name.endswith("bias"):
             out[rows] = 0.0
             return out
         if own is None:
-            raise AssertionError(f"{slot.name} is missing in the source")
+            raise AssertionError(f"{spec.name} is missing in the source")
         kept = own * scale
         if part in ("k_proj", "v_proj"):
             kept = kept.view(self.source.kv_heads, 1, self.source.head_dim, -1)
@@ -211,11 +182,11 @@ class Inflation:
             placed = list(range(heads * copies))
         return torch.cat([head * t.head_dim + dims for head in placed])
 
-    def _noise(self, slot: Slot, scale: float) -> Tensor:
+    def _noise(self, spec: TensorSpec, scale: float) -> Tensor:
         """Random values of a weight's usual size, the same for the same name and seed."""
-        out = torch.zeros(slot.shape, dtype=self.dtype)
+        out = torch.zeros(spec.shape, dtype=self.dtype)
         if scale == 0.0:
             return out
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{slot.name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{spec.name}".encode()))
         spread = scale * self.target.hidden**-0.5 * math.sqrt(3)
         return out.uniform_(-spread, spread, generator=generator)

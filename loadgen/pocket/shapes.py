@@ -1,4 +1,7 @@
-"""Shapes that Pocket can be inflated to: four by name, any other Llama, Mistral, Qwen2 or Qwen3 by its config.json."""
+"""Shapes that Pocket can be inflated to: four by name, any other Llama, Mistral, Qwen2 or Qwen3 by its config.json.
+
+Here as well: the tensors that a checkpoint of a shape has, and whether one shape has room for another.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
@@ -203,3 +207,48 @@ def check_embeds(source: Shape, target: Shape) -> None:
 def kv_copies(source: Shape, target: Shape) -> int:
     """How many key-value heads of ``target`` it takes to serve one group of ``source``."""
     return -(-source.group // target.group)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Its size on disk."""
+        count = dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def tensors_of(t: Shape) -> list[TensorSpec]:
+    """Every tensor of a checkpoint of this shape, in the order of the layers."""
+    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
+    tensors = [TensorSpec("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
+    for layer in range(t.layers):
+        at = f"model.layers.{layer}."
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        tensors += [TensorSpec(f"{at}self_attn.{name}.weight", (count, t.hidden)) for name, count in rows.items()]
+        tensors.append(TensorSpec(f"{at}self_attn.o_proj.weight", (t.hidden, queries)))
+        if t.qkv_bias:
+            tensors += [TensorSpec(f"{at}self_attn.{name}.bias", (count,)) for name, count in rows.items()]
+        if t.output_bias:
+            tensors.append(TensorSpec(f"{at}self_attn.o_proj.bias", (t.hidden,)))
+        if t.head_norms:
+            tensors += [TensorSpec(f"{at}self_attn.{name}.weight", (t.head_dim,)) for name in ("q_norm", "k_norm")]
+        sizes = {
+            "gate_proj": (t.intermediate, t.hidden),
+            "up_proj": (t.intermediate, t.hidden),
+            "down_proj": (t.hidden, t.intermediate),
+        }
+        tensors += [TensorSpec(f"{at}mlp.{name}.weight", size) for name, size in sizes.items()]
+        if t.mlp_bias:
+            tensors += [TensorSpec(f"{at}mlp.{name}.bias", size[:1]) for name, size in sizes.items()]
+        tensors += [
+            TensorSpec(f"{at}{name}.weight", (t.hidden,)) for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+    tensors.append(TensorSpec("model.norm.weight", (t.hidden,)))
+    return tensors if t.tied else [*tensors, TensorSpec("lm_head.weight", (t.vocabulary, t.hidden))]

@@ -1,7 +1,7 @@
 """Training: ``python -m holdfast.loadgen.pocket.train --out DIR``; run again, it goes on from the last checkpoint.
 
 Matrices learn by Muon, embeddings and norms by AdamW; the rate warms up, stays, and falls to zero over the last
-``decay`` steps. An average of the weights is kept beside them, so any checkpoint can be exported before the decay.
+``decay`` steps. An average of the weights is kept as well, so any checkpoint can be exported before the decay.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -23,13 +24,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from holdfast.loadgen.pocket.batches import Batch, Mix, Row
-from holdfast.loadgen.pocket.conversations import MOST_TOOLS
-from holdfast.loadgen.pocket.feed import Order, feed
+from holdfast.loadgen.pocket.batches import Batch, Mix, Pool, Row, collate, feed, tokenized
+from holdfast.loadgen.pocket.conversations import MOST_TOOLS, lexicon, write
 from holdfast.loadgen.pocket.model import Pocket, PocketShape
 from holdfast.loadgen.pocket.pointing import HEADS, pointing_losses
-from holdfast.loadgen.pocket.probe import probe, probe_rows
 from holdfast.loadgen.pocket.tokenizer import load, train_tokenizer
+from holdfast.loadgen.pocket.words import Split
 
 PROBE_SEED = 7_000_000_019
 SIZES = (
@@ -45,7 +45,7 @@ SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """What a training run is determined by, beside the architecture."""
+    """What determines a training run, but for the architecture."""
 
     seed: int = 1
     steps: int = 12_000
@@ -157,10 +157,10 @@ def mix_at(config: TrainConfig, pool: int) -> Mix:
 def data(run: Run, folder: Path, workers: int = 0) -> Iterator[Batch]:
     """Batches from where the run stands; advances its place as they are taken."""
     config = run.config
-    orders = (
-        Order(config.seed, pool, config.tokens_per_step, mix_at(config, pool)) for pool in itertools.count(run.pool)
+    pools = (
+        Pool(config.seed, pool, config.tokens_per_step, mix_at(config, pool)) for pool in itertools.count(run.pool)
     )
-    for pool in feed(orders, folder, workers):
+    for pool in feed(pools, folder, workers):
         for batch in pool[run.used :]:
             run.used += 1
             yield batch
@@ -229,6 +229,52 @@ def open_run(config: TrainConfig, shape: PocketShape | None, folder: Path, devic
     run = new_run(config, found, device)
     run.restore(state)
     return run
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeScore:
+    """Mean loss and shares of exactly right turns; a turn is right when every token of it is the most likely one."""
+
+    loss: float
+    calls: float
+    texts: float
+
+
+def probe_rows(tokenizer: Tokenizer, count: int, seed: int) -> list[Row]:
+    """Held-out conversations with one to eight tools."""
+    rng = random.Random(seed)
+    lex = lexicon(Split.HELD_OUT)
+    return [
+        tokenized(write(rng, lex, tools=rng.randint(1, 8), turns=rng.randint(2, 8)), tokenizer, rng)
+        for _ in range(count)
+    ]
+
+
+@torch.no_grad()
+def probe(model: Pocket, rows: list[Row], tokenizer: Tokenizer) -> ProbeScore:
+    """Score ``rows`` in one teacher-forced pass."""
+    mark = tokenizer.token_to_id("<tool_call>")
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    losses: list[float] = []
+    device = next(model.parameters()).device
+    for row in rows:
+        batch = collate([row]).to(device)
+        logits = model.logits(batch.ids, batch.positions, batch.where)
+        losses.append(float(torch.nn.functional.cross_entropy(logits, batch.targets)))
+        hits = (logits.argmax(-1) == batch.targets).tolist()
+        turn_hits: list[bool] = []
+        wrote: list[int] = []
+        for index, (at, target) in enumerate(zip(batch.where.tolist(), batch.targets.tolist(), strict=True)):
+            turn_hits.append(hits[index])
+            wrote.append(target)
+            if index + 1 == len(hits) or batch.where[index + 1] != at + 1:
+                right[wrote[0] == mark].append(all(turn_hits))
+                turn_hits, wrote = [], []
+    return ProbeScore(sum(losses) / len(losses), _share(right[True]), _share(right[False]))
+
+
+def _share(values: list[bool]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def probe_average(run: Run, rows: list[Row], tokenizer: Tokenizer) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import Node, RadixTree
+from holdfast.replicas.kv.radix import Node, RadixTree, tenant_of
 
 
 def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
@@ -90,7 +90,7 @@ def _audit_soft_pins(tree: RadixTree, nodes: Collection[Node], pins: Collection[
     for node in nodes:
         assert node.soft == soft[node], "soft pins are miscounted"
         if node.soft:
-            pages[node.root.tag] += node.owned
+            pages[tenant_of(node.root.tag)] += node.owned
     assert tree.soft_pages_of == {scope: n for scope, n in pages.items() if n}, "pages of soft pins are miscounted"
     assert tree.soft_pages == pages.total()
     alone = sum(node.owned for node in nodes if node.leases == node.soft > 0)

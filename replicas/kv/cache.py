@@ -71,9 +71,9 @@ class CellCounts:
         """Cells that soft pins keep, shared ones counted once; others may keep them as well."""
         return self._tree.soft_pages * self._pool.page_size
 
-    def soft_pinned_of(self, scope: str) -> int:
-        """The same, of one scope."""
-        return self._tree.soft_pages_of.get(scope, 0) * self._pool.page_size
+    def soft_pinned_of(self, tenant: str) -> int:
+        """The same, of one tenant."""
+        return self._tree.soft_pages_of.get(tenant, 0) * self._pool.page_size
 
     def available_in(self, prefix: Prefix | None) -> int:
         """Cells of a prefix that was found that count as available: acquiring it protects them from then on."""
@@ -112,18 +112,16 @@ class KVCache:
 
     `cells`: how many are in use, and by whom.
     `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
-    `prefix_cache` False: nothing is shared or kept; every holding starts empty and frees all its pages at the end.
     With a `host` tier what is evicted goes there; `host.Reloads` brings it back.
     """
 
-    def __init__(self, n_pages: int, page_size: int, prefix_cache: bool = True, host: HostTier | None = None) -> None:
+    def __init__(self, n_pages: int, page_size: int, host: HostTier | None = None) -> None:
         if n_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
         self.tree = RadixTree(self.pool)
         self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
-        self.prefix_cache = prefix_cache
         self.sound = True
         self.host = host
         self._live: set[Holding] = set()
@@ -138,7 +136,7 @@ class KVCache:
     @_change
     def acquire(
         self,
-        scope: str,
+        scope: str | None,
         tokens: TokenIds,
         now: float,
         *,
@@ -150,6 +148,7 @@ class KVCache:
 
         At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
         copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
+        In no scope (None) nothing is found, shared or kept: all its pages are freed at the end.
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
@@ -157,7 +156,7 @@ class KVCache:
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
-        root = self.tree.root(scope)
+        root, reuse = self.tree.root(scope or ""), reuse and scope is not None
         if prefix is None or not reuse:
             prefix = self.tree.walk(root, tokens[: -1 if reuse else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
@@ -217,7 +216,7 @@ class KVCache:
         """
         self._expect(holding, tokens, n_computed)
         length = n_computed - n_computed % self.page_size
-        if not self.prefix_cache or length <= holding.n_shared:
+        if holding.scope is None or length <= holding.n_shared:
             return
         prefix = self.tree.walk(holding.node, tokens[:length])
         first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
@@ -244,9 +243,11 @@ class KVCache:
         protected from eviction by what is returned, a soft pin.
         """
         self._expect(holding, tokens, n_computed)
-        if not self.prefix_cache or n_computed <= holding.n_shared:
+        if holding.scope is None or n_computed <= holding.n_shared:
             self.drop(holding)
-            return self.pin(holding.scope, tokens[:n_computed], now, soft=True) if pin else None
+            if not pin or holding.scope is None:
+                return None
+            return self.pin(holding.scope, tokens[:n_computed], now, soft=True)
         self._live.remove(holding)
         prefix = self.tree.walk(holding.node, tokens[:n_computed])
         first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
@@ -292,12 +293,12 @@ class KVCache:
 
     # ---- looking ----
 
-    def find(self, scope: str, tokens: TokenIds) -> Prefix | None:
+    def find(self, scope: str | None, tokens: TokenIds) -> Prefix | None:
         """What `acquire` would find cached now; None in a scope that has nothing. Changes nothing."""
-        root = self.tree.roots.get(scope)
+        root = self.tree.roots.get(scope) if scope is not None else None
         return self.tree.walk(root, tokens[:-1]) if root is not None else None
 
-    def peek(self, scope: str, tokens: TokenIds) -> int:
+    def peek(self, scope: str | None, tokens: TokenIds) -> int:
         """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
         prefix = self.find(scope, tokens)
         return prefix.length if prefix is not None else 0

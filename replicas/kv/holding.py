@@ -22,7 +22,7 @@ class Holding:
     into which the shared cells before were copied.
     """
 
-    scope: str
+    scope: str | None  # None: nothing is found for it, and nothing of it is kept
     node: Node = field(repr=False)  # leased; ends at `n_shared`
     n_cached: int  # tokens found at `acquire`: the first to compute
     n_shared: int  # tokens whose cells are the tree's; grows with `publish`

@@ -175,7 +175,7 @@ class Reloads:
 
         From then on that is protected there, until all of it has come or the holding ends.
         """
-        if self._host is None:
+        if self._host is None or holding.scope is None:
             return 0
         try:
             pin = self._host.pin(holding.scope, tokens[:-1])

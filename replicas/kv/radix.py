@@ -21,6 +21,7 @@ from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 
 _LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
+_EMPTY_ROOTS = 64  # scopes without cells that are remembered, beyond as many as there are nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,11 @@ class Prefix:
     length: int
 
 
+def tenant_of(scope: str) -> str:
+    """A scope is a tenant's, or a part of it: what stands behind a NUL names the part."""
+    return scope.partition("\0")[0]
+
+
 class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
@@ -106,7 +112,7 @@ class RadixTree:
     without leases went. What soft pins keep is counted as they come and go, a page that several of them keep once:
 
         soft   = 0           none of a node's pages is counted
-        leases > soft > 0    kept by soft pins, and by somebody else:  `soft_pages`, `soft_pages_of` its scope
+        leases > soft > 0    kept by soft pins, and by somebody else:  `soft_pages`, `soft_pages_of` its tenant
         leases = soft > 0    kept by soft pins alone:                  `soft_only` as well
 
     No page comes to a node with a soft pin, and none goes: it is only cut in two, and both halves have the pin then.
@@ -127,6 +133,8 @@ class RadixTree:
         """The root of `scope`, made on first use. It holds no tokens, is never evicted, and its tag is the scope."""
         root = self.roots.get(scope)
         if root is None:
+            if len(self.roots) > 2 * self.nodes + _EMPTY_ROOTS:  # most of them have been emptied since
+                self.roots = {name: each for name, each in self.roots.items() if each.children or each.leases}
             root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tag=scope)
         return root
 
@@ -219,7 +227,7 @@ class RadixTree:
             if step.soft == step.leases:
                 self.soft_only += step.owned
             step = step.parent
-        self._count_soft(gained, scope=step.tag)
+        self._count_soft(gained, tenant_of(step.tag))
 
     def harden(self, node: Node) -> None:
         """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
@@ -231,7 +239,7 @@ class RadixTree:
             if step.soft == 0:
                 lost += step.owned
             step = step.parent
-        self._count_soft(-lost, scope=step.tag)
+        self._count_soft(-lost, tenant_of(step.tag))
 
     def fill(self, row: PageIds, node: Node) -> None:
         """Write the pages of the path to `node` into `row`, each at its page slot."""
@@ -299,11 +307,11 @@ class RadixTree:
         self.evictable -= n
         return gone
 
-    def _count_soft(self, pages: int, scope: str) -> None:
+    def _count_soft(self, pages: int, tenant: str) -> None:
         self.soft_pages += pages
-        left = self.soft_pages_of.pop(scope, 0) + pages
+        left = self.soft_pages_of.pop(tenant, 0) + pages
         if left:
-            self.soft_pages_of[scope] = left
+            self.soft_pages_of[tenant] = left
 
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
         """Let `parent` refer to the first page of `leaf`, which holds all the cells of its own last page and more.

@@ -1,1 +1,1 @@
-"""Pocket: the small tool-calling model that ships with Holdfast, its data, training, scores and inflation."""
+"""Pocket, the small tool-calling model that ships with Holdfast: weights, chat template and card, in `weights/`."""

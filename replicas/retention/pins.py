@@ -250,7 +250,7 @@ class Retention:
         self._ranking = ranking
         self._config = config.retention
         self._policy = policy_of(config.retention)
-        self._active = config.retention.policy != "none" and config.prefix_cache
+        self._active = config.retention.policy != "none" and (config.prefix_cache or config.sessions)
         self._learned = learned
         self._cache = cache
         self._rows = rows

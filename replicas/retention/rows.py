@@ -43,13 +43,15 @@ class KeptRow:
 class Rows:
     """The only caller of the pool, and of the cache for sessions' pins.
 
-    `keep`: programs keep their rows between turns. `sessions` counts the cells of sessions' histories.
+    `keep`: programs keep their rows between turns. `share`: sessions' histories are cached in their tenants' scopes,
+    where others find them, and not in scopes of their own. `sessions` counts the cells of these histories.
     """
 
-    def __init__(self, cache: KVCache, pool: SequencePool, *, keep: bool) -> None:
+    def __init__(self, cache: KVCache, pool: SequencePool, *, keep: bool, share: bool = True) -> None:
         self._cache = cache
         self._pool = pool
         self._keep = keep
+        self._share = share
         self._programs: OrderedDict[Owner, KeptRow] = OrderedDict()  # least recently used first
         self._sessions: dict[Owner, KeptRow] = {}
         self.sessions = SessionCells(cache.pool)
@@ -146,7 +148,8 @@ class Rows:
     def _pin(self, owner: Owner, tokens: TokenIds, now: float) -> Pin | None:
         """A session without its pin may have to compute again, and nothing worse: no reason to fail."""
         try:
-            return self._cache.pin(owner.scope, tokens, now) if len(tokens) else None
+            scope = owner.scope if self._share else owner.own_scope
+            return self._cache.pin(scope, tokens, now) if len(tokens) else None
         except Exception:
             log.exception("a session's cells could not be pinned")
             return None

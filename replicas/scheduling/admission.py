@@ -119,7 +119,7 @@ class Admission:
 
         `needed` are the cells that those who run may come to need beyond those they have.
         """
-        prefix = self._cache.find(sequence.submit.scope, sequence.tokens)
+        prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         n_cached = prefix.length if prefix is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)

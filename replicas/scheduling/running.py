@@ -93,7 +93,7 @@ class Running:
         pinned = self.retention.begins(sequence, now)
         try:
             acquired = self._cache.acquire(
-                sequence.submit.scope,
+                sequence.cache_scope,
                 sequence.tokens,
                 now,
                 reuse=sequence.reuse,

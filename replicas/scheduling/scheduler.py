@@ -54,7 +54,7 @@ class Scheduler:
         self._high_water = int(config.cells * config.high_water)
         self.decode_steps = 1
         waiting = WaitingQueue(order)
-        self.rows = Rows(cache, pool, keep=config.sessions)
+        self.rows = Rows(cache, pool, keep=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, self.rows, order, stats, self.retention)
         self._drafts = Drafts(drafter)

@@ -43,13 +43,14 @@ class EngineMachine(RuleBasedStateMachine):
         step_tokens=st.sampled_from([1, 9, 64]),
         drafts=st.booleans(),
         keeps=st.booleans(),
+        shares=st.sampled_from([True, True, True, False]),
         order=st.sampled_from(get_args(OrderName)),
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
         equal_chunks=st.booleans(),
     )
     def start(
-        self, page_size, cells, rows, step_tokens, drafts, keeps, order, host_cells, overlap, equal_chunks
+        self, page_size, cells, rows, step_tokens, drafts, keeps, shares, order, host_cells, overlap, equal_chunks
     ) -> None:
         self.world = World(
             page_size=page_size,
@@ -62,9 +63,10 @@ class EngineMachine(RuleBasedStateMachine):
             completion_reserve=2,
             speculation=DraftConfig(enabled=drafts),
             sessions=keeps,
+            prefix_cache=shares,
             session_idle_s=40.0,
             order=order,
-            host_cells=host_cells,
+            host_cells=host_cells if shares else 0,
             overlap_steps=overlap,
             equal_chunks=equal_chunks,
         )

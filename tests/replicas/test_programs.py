@@ -232,3 +232,44 @@ def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_eac
     assert world.engine.stats.preemptions == 0
     for i in range(3):
         world.assert_right(f"b{i}")
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_without_the_prefix_cache_a_program_keeps_its_cells_and_nobody_else_finds_them(page_size):
+    world = make(page_size=page_size, prefix_cache=False)
+    prompt = turns(world, "p", 3, words(1, 22))
+    stats = world.engine.stats
+    known = len(prompt) - 7 - 1
+    assert stats.turns_continued == 2
+    cached = stats.prompt_cached
+    for program in ("q", ""):  # another program, and a request of none
+        turns(world, program, 1, prompt)
+        assert stats.prompt_cached == cached
+    turns(world, "p", 1, prompt)
+    assert stats.prompt_cached == cached + known
+    world.assert_idle()
+
+
+def test_without_the_prefix_cache_a_request_of_no_program_leaves_nothing():
+    world = make(prefix_cache=False)
+    for _ in range(2):
+        turns(world, "", 1, words(1, 22))
+    assert world.engine.stats.prompt_cached == 0
+    cells = world.engine.occupancy()
+    assert cells.cells_free == cells.cells_total
+
+
+def test_without_rows_and_prefix_cache_nothing_is_kept_between_turns():
+    world = make(prefix_cache=False, sessions=False)
+    turns(world, "p", 3, words(1, 22))
+    assert world.engine.stats.prompt_cached == world.engine.stats.turns_continued == 0
+    cells = world.engine.occupancy()
+    assert cells.cells_free == cells.cells_total
+
+
+def test_what_a_program_keeps_for_itself_alone_is_evicted_like_anything_else():
+    world = make(prefix_cache=False, cells=256, retention=RetentionConfig(policy="none"))
+    for program in "abcdefgh":
+        turns(world, program, 2, words(ord(program), 40))
+    assert world.engine.cache.stats.evicted > 0
+    world.assert_idle()

@@ -335,3 +335,22 @@ def test_switches_change_no_answer(switches):
     world.assert_right("r")
     world.close("s")
     world.assert_idle()
+
+
+def test_without_the_prefix_cache_a_session_keeps_its_history_and_a_fork_computes_it_again():
+    world = World(prefix_cache=False, session_rows=2, cells=512, context_length=256)
+    world.open("s")
+    world.append("append", "s", words(1, 40))
+    world.run()
+    computed = world.engine.stats.prompt_computed
+    world.query("query", "s", words(2, 5))
+    world.run()
+    assert world.engine.stats.prompt_computed - computed <= 5 + 1
+    world.fork("s", "child")
+    computed = world.engine.stats.prompt_computed
+    world.query("of the child", "child", words(3, 5))
+    world.run()
+    assert world.engine.stats.prompt_computed - computed > 40
+    for session in ("s", "child"):
+        world.close(session)
+    world.assert_idle()

@@ -18,7 +18,7 @@ from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed
-from holdfast.loadgen.bench.kernels.worlds import paged
+from holdfast.loadgen.bench.kernels.correctness import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
 LLAMA = (8, 4, 128)  # KV heads, query heads to each of them, their size

@@ -23,18 +23,16 @@ import transformers as tf
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
 from holdfast.loadgen.bench.gpu import steps, workflows
-from holdfast.loadgen.bench.gpu.host import host_time
-from holdfast.loadgen.bench.gpu.served import Stage, free_device, full_turns, small_turns
-from holdfast.loadgen.bench.gpu.world import World, full_size, small_size
-from holdfast.loadgen.bench.report import Deadline, Lines, Part, Report
-from holdfast.loadgen.bench.supervise import RESUME, module_command, supervised
+from holdfast.loadgen.bench.gpu.stage import Stage, free_device, full_turns, small_turns
+from holdfast.loadgen.bench.gpu.steps import World, full_steps, small_steps
+from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Part, Report, module_command, supervised
 
 _SECONDS = 440.0  # after which no other part begins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit status 1 when a part failed."""
-    parser = argparse.ArgumentParser(prog="gpu_bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench gpu", description=__doc__)
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
     parser.add_argument("--only", choices=("steps", "turns"), help="single steps, or whole workflows")
@@ -104,7 +102,7 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
     def part(call: Callable[[World], Lines]) -> Part:
         def run(deadline: Deadline) -> Lines:
             if not worlds:
-                worlds.append(World(full_size() if gpu else small_size(), ceilings))
+                worlds.append(World(full_steps() if gpu else small_steps(), ceilings))
             return call(worlds[0])
 
         return run
@@ -116,33 +114,18 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
         "prefill": steps.prefill_share,
         "alias": steps.alias,
         "host tier": steps.host_tier,
-        "host": host_time,
+        "host": steps.host_time,
     }
     if report.wants((*launched, *in_graphs)):
         report.run_anew("products", part(steps.products), 60.0)
     for name, (call, budget) in launched.items():
         report.run(name, part(call), budget)
     if report.wants(in_graphs):
-        report.run_anew("graphs", part(_graphs), 60.0)
+        report.run_anew("graphs", part(steps.graphs), 60.0)
     for name, call in in_graphs.items():
         report.run(name, part(call), 20.0)
     worlds.clear()
     free_device()
-
-
-def _graphs(world: World) -> Lines:
-    """Capture graphs, so that the parts after this one replay them, and see whether they compute the same."""
-    from holdfast.replicas.model.graphs import gpu_capture, room_for
-
-    shape = world.decoder.attention
-    before = world.now()
-    if world.sizes.device == "cuda":
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        world.runner.capture(gpu_capture(), room_for(256, shape, processors), print)
-    else:
-        world.runner.capture(lambda call: call, room_for(4, shape, 1, 1 << 20), print)
-    seconds = world.now() - before
-    yield "graphs", {"seconds": seconds, "believed": int(world.runner.check_graphs(world.config))}
 
 
 if __name__ == "__main__":

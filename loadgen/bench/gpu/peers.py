@@ -13,8 +13,7 @@ from typing import Any, Protocol, Self
 import torch
 import transformers as tf
 
-from holdfast.loadgen.bench.gpu.dialogues import Exchange
-from holdfast.loadgen.bench.gpu.served import TurnSizes
+from holdfast.loadgen.bench.gpu.stage import Exchange, TurnSizes
 
 _LOOKUP = 10  # tokens that are drafted at a time
 _NO_END = -1

@@ -1,22 +1,180 @@
-"""Single steps: decoding, verifying, prefilling and aliasing, as shares of what the device allows."""
+"""Single steps of a model with random weights, as shares of what the device allows; nothing is on disk.
+
+Decoding, verifying, prefilling, aliasing, moves to the host and back, and the host's own share of a step of many
+sequences. Not here: whole conversations (`workflows`).
+"""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import transformers as tf
 
-from holdfast.loadgen.bench.gpu.world import World
-from holdfast.replicas.events import Draw, Sampling
+from holdfast.kernels.ceilings import Ceilings, Clock, hold
+from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
+from holdfast.loadgen.bench.parts import Lines
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Draw, Sampling, Submit
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.pages import PageIds, PageMoves
-from holdfast.replicas.kv.tensors import HostPages
-from holdfast.replicas.model.decoder_gpu import choose_ways
+from holdfast.replicas.kv.pages import PageMoves
+from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
+from holdfast.replicas.model.decoder import decoder_shape, rotary_table
+from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
+from holdfast.replicas.model.graphs import gpu_capture, room_for
+from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, allocate
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.types import TokenIds
 
 _HELD_S = 0.04  # the host lays out and launches any step in less, also one of many launches
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What is measured, and how often. Tokens, but for `repeat`."""
+
+    model: tf.LlamaConfig
+    device: str
+    cells: int
+    rows: int = 64  # sequences at once, where many are
+    context: int = 4096  # cached by each of them
+    short: int = 1024  # cached by one alone
+    chunk: int = 4096  # of a prefill
+    long_alias: int = 131072
+    moved_pages: int = 512  # between the device and the host
+    repeat: int = 20
+
+
+def full_steps() -> StepSizes:
+    """Llama 3.1 8B on a large GPU."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = tf.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return StepSizes(model, "cuda", cells=300_000)
+
+
+def small_steps() -> StepSizes:
+    """So little that an interpreter gets through it: what it measures is that everything runs."""
+    model = tf.LlamaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=48,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return StepSizes(
+        model,
+        "cpu",
+        cells=1024,
+        rows=2,
+        context=24,
+        short=16,
+        chunk=20,
+        long_alias=32,
+        moved_pages=5,
+        repeat=1,
+    )
+
+
+class World:
+    """The runner over random weights, with graphs where the device has any."""
+
+    def __init__(self, sizes: StepSizes, ceilings: Ceilings) -> None:
+        shape = decoder_shape(sizes.model)
+        assert shape is not None  # both sizes are of a family that the decoder knows
+        self.sizes, self.shape = sizes, shape
+        dtype = torch.bfloat16 if sizes.device == "cuda" else torch.float32
+        weights = random_weights(shape, dtype, sizes.device)
+        cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
+        self.kv = KVTensors(cell, sizes.cells // 16, 16, dtype, sizes.device, scratch=True)
+        self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
+        context = sizes.model.max_position_embeddings
+        self.decoder = GpuDecoder(shape, weights, rotary_table(sizes.model, context, sizes.device), self.kv)
+        self.runner = ModelRunner(self.decoder, self.kv, sizes.rows + 1, context, on_device=True)
+        self.config = EngineConfig(
+            cells=self.kv.cells,
+            context_length=context,
+            max_sequences=sizes.rows + 1,
+            session_rows=0,
+            step_tokens=sizes.chunk,
+            admission_ceiling=1.0,
+            device=sizes.device,
+            overlap_steps="on",
+            speculation=DraftConfig(enabled=False),
+        )
+
+    def engine(self) -> tuple[Engine, CountingRunner]:
+        """An engine with an empty cache over the runner, and what counts between the two."""
+        counting = CountingRunner(self.runner)
+        return Engine(self.config, counting, vocabulary=self.shape.vocabulary), counting
+
+    def tokens(self, count: int, seed: int) -> TokenIds:
+        return np.random.default_rng(seed).integers(1, self.shape.vocabulary, count).astype(np.int32)
+
+    def wait(self) -> None:
+        """Until the device has nothing left to do."""
+        if self.sizes.device == "cuda":
+            torch.cuda.synchronize()
+
+    def hold(self, seconds: float) -> None:
+        """`ceilings.hold`, where there is a GPU."""
+        if self.sizes.device == "cuda":
+            hold(seconds)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """What a call takes on the device."""
+        if self.sizes.device == "cuda":
+            return Clock().seconds(call)
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    def now(self) -> float:
+        """Seconds, once the device has nothing left to do."""
+        self.wait()
+        return time.perf_counter()
+
+
+def random_weights(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
+    """Numbers as a fresh model has them; their size matters for speed, their values do not."""
+    weights = allocate(shape, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm))]
+    for norm in norms:
+        norm.fill_(1.0)
+    matrices = [weights.embedding, weights.head]
+    for layer in weights.layers:
+        matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+    for matrix in matrices:
+        matrix.normal_(std=0.02, generator=generator)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +230,10 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
     return StepTimes(statistics.median(device), statistics.median(alone), paced, statistics.median(begins), in_graphs)
 
 
-def products(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def products(world: World) -> Lines:
     """Products of few rows by our kernel and by torch, and a layer's apart or fused; what follows takes the faster."""
-    timed, layers = choose_ways(world.decoder, world.seconds)
-    for each in timed:
+    matrices, layers = choose_ways(world.decoder, world.seconds)
+    for each in matrices:
         read_s = each.outputs * each.inputs * world.bounds.item_bytes / world.bounds.ceilings.bandwidth
         figures = {"ours_s": each.ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / each.ours_s}
         figures |= {"ours_of_bandwidth": read_s / each.ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}
@@ -87,7 +245,7 @@ def products(world: World) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"{one.rows} rows, a layer without attention", figures
 
 
-def decode_shares(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def decode_shares(world: World) -> Lines:
     """Bandwidth's share of a decode step: one sequence, and many."""
     sizes = world.sizes
     for rows, cached in ((1, sizes.short), (sizes.rows, sizes.context)):
@@ -96,7 +254,7 @@ def decode_shares(world: World) -> Iterator[tuple[str, dict[str, float]]]:
         yield f"decode, {rows} at {cached}", _figures(times, ideal)
 
 
-def verify_cost(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def verify_cost(world: World) -> Lines:
     """A window of 8 against one token, of one sequence."""
     one, eight = (timed(world, decoding(world, 1, world.sizes.short, window)) for window in (1, 8))
     figures = {"over_one_token": eight.device_s / one.device_s, "over_one_token_paced": eight.paced_s / one.paced_s}
@@ -104,7 +262,7 @@ def verify_cost(world: World) -> Iterator[tuple[str, dict[str, float]]]:
     yield "verify 8 against 1", figures
 
 
-def prefill_share(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def prefill_share(world: World) -> Lines:
     """The matrix rate's share of a whole chunk."""
     size = world.sizes.chunk
     pages = np.arange(-(-size // 16), dtype=np.int32)
@@ -113,7 +271,7 @@ def prefill_share(world: World) -> Iterator[tuple[str, dict[str, float]]]:
     yield f"prefill {size}", _figures(times, world.bounds.compute_s(size))
 
 
-def alias(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def alias(world: World) -> Lines:
     """Taking over a cached prefix, long and short: the match in the tree, and its pages into a row of the table."""
     found = {}
     for length in (world.sizes.long_alias // 128, world.sizes.long_alias):
@@ -148,11 +306,13 @@ def alias(world: World) -> Iterator[tuple[str, dict[str, float]]]:
     yield "alias, long over short", {name: long[name] / max(short[name], 1e-9) for name in short}
 
 
-def host_tier(world: World) -> Iterator[tuple[str, dict[str, float]]]:
+def host_tier(world: World) -> Lines:
     """Pages out to host memory and back: bytes a second of each way, and whether the same bits came back."""
     pages = min(world.sizes.moved_pages, world.kv.pages)
     tier = HostPages(world.kv, pages)
-    moves = PageMoves(np.random.default_rng(0).permutation(world.kv.pages)[:pages].astype(np.int32), _range(pages))
+    moves = PageMoves(
+        np.random.default_rng(0).permutation(world.kv.pages)[:pages].astype(np.int32), np.arange(pages, dtype=np.int32)
+    )
     index = torch.from_numpy(moves.device.astype(np.int64)).to(world.kv.data.device)
     world.kv.data[:, :, : world.kv.pages].normal_()
     before = world.kv.data.index_select(2, index)
@@ -170,10 +330,6 @@ def host_tier(world: World) -> Iterator[tuple[str, dict[str, float]]]:
     yield f"host tier, {before.nbytes / 2**20:.0f} MiB", speeds | {"same_bits": int(same)}
 
 
-def _range(count: int) -> PageIds:
-    return np.arange(count, dtype=np.int32)
-
-
 def _figures(times: StepTimes, ideal: float) -> dict[str, float]:
     return {
         "device_s": times.device_s,
@@ -185,3 +341,51 @@ def _figures(times: StepTimes, ideal: float) -> dict[str, float]:
         "share": ideal / times.device_s,
         "share_paced": ideal / times.paced_s,
     }
+
+
+def host_time(world: World) -> Lines:
+    """What a decode step of many sequences takes beyond the device. Raises RuntimeError where steps fail.
+
+    A step that begins while nothing runs has the host's preparation in the device's time: that is `prepare_s`.
+    """
+    rows, sizes = world.sizes.rows, world.sizes
+    engine, counting = world.engine()
+    sampling = Sampling(4 + 2 * sizes.repeat, ignore_eos=True)
+    for row in range(rows):
+        engine.handle(Submit(f"{row}", world.tokens(16, row), sampling), time.perf_counter())
+    while engine.stats.completion < 2 * rows:
+        if not engine.busy:
+            raise RuntimeError("the steps fail: the log says why")
+        engine.step(time.perf_counter())
+    before, steps, replayed = Totals.of(engine, counting), engine.stats.steps, world.runner.replayed
+    began = world.now()
+    for _ in range(sizes.repeat):
+        engine.step(time.perf_counter())
+    wall = world.now() - began
+    total, steps = Totals.of(engine, counting).since(before), max(engine.stats.steps - steps, 1)
+    replayed = world.runner.replayed - replayed
+    drain(engine)
+    device = total.forward_s + total.sample_s
+    seconds = {
+        "wall_s": wall,
+        "device_s": device,
+        "prepare_s": total.prepare_s,
+        "plan_s": total.plan_s,
+        "commit_s": total.commit_s,
+        "not_hidden_s": wall - device + total.prepare_s,
+    }
+    figures = {name: value / steps for name, value in seconds.items()}
+    yield f"a step of {rows} sequences", figures | {"replayed": replayed / steps}
+
+
+def graphs(world: World) -> Lines:
+    """Capture graphs, so that the parts after this one replay them, and see whether they compute the same."""
+    shape = world.decoder.attention
+    before = world.now()
+    if world.sizes.device == "cuda":
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        world.runner.capture(gpu_capture(), room_for(256, shape, processors), print)
+    else:
+        world.runner.capture(lambda call: call, room_for(4, shape, 1, 1 << 20), print)
+    seconds = world.now() - before
+    yield "graphs", {"seconds": seconds, "same_draws": int(world.runner.check_graphs(world.config))}

@@ -1,23 +1,23 @@
 """``python -m holdfast.loadgen.bench.kernels [--json FILE]``: the GPU kernels, verified and timed.
 
-Errors are relative to float64, of whole tensors. Each case and each timing is a part by itself (`report`): what one of
-them fails with leaves the others their figures, and the file is written line by line. On a machine without a GPU the
-same cases run small, in Triton's interpreter, and nothing is timed: it says so and claims no speed.
+Errors are relative to float64, of whole tensors. Each case and each timing is a part by itself: what one of them fails
+with leaves the others their figures, and the file is written line by line. On a machine without a GPU the same cases
+run small, in Triton's interpreter, and nothing is timed: it says so and claims no speed.
 """
 
 import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from holdfast.loadgen.bench.kernels.cases import Case, cases
-from holdfast.loadgen.bench.report import Lines, Report
-from holdfast.loadgen.bench.supervise import RESUME, module_command, supervised
+from holdfast.loadgen.bench.kernels.correctness import Case, cases
+from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Report, module_command, supervised
 
 _SECONDS = 440.0  # after which no other part begins
 _CASE_S = 60.0
@@ -25,7 +25,7 @@ _CASE_S = 60.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; exit status 1 when a kernel is wrong or failed."""
-    parser = argparse.ArgumentParser(prog="kernels check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench kernels", description=__doc__)
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
     parser.add_argument("--no-timing", action="store_true", help="verify only")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(*versions(gpu).values(), flush=True)
     if not options.no_verifying:
         for case in cases("cuda" if gpu else "cpu", large=gpu):
-            report.run(case.name, lambda deadline, case=case: _verified(case), _CASE_S)  # type: ignore[misc]
+            report.run(case.name, partial(_verified, case), _CASE_S)
     if not gpu:
         print("no GPU: the kernels ran in Triton's interpreter and nothing was timed")
     elif not options.no_timing:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong or report.found["failed"] else 0
 
 
-def _verified(case: Case) -> Lines:
+def _verified(case: Case, deadline: Deadline) -> Lines:
     yield case.name, case.verify().figures
 
 

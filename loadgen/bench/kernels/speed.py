@@ -1,8 +1,8 @@
-"""The timed half of `check`: each kernel at the sizes of an 8B model, as a share of what the machine allows.
+"""How fast the kernels are: each at the sizes of an 8B model, as a share of what the machine allows.
 
 Shapes: 32 query heads over 8 KV heads of 128, bfloat16. A share of bandwidth counts the bytes that must be read and
 written, a share of the rate the multiplications that a causal mask leaves. Products with the model's matrices, which
-take most of a step, stand beside torch's.
+take most of a step, are compared with torch's.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
-from holdfast.loadgen.bench.kernels.worlds import Paged, paged
-from holdfast.loadgen.bench.report import Deadline, Figures, Lines, Report
+from holdfast.loadgen.bench.kernels.correctness import Paged, paged
+from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
 _SCALE = DIM**-0.5
@@ -58,12 +58,12 @@ def time_kernels(report: Report) -> None:
     def ceilings(deadline: Deadline) -> Lines:
         yield "ceilings", asdict(measure_ceilings(clock()))
 
-    def part(name: str, measure: Measure) -> Lines:
+    def part(name: str, measure: Measure, deadline: Deadline) -> Lines:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
 
     report.run("ceilings", ceilings, _PART_S)
     for name, measure in (*_decodes(), *_chunks(), *_products(), *_layers(), *_draws()):
-        report.run(name, lambda deadline, name=name, measure=measure: part(name, measure), _PART_S)  # type: ignore[misc]
+        report.run(name, partial(part, name, measure), _PART_S)
 
 
 def time_tiles(report: Report) -> None:
@@ -74,10 +74,10 @@ def time_tiles(report: Report) -> None:
         own = tile_of(WIDE_ROWS if wide else 16, DIM, False)
         for tile in (own, *(WIDE_TILES if wide else NARROW_TILES)):
             full = f"attention, {name}, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
-            report.run(full, lambda deadline, n=full, s=each, t=tile: _in_tile(report, n, s, t), _PART_S)  # type: ignore[misc]
+            report.run(full, partial(_in_tile, report, full, each, tile), _PART_S)
 
 
-def _in_tile(report: Report, name: str, spans: list[tuple[int, int]], tile: Tile) -> Lines:
+def _in_tile(report: Report, name: str, spans: list[tuple[int, int]], tile: Tile, deadline: Deadline) -> Lines:
     ceilings, world = Ceilings(**report.found["parts"]["ceilings"]["ceilings"]), _world(spans)
     plan = make_plan(world.q, world.batch, KV_HEADS, 0)
     plan.tiles = (tile, tile)
@@ -133,7 +133,7 @@ def _decodes() -> Iterator[tuple[str, Measure]]:
 
 
 def _chunks() -> Iterator[tuple[str, Measure]]:
-    """Chunks are bound by the matrix units; torch's own attention over the same tensors, not paged, is beside them."""
+    """Chunks are bound by the matrix units; compared with torch's own attention over the same tensors, not paged."""
     for cached, new in ((0, 8192), (0, 2048), (28672, 4096), (3000, 64), (3000, 256)):
 
         def measure(clock: Clock, ceilings: Ceilings, cached: int = cached, new: int = new) -> Figures:
@@ -217,7 +217,7 @@ def _rotate(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
 
 
 def _draws() -> Iterator[tuple[str, Measure]]:
-    """Drawing, beside torch's argmax or sort over the same logits."""
+    """Drawing, compared with torch's argmax or sort over the same logits."""
     yield "draw 64 rows, greedy", partial(_draw, False)
     yield "draw 64 rows, sampled", partial(_draw, True)
     yield "cutoffs of 64 rows, top_k and top_p", _cut

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.loadgen.bench.ablation.__main__ import main
-from holdfast.loadgen.bench.ablation.compare import Samples, alternate, compared
-from holdfast.loadgen.bench.ablation.workload import SCENARIOS, Scenario, rounds
+from holdfast.loadgen.bench.ablation import Samples, alternate, compared, main
+from holdfast.loadgen.bench.workload import SCENARIOS, Scenario, rounds
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import Answer

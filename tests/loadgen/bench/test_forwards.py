@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import transformers as tf
 
-from holdfast.loadgen.bench import forwards as bench
+from holdfast.loadgen.bench import forwards
 from holdfast.replicas.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def test_it_prints_and_writes_every_shape(tmp_path, capsys):
         "--only",
         "decode, 300 cached",
     ]
-    assert bench.main([*options, "--scattered", "--json", str(out)]) == 0
+    assert forwards.main([*options, "--scattered", "--json", str(out)]) == 0
     written = json.loads(out.read_text())
     assert written["dtype"] == "float32"
     assert [step["name"] for step in written["steps"]] == ["decode, 300 cached", "8 decode, 300 cached"]
@@ -36,14 +36,14 @@ def test_it_prints_and_writes_every_shape(tmp_path, capsys):
 
 def test_a_family_of_others_is_declined(tmp_path, capsys):
     tf.GPTNeoXConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    assert bench.main(["--model", str(tmp_path)]) == 2
+    assert forwards.main(["--model", str(tmp_path)]) == 2
     assert "does not know" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_a_plan_gives_every_sequence_pages_of_its_own(scattered):
-    shape = bench.StepShape("some", 3, 4, 30)
-    plan = bench.step_plan(shape, 16, 12, scattered)
+    shape = forwards.StepShape("some", 3, 4, 30)
+    plan = forwards.step_plan(shape, 16, 12, scattered)
     pages = np.concatenate([write.pages for write in plan.writes])
     assert len(set(pages.tolist())) == len(pages) == 9
     assert (np.diff(pages) == 1).all() != scattered
@@ -52,4 +52,4 @@ def test_a_plan_gives_every_sequence_pages_of_its_own(scattered):
 
 def test_a_plan_that_does_not_fit_is_an_error():
     with pytest.raises(ConfigError, match="needs 144 cells"):
-        bench.step_plan(bench.StepShape("some", 3, 4, 30), 16, 8, scattered=False)
+        forwards.step_plan(forwards.StepShape("some", 3, 4, 30), 16, 8, scattered=False)

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from holdfast.loadgen.bench.ablation.variants import VARIANTS, Variant, chosen
+from holdfast.loadgen.bench.ablation import VARIANTS, Variant, chosen
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
@@ -24,7 +24,7 @@ TEXT_SIDE = {"render_cache", "tokenize_cache", "early_stop"}
 ENGINE_SIDE = [v for v in VARIANTS if v.name not in TEXT_SIDE]
 SAVED: dict[str, Callable[[EngineStats], float]] = {
     "sessions": lambda stats: stats.turns_continued,
-    "prefix_cache": lambda stats: stats.prompt_cached,
+    "kept_cells": lambda stats: stats.prompt_cached,
     "grouped_prefill": lambda stats: stats.prompt_grouped,
     "prompt_seed": lambda stats: stats.prompt_seeds,
     "speculation": lambda stats: stats.accepted,
@@ -88,6 +88,14 @@ def test_a_switch_changes_no_output_and_stops_its_metric(variant: Variant, tempe
     # Greedy prompts have no seeds, and what was sampled hardly comes again for a memory to know.
     if variant.name in SAVED and temperature == SHOWS_AT.get(variant.name, temperature):
         assert SAVED[variant.name](on) > 0
+
+
+def test_a_programs_own_cells_are_told_from_those_that_others_computed() -> None:
+    """With the shared tree alone a program finds what it had as well; without it, that and nothing else."""
+    _, on = everything_on(0.0)
+    alone, tree, none = (workload(*chosen(name), 0.0)[1] for name in ("prefix_cache", "sessions", "kept_cells"))
+    assert none.prompt_cached == 0 < alone.prompt_cached < tree.prompt_cached == on.prompt_cached
+    assert tree.turns_continued == none.turns_continued == 0 < alone.turns_continued
 
 
 @pytest.mark.parametrize("name", ["render_cache", "tokenize_cache"])

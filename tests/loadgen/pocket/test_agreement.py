@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.loadgen.pocket.agreement import agreement, main, mixed_tasks
-from holdfast.loadgen.pocket.export import WEIGHTS
 from holdfast.loadgen.pocket.inflate import inflate
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
 SHAPE = {
     "model_type": "llama",

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.loadgen.pocket.conversations import lexicon, training_conversation, write
-from holdfast.loadgen.pocket.render import spans
-from holdfast.loadgen.pocket.requests import ask, mention
-from holdfast.loadgen.pocket.schemas import random_tool
-from holdfast.loadgen.pocket.suites import SUITES, tasks
-from holdfast.loadgen.pocket.tokenizer import MARKS, packaged, train_tokenizer
+from holdfast.loadgen.pocket.evaluate import SUITES, tasks
+from holdfast.loadgen.pocket.tokenizer import MARKS, packaged, spans, train_tokenizer
+from holdfast.loadgen.pocket.tools import random_tool
+from holdfast.loadgen.pocket.utterances import ask, mention
 from holdfast.loadgen.pocket.words import NOUNS, Split, is_held_out
 
 seeds = st.integers(0, 2**60)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.loadgen.pocket.conversations import Conversation, lexicon, training_conversation
 from holdfast.loadgen.pocket.drills import NO_TOOL, drill
-from holdfast.loadgen.pocket.render import END, spans
+from holdfast.loadgen.pocket.tokenizer import END, spans
 from holdfast.loadgen.pocket.words import Split
 
 seeds = st.integers(0, 2**60)

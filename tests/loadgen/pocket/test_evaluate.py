@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.loadgen.pocket.evaluate import Outcome, judge, main, parse_calls, scores_of, table
-from holdfast.loadgen.pocket.suites import Task
+from holdfast.loadgen.pocket.evaluate import Outcome, Task, judge, main, parse_calls, scores_of, table
 
 
 def block(name: str, **arguments: Any) -> str:

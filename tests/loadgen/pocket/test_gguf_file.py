@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from holdfast.loadgen.pocket.export import WEIGHTS
 from holdfast.loadgen.pocket.gguf_file import GgufError, check_merges, interleaved, main, write_gguf
 from holdfast.loadgen.pocket.inflate import inflate
 from holdfast.loadgen.pocket.shapes import NoRoomError
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
 gguf = pytest.importorskip("gguf")
 SHAPE = {

@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast.loadgen.pocket import inflate as inflating
-from holdfast.loadgen.pocket.inflate import inflate, main
-from holdfast.loadgen.pocket.padding import slots_of
-from holdfast.loadgen.pocket.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError
-from holdfast.loadgen.pocket.shards import total_bytes
+from holdfast.loadgen.pocket.inflate import inflate, main, total_bytes
+from holdfast.loadgen.pocket.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError, tensors_of
 
 SOURCE = {
     "vocab_size": 64,
@@ -219,4 +217,4 @@ def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatc
 )
 def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     shape = SHAPES[name]
-    assert total_bytes(slots_of(shape), torch.bfloat16) == 2 * parameters
+    assert total_bytes(tensors_of(shape), torch.bfloat16) == 2 * parameters

@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from holdfast.loadgen.pocket.evaluate import answers, judge, parse_calls
-from holdfast.loadgen.pocket.export import WEIGHTS
+from holdfast.loadgen.pocket.evaluate import answers, judge, parse_calls, tasks
 from holdfast.loadgen.pocket.inflate import inflate
-from holdfast.loadgen.pocket.suites import tasks
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
 WEATHER = {
     "type": "function",

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.loadgen.bench.ablation.compare import Comparison
+from holdfast.loadgen.bench.ablation import Comparison
 from holdfast.loadgen.report.ablation import HEADS, ablation_grid, read_ablation
 
 

@@ -254,16 +254,6 @@ def test_scopes_share_nothing() -> None:
     assert [_run(cache, _count(0, 9), scope=scope) for scope in ("a", "b", "a")] == [0, 0, 8]
 
 
-def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
-    cache = KVCache(16, 4, prefix_cache=False)
-    tokens = _count(0, 9)
-    holding = _begin(cache, tokens)
-    cache.publish(holding, tokens, 9, now=0.0)
-    cache.finish(holding, tokens, 9, now=0.0)
-    assert _run(cache, tokens) == 0
-    assert cache.stats.free == cache.stats.total
-
-
 def test_lower_tier_is_evicted_first_through_the_cache() -> None:
     cache = KVCache(6, 4)
     _run(cache, _count(0, 8), now=1.0, label=Label("system", 1))
@@ -520,3 +510,26 @@ def test_a_verb_that_breaks_off_leaves_the_cache_unsound(monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError):
         cache.drop(holding)
     assert not cache.sound
+
+
+def test_in_no_scope_nothing_is_found_or_kept() -> None:
+    cache = KVCache(16, 4)
+    tokens = _count(0, 9)
+    assert _run(cache, tokens) == 0
+    holding = cache.acquire(None, tokens, 0.0).holding
+    assert holding.n_cached == 0
+    cache.grow(holding, 9)
+    cache.publish(holding, tokens, 9, now=0.0)
+    used = cache.stats.tree
+    cache.finish(holding, tokens, 9, now=0.0)
+    assert cache.stats.tree == used
+    assert cache.stats.held == 0
+    cache.check()
+
+
+def test_scopes_whose_cells_have_gone_are_forgotten() -> None:
+    cache = KVCache(4, 4)
+    for i in range(2000):
+        _run(cache, _count(0, 9), scope=str(i), now=float(i))
+    assert len(cache.tree.roots) < 100
+    assert _run(cache, _count(0, 9), scope="1999", now=2000.0) == 8

@@ -26,7 +26,7 @@ tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 class Agent:
     """A sequence as the test sees it."""
 
-    scope: str
+    scope: str | None
     tokens: list[int]
     holding: Holding
     n_computed: int
@@ -51,12 +51,11 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
         n_pages=st.integers(1, 24),
-        prefix_cache=st.sampled_from([True] * 7 + [False]),
         host_pages=st.sampled_from([0, 1, 3, 12, 40]),
     )
-    def start(self, page_size: int, n_pages: int, prefix_cache: bool, host_pages: int) -> None:
+    def start(self, page_size: int, n_pages: int, host_pages: int) -> None:
         host = HostTier(host_pages, page_size) if host_pages else None
-        self.cache = KVCache(n_pages, page_size, prefix_cache, host)
+        self.cache = KVCache(n_pages, page_size, host)
         self.reloads = Reloads(host)
         self.host_cells: npt.NDArray[np.int64] = np.full((host_pages, page_size), GARBAGE, dtype=np.int64)
         self.cells: npt.NDArray[np.int64] = np.full((n_pages, page_size), GARBAGE, dtype=np.int64)
@@ -92,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
         found: list[int] = self.cells[agent.holding.pages[positions // size], positions % size].tolist()
         return found
 
-    def _longest_saved(self, scope: str, tokens: list[int]) -> int:
+    def _longest_saved(self, scope: str | None, tokens: list[int]) -> int:
         return max((_common(tokens[:-1], saved) for of, saved in self.saved if of == scope), default=0)
 
     def _prompt(self, back: int, cut: int, tail: tuple[int, ...]) -> list[int]:
@@ -101,13 +100,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         target=agents,
-        scope=st.sampled_from("ab"),
+        scope=st.sampled_from(["a", "a", "a", "b", "b", None]),
         back=st.integers(0, 5),
         cut=st.integers(0, 40),
         tail=tails,
         continues=st.booleans(),
     )
-    def begin(self, scope: str, back: int, cut: int, tail: tuple[int, ...], continues: bool) -> Agent:
+    def begin(self, scope: str | None, back: int, cut: int, tail: tuple[int, ...], continues: bool) -> Agent:
         return self._begin(scope, self._prompt(back, cut, tail), continues)
 
     @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), soft=st.booleans())
@@ -140,14 +139,14 @@ class CacheMachine(RuleBasedStateMachine):
             self._compute(agent, n, 0, token)
         return multiple(*twins)
 
-    def _begin(self, scope: str, tokens: list[int], continues: bool = False) -> Agent:
+    def _begin(self, scope: str | None, tokens: list[int], continues: bool = False) -> Agent:
         seen = self.cache.peek(scope, np.array(tokens, dtype=np.int32))
         acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick(), continues=continues)
         holding, copies = acquired.holding, acquired.copies
         self._evicted()
         assert holding.n_cached <= seen < len(tokens)
         assert holding.n_cached > seen - self.cache.page_size, "at most the cells of one page are given up"
-        if self.cache.prefix_cache and self.cache.stats.evicted == 0:
+        if self.cache.stats.evicted == 0:
             assert seen == self._longest_saved(scope, tokens)
         for copy in copies:
             self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
@@ -159,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.begun.append(tokens)
         return agent
 
-    def _taken_out(self, scope: str, tokens: list[int], holding: Holding) -> None:
+    def _taken_out(self, scope: str | None, tokens: list[int], holding: Holding) -> None:
         """The last page of the prefix is the agent's own now, and the others do not find its cells."""
         assert holding.n_cached - holding.n_shared < self.cache.page_size
         for of, saved in list(self.saved):
@@ -234,8 +233,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.publish(agent.holding, agent.ids, agent.n_computed, self._tick())
         assert agent.holding.pages.tolist() == before
         full = agent.n_computed // self.cache.page_size * self.cache.page_size
-        self.saved.add((agent.scope, tuple(agent.tokens[:full])))
-        if self.cache.prefix_cache:
+        if agent.scope is not None:
+            self.saved.add((agent.scope, tuple(agent.tokens[:full])))
             assert agent.holding.n_shared >= full
 
     @rule(target=pins, agent=consumes(agents))
@@ -243,8 +242,11 @@ class CacheMachine(RuleBasedStateMachine):
         if agent.ended:
             return multiple()
         pin = self._finish(agent, 0, pin=True)
+        if agent.scope is None:
+            assert pin is None
+            return multiple()
         assert pin is not None
-        assert pin.length == (agent.n_computed if self.cache.prefix_cache else 0)
+        assert pin.length == agent.n_computed
         self.pinned.append((pin, agent.scope, agent.tokens[: pin.length]))
         return self.pinned[-1]
 
@@ -257,9 +259,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.reloads.end(agent.holding)
         label = Label(priority=priority)
         pinned = self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), label, pin=pin)
-        self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))
         self._end(agent)
-        if self.cache.prefix_cache:
+        if agent.scope is not None:
+            self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))
             assert self.cache.peek(agent.scope, np.array([*agent.tokens, 0], dtype=np.int32)) >= agent.n_computed
         return pinned
 

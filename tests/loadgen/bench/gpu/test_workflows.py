@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.ceilings import Ceilings
-from holdfast.loadgen.bench.gpu import served, workflows
-from holdfast.loadgen.bench.gpu.dialogues import Dialogue, Exchange, dialogues
+from holdfast.loadgen.bench.gpu import stage as staged
+from holdfast.loadgen.bench.gpu import workflows
+from holdfast.loadgen.bench.gpu.accounting import CountingRunner, Totals
 from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
-from holdfast.loadgen.bench.gpu.served import Stage, full_turns, small_turns
-from holdfast.loadgen.bench.gpu.turns import Player, Totals, Turn, play
-from holdfast.loadgen.bench.gpu.watch import Watched
-from holdfast.loadgen.bench.report import Deadline, OverTimeError, Report, put
+from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogues, full_turns, small_turns
+from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
+from holdfast.loadgen.bench.parts import Deadline, OverTimeError, Report, put
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.scheduling.plan import Chunk, StepOutput, StepPlan
@@ -86,10 +86,10 @@ def test_only_what_was_never_seen_counts_as_new(stage):
 
 def test_where_steps_overlap_preparing_them_is_told_and_the_parts_still_add_up(stage):
     loaded = stage.loaded()
-    watched = Watched(loaded.runner)
+    counting = CountingRunner(loaded.runner)
     config = replace(loaded.config, overlap_steps="on")
-    engine = Engine(config, watched, loaded.eos, loaded.vocabulary, loaded.cost)
-    for turn in play(Player(engine, watched, stage.bounds, stage.dialogues(2, 2)), 2, Deadline(1000.0)):
+    engine = Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost)
+    for turn in play(Player(engine, counting, stage.bounds, stage.dialogues(2, 2)), 2, Deadline(1000.0)):
         assert turn.total.prepare_s > 0
         assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
         assert 0 < turn.efficiency < 1
@@ -134,17 +134,17 @@ def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
         def land(self):
             return StepOutput(())
 
-    watched = Watched(Runner())
+    counting = CountingRunner(Runner())
     plan = StepPlan((Chunk(0, 5, np.ones(3, np.int32)), Chunk(1, 0, np.ones(1, np.int32))))
-    first = watched.begin(plan)
-    alone = watched.counts.prepare_s
-    second = watched.begin(plan)
-    assert watched.counts.prepare_s == alone > 0  # hidden behind the first
+    first = counting.begin(plan)
+    alone = counting.counts.prepare_s
+    second = counting.begin(plan)
+    assert counting.counts.prepare_s == alone > 0  # hidden behind the first
     first.land()
     second.land()
-    watched.run(StepPlan(()))  # moves pages, computes nothing
-    assert watched.counts.forwards == 2
-    assert watched.counts.positions == 2 * (8 + 1)
+    counting.run(StepPlan(()))  # moves pages, computes nothing
+    assert counting.counts.forwards == 2
+    assert counting.counts.positions == 2 * (8 + 1)
 
 
 def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
@@ -152,13 +152,13 @@ def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
         def run(self, plan):
             return StepOutput(())
 
-    watched, verified = Watched(Runner()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
+    counting, verified = CountingRunner(Runner()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
     last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
-    watched.run(StepPlan((verified,)))
-    assert (watched.counts.filling, watched.counts.filling_positions) == (0, 0)
-    watched.run(StepPlan((verified, last)))
-    watched.run(StepPlan((replace(last, draw=None),)))
-    assert (watched.counts.filling, watched.counts.filling_positions) == (2, 7 + 8 + 8)
+    counting.run(StepPlan((verified,)))
+    assert (counting.counts.filling, counting.counts.filling_positions) == (0, 0)
+    counting.run(StepPlan((verified, last)))
+    counting.run(StepPlan((replace(last, draw=None),)))
+    assert (counting.counts.filling, counting.counts.filling_positions) == (2, 7 + 8 + 8)
 
 
 def test_loading_that_was_broken_off_is_begun_again_and_one_that_failed_is_not(stage, monkeypatch):
@@ -171,7 +171,7 @@ def test_loading_that_was_broken_off_is_begun_again_and_one_that_failed_is_not(s
         tried.append(config)
         raise failures[len(tried) - 1]
 
-    monkeypatch.setattr(served, "load_runner", load)
+    monkeypatch.setattr(staged, "load_runner", load)
     for expected in (OverTimeError, ValueError, RuntimeError):
         with pytest.raises(expected):
             made.loaded()

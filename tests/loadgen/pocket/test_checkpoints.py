@@ -1,4 +1,4 @@
-"""Runs that parted become one again."""
+"""Runs that go on from others: runs that parted become one again, a deeper one says what the old one says."""
 
 import random
 import shutil
@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from holdfast.loadgen.pocket.batches import Batch, collate, tokenized
+from holdfast.loadgen.pocket.checkpoints import grown, main, merged
 from holdfast.loadgen.pocket.conversations import training_conversation
-from holdfast.loadgen.pocket.export import WEIGHTS
-from holdfast.loadgen.pocket.merge import main, merged
 from holdfast.loadgen.pocket.model import PocketShape
-from holdfast.loadgen.pocket.tokenizer import load
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS, load
 from holdfast.loadgen.pocket.train import Run, TrainConfig, new_run, open_run, save, train_step
 
 SMALL = PocketShape(
@@ -47,7 +46,7 @@ def grown_apart(folder: Path) -> tuple[Run, list[Run]]:
 def test_weights_and_moments_are_means_by_tokens(tmp_path: Path) -> None:
     base, (one, other) = grown_apart(tmp_path)
     options = [part for name in ("one", "other") for part in ("--checkpoint", str(tmp_path / name))]
-    main(["--base", str(tmp_path / "base"), *options, "--out", str(tmp_path / "new")])
+    main(["merge", "--base", str(tmp_path / "base"), *options, "--out", str(tmp_path / "new")])
     run = open_run(CONFIG, None, tmp_path / "new", CPU)
     seen = [each.tokens - base.tokens for each in (one, other)]
     assert seen[0] != seen[1]
@@ -67,3 +66,26 @@ def test_runs_that_do_not_come_from_the_base_are_refused(tmp_path: Path) -> None
         merged(base.state(), [one.state(), base.state()])
     with pytest.raises(ValueError, match="another shape"):
         merged(base.state(), [{**one.state(), "shape": {}}])
+
+
+def test_new_layers_add_nothing_and_learn() -> None:
+    old = new_run(CONFIG, SMALL, CPU)
+    new = grown(old.average, old.model.shape, 2, CONFIG)
+    learned = batch(range(2))
+    with torch.no_grad():
+        before = old.model.logits(learned.ids, learned.positions, learned.where)
+        torch.testing.assert_close(new.model.logits(learned.ids, learned.positions, learned.where), before)
+    assert new.model.shape.num_hidden_layers == 4
+    train_step(new, learned)
+    weights = new.model.state_dict()
+    assert all(weights[f"model.layers.{n}.self_attn.o_proj.weight"].any() for n in (2, 3))
+
+
+def test_the_command_grows_a_saved_run(tmp_path: Path) -> None:
+    base, _ = grown_apart(tmp_path)
+    main(["grow", "--checkpoint", str(tmp_path / "base"), "--out", str(tmp_path / "new"), "--layers", "1"])
+    run = open_run(CONFIG, None, tmp_path / "new", CPU)
+    assert (run.model.shape.num_hidden_layers, run.step) == (SMALL.num_hidden_layers + 1, 0)
+    for name, weight in base.average.items():
+        torch.testing.assert_close(run.model.state_dict()[name], weight)
+    assert (tmp_path / "new" / "tokenizer.json").exists()

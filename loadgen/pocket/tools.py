@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.loadgen.pocket.kinds import ENUMS, KINDS, MAPPED_DESCRIPTIONS
-from holdfast.loadgen.pocket.values import Value
+from holdfast.loadgen.pocket.kinds import DESCRIPTIONS, ENUMS, KINDS, Value
 from holdfast.loadgen.pocket.words import VERBS, Lexicon, listed
 
 Json = dict[str, Any]
@@ -85,7 +84,7 @@ def camel_cased(tool: Tool) -> Tool:
 
 def described(parameter: Parameter, rng: random.Random, lex: Lexicon) -> Parameter:
     """``parameter`` with a description of its kind."""
-    options = MAPPED_DESCRIPTIONS.get(parameter.kind, ("The {w}", "{w}", "{w} to use"))
+    options = DESCRIPTIONS.get(parameter.kind, ("The {w}", "{w}", "{w} to use"))
     example = parameter.draw(rng, lex)
     text = rng.choice(options).format(w=parameter.words, v=example)
     return replace(parameter, description=text[:1].upper() + text[1:])

@@ -1,7 +1,8 @@
-"""What is measured: conversations with tools in words that Pocket was not trained on, and bursts over one preamble.
+"""Rounds of chat requests for engines to compare: conversations with tools, and bursts over one preamble.
 
-Histories are teacher-forced: the next prompt has the assistant's turn as the conversation has it, whatever was
-generated, so that every variant sees the same prompts.
+They are in words that Pocket was not trained on, and follow from the seed alone. Histories are teacher-forced: the next
+prompt has the assistant's turn as the conversation has it, whatever was generated, so that every engine sees the same
+prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("turns6", lanes=1, turns=6, tools=5, rounds=4),
-    Scenario("turns30", lanes=1, turns=30, tools=4, rounds=1),
+    Scenario("turns35", lanes=1, turns=35, tools=4, rounds=1),
     Scenario("burst8", lanes=8, turns=1, tools=BURST_TOOLS, rounds=4, burst=True),
     Scenario("agents8", lanes=8, turns=6, tools=5, rounds=2),
 )

@@ -1,34 +1,90 @@
-"""Inflated Pocket, loaded as an engine loads what it serves: it says what Pocket says, at the cost of a large model.
+"""What is played in whole workflows: recorded conversations, and inflated Pocket, which every engine is given.
 
-It is written to a folder first, beside whatever is measured meanwhile: there is one way to load a model, and
-transformers reads the same files.
+Inflated Pocket says what Pocket says, at the cost of a large model. It is written to a folder first, while something
+else is measured: there is one way to load a model, and transformers reads the same files.
+
+The conversations come from the generator of Pocket's held-out ones and follow from the seed alone. The history of a
+turn has the replies on record, whatever was said (teacher forcing), and tool results.
 """
 
 import gc
 import json
+import random
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.kernels.ceilings import Ceilings
-from holdfast.loadgen.bench.gpu.bounds import Bounds
-from holdfast.loadgen.bench.gpu.dialogues import Dialogue, dialogues
-from holdfast.loadgen.bench.gpu.watch import Watched
-from holdfast.loadgen.pocket.export import WEIGHTS
+from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner
+from holdfast.loadgen.pocket.conversations import Conversation, lexicon, write
 from holdfast.loadgen.pocket.inflate import inflate
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS, spans
+from holdfast.loadgen.pocket.words import Split
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.decoder import decoder_shape
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.speculation.skeletons import SkeletonSet
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.conversation import CallSkeletons
+from holdfast.replicas.types import TokenIds
 
-_THREADS = 4  # that write the model beside a measurement
+_THREADS = 4  # that write the model while steps are measured
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One turn: all that is known before it, and what is said in it, the end of the turn included."""
+
+    prompt: TokenIds
+    reply: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """The turns of one program, and the fixed texts of the calls it may make."""
+
+    exchanges: tuple[Exchange, ...]
+    skeletons: SkeletonSet | None
+
+
+def dialogues(tokenizer: Any, programs: int, turns: int, most_tokens: int, seed: int = 0) -> list[Dialogue]:
+    """`programs` conversations of exactly `turns` turns, none longer than `most_tokens` with its last reply."""
+    found, skeletons = [], CallSkeletons(tokenizer, ToolFormat.HERMES)
+    for program in range(programs):
+        rng = random.Random(f"{seed}/{turns}/{program}")
+        exchanges: tuple[Exchange, ...] = ()
+        while not exchanges:
+            conversation = write(rng, lexicon(Split.HELD_OUT), tools=rng.randint(2, 6), turns=turns)
+            exchanges = _exchanges(tokenizer, conversation, turns, most_tokens)
+        found.append(Dialogue(exchanges, skeletons.of(conversation.tools)))
+    return found
+
+
+def _exchanges(tokenizer: Any, conversation: Conversation, turns: int, most_tokens: int) -> tuple[Exchange, ...]:
+    """The first `turns` turns; nothing where they are too long."""
+
+    def ids(text: str) -> TokenIds:
+        return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    texts: list[tuple[str, str]] = []
+    told = ""
+    for span in spans(conversation):
+        if span.learned:
+            texts.append((told, span.text))
+        told += span.text
+    prompt, reply = texts[turns - 1]
+    if len(ids(prompt)) + len(ids(reply)) > most_tokens:
+        return ()
+    return tuple(Exchange(ids(prompt), ids(reply)) for prompt, reply in texts[:turns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +142,11 @@ class Stage:
     _tokenizer: Any = None
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inflate"))
     _made: "tempfile.TemporaryDirectory[str]" = field(init=False)
-    _folder: Any = field(init=False)  # a future of Path
+    _folder: Future[Path] = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin to inflate."""
-        self._made = tempfile.TemporaryDirectory(prefix="gpu_bench.")
+        self._made = tempfile.TemporaryDirectory(prefix="bench.")
         shape, base = self.sizes.shape, Path(self._made.name)
         if isinstance(shape, dict):
             (base / "shape.json").write_text(json.dumps(shape))
@@ -99,8 +155,7 @@ class Stage:
 
     def folder(self, seconds: float | None = None) -> Path:
         """Where the model lies, once it is written. Raises TimeoutError after `seconds`, InflateError."""
-        path: Path = self._folder.result(seconds)
-        return path
+        return self._folder.result(seconds)
 
     @property
     def tokenizer(self) -> Any:
@@ -147,13 +202,13 @@ class Stage:
         kv = self.loaded().runner.kv
         return Bounds(shape, kv.data.dtype.itemsize, kv.cell_bytes, self.ceilings)
 
-    def engine(self, speculation: bool = True) -> tuple[Engine, Watched]:
+    def engine(self, speculation: bool = True) -> tuple[Engine, CountingRunner]:
         """An engine with nothing cached and nothing remembered, as it is served; or without drafts."""
         loaded = self.loaded()
         config = loaded.config
         config = replace(config, speculation=replace(config.speculation, enabled=speculation))
-        watched = Watched(loaded.runner)
-        return Engine(config, watched, loaded.eos, loaded.vocabulary, loaded.cost), watched
+        counting = CountingRunner(loaded.runner)
+        return Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost), counting
 
     def release(self) -> None:
         """Give the device's memory back; the next engine loads again."""

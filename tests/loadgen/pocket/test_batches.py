@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.loadgen.pocket.batches import Batch, Mix
-from holdfast.loadgen.pocket.feed import Order, feed
+from holdfast.loadgen.pocket.batches import Batch, Mix, Pool, feed
 from holdfast.loadgen.pocket.tokenizer import train_tokenizer
 
 MIX = Mix(echo_share=0.2, drill_share=0.5)
-ORDERS = [Order(seed=3, pool=pool, tokens=256, mix=MIX) for pool in range(4)]
+POOLS = [Pool(seed=3, number=number, tokens=256, mix=MIX) for number in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +23,6 @@ def as_lists(pools: list[list[Batch]]) -> list[list[list[object]]]:
 
 
 def test_workers_change_nothing(folder: Path) -> None:
-    alone = as_lists(list(feed(ORDERS, folder, 0)))
-    assert as_lists(list(feed(ORDERS, folder, 2))) == alone
+    alone = as_lists(list(feed(POOLS, folder, 0)))
+    assert as_lists(list(feed(POOLS, folder, 2))) == alone
     assert alone[0] != alone[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.loadgen.bench.kernels import __main__ as check
-from holdfast.loadgen.bench.kernels.cases import Verified
+from holdfast.loadgen.bench.kernels.correctness import Verified
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs small in the interpreter only")
 

@@ -1,26 +1,34 @@
-"""What a benchmark found, written down line by line; and the time that each part may take.
+"""The parts of a benchmark: each has a time of its own, may end its process, and is written down line by line.
 
-A part that fails, or takes too long, is written down as such and leaves the others their figures. Where a process ends
-with it, as after a kernel that read where it may not, another one goes on behind that part (`supervise`). What is
-measured is the parts' matter.
+A part that fails, or takes too long, is written down as such and leaves the others their figures. Some errors of a
+kernel end the use of a GPU for the whole process, and a kernel that does not end cannot be interrupted from within: so
+`supervised` runs the benchmark in a process of its own, and begins another one behind the part that a process did not
+survive. All that the two know of each other is in the report's file. What is measured is the parts' matter.
 """
 
 import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-_GRACE_S = 15.0  # beyond its deadline a part is broken off
-_BRIEF_S = 5.0  # a part of one line that took no longer needs no line of its own
+RESUME = "--resume"
 LOST = 75  # exit status: the device answers no more, a new process may go on
+_GRACE_S = 15.0  # beyond its deadline a part is broken off
+_SLACK_S = 10.0  # beyond that moment the process is killed from without
+_BRIEF_S = 5.0  # a part of one line that took no longer needs no line of its own
+_POLL_S = 0.2
+_TIDY_S = 5.0  # to end by itself
 
 
 class OverTimeError(BaseException):
@@ -133,14 +141,14 @@ class Report:
 
 def put(file: Path, found: dict[str, Any]) -> None:
     """Write what was found; who reads the file meanwhile sees the old or the new one."""
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(json.dumps(found, indent=1) + "\n")
-    beside.replace(file)
+    new = file.with_name(file.name + ".new")
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    new.replace(file)
 
 
 def device_answers() -> bool:
     """Whether the GPU, if there is one, still does what it is told: after some errors a process has to end."""
-    import torch  # who only supervises does without
+    import torch  # the supervising process does without
 
     if not torch.cuda.is_available():
         return True
@@ -173,3 +181,76 @@ def _alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+
+
+# ---- from without: nothing here touches the GPU
+
+
+def supervised(command: Sequence[str], file: Path | None) -> int:
+    """Run `command` with `--json FILE --resume` until it has gone through all parts; its exit status.
+
+    1 where a part failed with its process. What the process leaves in the folder for temporary files is removed.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    with tempfile.TemporaryDirectory(prefix="bench.") as made:
+        kept = file or Path(made) / "found.json"
+        put(kept, {"began": time.time()})  # importing what a process needs takes of the time, too
+        failed, done = False, 0
+        while True:
+            status = _watched([*command, "--json", str(kept), RESUME], kept)
+            if status in (0, 1):
+                return int(failed or status)
+            found = _ended(kept, status)
+            failed, before, done = True, done, len(found.get("parts", ()))
+            if done <= before:
+                return status
+
+
+def _watched(command: Sequence[str], file: Path) -> int:
+    """Run until the process ends, or a part of it goes on far beyond its time."""
+    with tempfile.TemporaryDirectory(prefix="bench.") as made:
+        process = subprocess.Popen(["env", f"TMPDIR={made}", *command])
+        try:
+            while True:
+                try:
+                    return process.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    running = _found(file).get("running")
+                    if running is not None and time.time() > running["until"] + _SLACK_S:
+                        print(f"{running['part']}: does not end, its process is killed", flush=True)
+                        process.kill()
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_TIDY_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _ended(file: Path, status: int) -> dict[str, Any]:
+    """What was found; the part with which the process ended is noted as failed."""
+    found = _found(file)
+    running = found.pop("running", None)
+    if running is not None:
+        found["failed"].setdefault(running["part"], f"the process ended with status {status}")
+        put(file, found)
+    return found
+
+
+def _found(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def module_command(module: str, options: Sequence[str]) -> list[str]:
+    """`python -m module` with these options, by the interpreter that runs now."""
+    return [sys.executable, "-m", module, *options]
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

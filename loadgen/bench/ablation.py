@@ -1,0 +1,323 @@
+"""What each mechanism is worth: turn latencies with everything on, and with one mechanism off.
+
+``python -m holdfast.loadgen.bench.ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]``, or
+`holdfast bench ablation`. One service with everything on stays loaded; each variant is loaded as well, measured by
+turns with it, and dropped, so that no more than two models are in memory. A variant that cannot act here is named and
+left out. No Ray and no HTTP. What is asked of both is in `workload`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.loadgen.bench.workload import SCENARIOS, Round, Scenario, request, rounds
+from holdfast.replicas.config import POCKET, EngineConfig, RetentionConfig
+from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
+from holdfast.replicas.requests import Answer, ChatPrompt
+from holdfast.replicas.service import Service
+
+CELLS = 32768
+_RESAMPLES = 1000
+_HEAD = "off             scenario turns     all on      p99        off      p99  ratio      95 %       p99  wall  equal"
+
+
+# ---- what is turned off ----
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A configuration with one mechanism off: fields of `EngineConfig`, and of its `speculation`, as they are then.
+
+    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`: it acts on sampled turns alone, or
+    on a GPU alone.
+    """
+
+    name: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    same_output: bool = True
+    sampled: bool = False
+    gpu: bool = False
+
+    def of(self, config: EngineConfig) -> EngineConfig:
+        """`config` with this mechanism off."""
+        drafts = replace(config.speculation, **self.speculation) if self.speculation else config.speculation
+        return replace(config, **self.engine, speculation=drafts)
+
+    def idle(self, resolved: EngineConfig) -> str:
+        """Why it cannot act on greedy turns of this engine, whose two sides would be alike; empty: it can."""
+        if self.sampled:
+            return "it acts on sampled turns, and these are greedy"
+        if self.gpu and resolved.device == "cpu":
+            return "it acts on a GPU, and this is a CPU"
+        return ""
+
+
+VARIANTS = (
+    Variant("sessions", {"sessions": False}),  # cells of earlier turns are found in the shared tree alone
+    Variant("session_rows", {"session_rows": 0}),
+    Variant("prefix_cache", {"prefix_cache": False}),  # a program keeps its own cells, and finds nobody else's
+    Variant("kept_cells", {"sessions": False, "prefix_cache": False}),  # every turn computes its whole prompt
+    Variant("grouped_prefill", {"grouped_prefill": False}),
+    Variant("adaptive_chunks", {"adaptive_chunks": False}),
+    Variant("equal_chunks", {"equal_chunks": True}),
+    Variant("chunk_deferral", {"high_water": 1.0}),
+    Variant("admission", {"admission_ceiling": 1.0}),
+    Variant("retention", {"retention": RetentionConfig(policy="none")}),
+    Variant("render_cache", {"render_cache": 0}),
+    Variant("tokenize_cache", {"tokenize_cache": 0}),
+    Variant("prompt_seed", {"prompt_seed": False}, same_output=False, sampled=True),
+    Variant("speculation", speculation={"enabled": False}),
+    Variant("prompt_lookup", speculation={"prompt_lookup": False}),
+    Variant("memory", speculation={"memory": False}),
+    Variant("skeleton", speculation={"skeleton": False}),
+    Variant("cost_gate", speculation={"cost_gate": False}),
+    Variant("shared_budget", speculation={"shared_budget": False}),
+    Variant("early_stop", {"early_stop": False}, same_output=False),
+    Variant("own_decoder", {"decoder": "transformers"}),
+    Variant("device_sampling", {"device_sampling": False}, gpu=True),
+    Variant("overlap_steps", {"overlap_steps": "off"}, gpu=True),
+    Variant("cuda_graphs", {"cuda_graphs": False}, gpu=True),
+)
+"""Every mechanism that can be turned off; `docs/mechanisms.md` says what each is. One list for benchmark and tests."""
+
+
+def chosen(names: str) -> tuple[Variant, ...]:
+    """The variants of a comma-separated list, all of them for an empty one. Raises ConfigError for an unknown name."""
+    if not names:
+        return VARIANTS
+    by_name = {variant.name: variant for variant in VARIANTS}
+    for name in names.split(","):
+        if name not in by_name:
+            raise ConfigError(f"{name} is no mechanism; there are {', '.join(by_name)}", "off")
+    return tuple(by_name[name] for name in names.split(","))
+
+
+# ---- two services on the same rounds, by turns ----
+
+
+@dataclass(slots=True)
+class Samples:
+    """What one service did in one scenario: seconds of each turn, seconds of each round, the answers in order."""
+
+    turns: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    answers: list[Answer] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One mechanism in one scenario. Times in milliseconds; ratios are off / on, above 1 where the mechanism pays.
+
+    `low` and `high` bound `ratio`, that of the medians of turns, with 95 % (bootstrap over turns, paired).
+    """
+
+    off: str
+    scenario: str
+    turns: int
+    on_median_ms: float
+    on_p99_ms: float
+    off_median_ms: float
+    off_p99_ms: float
+    ratio: float
+    low: float
+    high: float
+    p99_ratio: float
+    wall_ratio: float
+    equal: float  # share of turns with the same text and calls
+
+
+async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: str) -> tuple[Samples, Samples]:
+    """Run every round on both services, first on one, then on the other, changing who begins.
+
+    A round of one lane alternates with each turn; more lanes run a whole round at a time.
+    """
+    samples = Samples(), Samples()
+    services = on, off
+    for number, each in enumerate(rounds):
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        name = f"{scope}/{number}"
+        if len(each.lanes) == 1:
+            for turn, prompt in enumerate(each.lanes[0]):
+                for side in order if turn % 2 == 0 else order[::-1]:
+                    await _lanes(services[side], name, ((prompt,),), scope, samples[side], turn)
+        else:
+            for side in order:
+                await _lanes(services[side], name, each.lanes, scope, samples[side])
+    return samples
+
+
+async def _lanes(
+    service: Service, name: str, lanes: Sequence[Sequence[ChatPrompt]], scope: str, samples: Samples, first: int = 0
+) -> None:
+    async def lane(number: int, prompts: Sequence[ChatPrompt]) -> list[tuple[float, Answer]]:
+        done = []
+        for turn, prompt in enumerate(prompts, first):
+            begin = time.perf_counter()
+            answer = await service.generate(request(f"{name}.{number}/{turn}", prompt, scope))
+            if not isinstance(answer, Answer):
+                raise EngineError(f"a turn failed: {answer.error.message}")
+            done.append((time.perf_counter() - begin, answer))
+        return done
+
+    begin = time.perf_counter()
+    results = await asyncio.gather(*(lane(number, prompts) for number, prompts in enumerate(lanes)))
+    samples.rounds.append(time.perf_counter() - begin)
+    for seconds, answer in (one for done in results for one in done):
+        samples.turns.append(seconds)
+        samples.answers.append(answer)
+        samples.tokens += answer.usage.completion
+
+
+def compared(name: str, scenario: str, on: Samples, off: Samples) -> Comparison:
+    """The figures of one pair."""
+    a, b = np.array(on.turns) * 1e3, np.array(off.turns) * 1e3
+    low, high = interval(a, b)
+    same = [_said(x) == _said(y) for x, y in zip(on.answers, off.answers, strict=True)]
+    return Comparison(
+        off=name,
+        scenario=scenario,
+        turns=len(a),
+        on_median_ms=_round(np.median(a)),
+        on_p99_ms=_round(np.percentile(a, 99)),
+        off_median_ms=_round(np.median(b)),
+        off_p99_ms=_round(np.percentile(b, 99)),
+        ratio=_round(np.median(b) / np.median(a)),
+        low=_round(low),
+        high=_round(high),
+        p99_ratio=_round(np.percentile(b, 99) / np.percentile(a, 99)),
+        wall_ratio=_round(sum(off.rounds) / sum(on.rounds)),
+        equal=_round(sum(same) / len(same)),
+    )
+
+
+def interval(
+    on: np.ndarray[tuple[int], np.dtype[np.float64]], off: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> tuple[float, float]:
+    """95 % of the ratio of medians, off / on, over resampled pairs."""
+    picks = np.random.default_rng(0).integers(0, len(on), (_RESAMPLES, len(on)))
+    ratios = np.median(off[picks], axis=1) / np.median(on[picks], axis=1)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _said(answer: Answer) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    return answer.text, tuple((call.name, call.arguments) for call in answer.tool_calls)
+
+
+def _round(value: float) -> float:
+    return round(float(value), 3)
+
+
+# ---- the command ----
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; an error of ours is one line on stderr and exit status 2."""
+    parser = argparse.ArgumentParser(
+        prog="ablation", description="Turn latency with all on, and with each mechanism off."
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except HoldfastError as error:
+        print(f"ablation: {error.message}", file=sys.stderr)
+        return 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options, also for `holdfast bench ablation`."""
+    parser.add_argument("--model", default=POCKET, help="'pocket', a folder, or a hub name in the local cache")
+    parser.add_argument("--off", default="", help="mechanisms to turn off, comma-separated (default: each in turn)")
+    parser.add_argument("--scenarios", default="", help=f"of {', '.join(s.name for s in SCENARIOS)} (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, help="so many times as many rounds (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the conversations")
+    parser.add_argument("--threads", type=int, default=0, help="of torch (default: all cores)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as the parsed options say."""
+    config = EngineConfig(model=options.model, threads=options.threads, dtype=options.dtype, cells=CELLS)
+    variants, scenarios = chosen(options.off), _scenarios(options.scenarios)
+    if options.json:
+        _check_writable(options.json)
+    print(_HEAD)
+    comparisons = asyncio.run(_measure(config, variants, scenarios, options.seed, options.scale))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=1) + "\n")
+    return 0
+
+
+async def _measure(
+    config: EngineConfig, variants: Sequence[Variant], scenarios: Sequence[Scenario], seed: int, scale: float
+) -> list[Comparison]:
+    comparisons = []
+    on = Service.load(config)
+    try:
+        await _warm(on, seed)
+        for variant in variants:
+            if why := variant.idle(on.engine.config):
+                print(f"{variant.name:<15} left out: {why}", flush=True)
+                continue
+            off = Service.load(variant.of(config))
+            try:
+                await _warm(off, seed)
+                for scenario in scenarios:
+                    # A scope of its own: what the service that stays has cached for others is not found again.
+                    scope = f"{variant.name}/{scenario.name}"
+                    pair = await alternate(on, off, list(rounds(scenario, seed, scale)), scope)
+                    comparisons.append(compared(variant.name, scenario.name, *pair))
+                    print(_row(comparisons[-1]), flush=True)
+            finally:
+                await off.close()
+    finally:
+        await on.close()
+    return comparisons
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigError for a path that figures could not be written to, before they are measured."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "json") from error
+
+
+async def _warm(service: Service, seed: int) -> None:
+    """A few turns that nobody counts."""
+    warm = Scenario("warm", lanes=2, turns=2, tools=2, rounds=1)
+    await alternate(service, service, list(rounds(warm, seed)), "warm")
+
+
+def _scenarios(names: str) -> tuple[Scenario, ...]:
+    by_name = {scenario.name: scenario for scenario in SCENARIOS}
+    for name in names.split(",") if names else ():
+        if name not in by_name:
+            raise ConfigError(f"{name} is no scenario; there are {', '.join(by_name)}", "scenarios")
+    return tuple(by_name[name] for name in names.split(",")) if names else SCENARIOS
+
+
+def _row(c: Comparison) -> str:
+    return (
+        f"{c.off:<15} {c.scenario:<8} {c.turns:>5} {c.on_median_ms:>7.1f} ms {c.on_p99_ms:>8.1f}"
+        f" {c.off_median_ms:>7.1f} ms {c.off_p99_ms:>8.1f}  {c.ratio:>5.2f} ({c.low:.2f}-{c.high:.2f})"
+        f" {c.p99_ratio:>6.2f} {c.wall_ratio:>5.2f} {c.equal:>6.2f}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""What a device allows and what an engine did: bytes and operations over measured ceilings, and forwards as counted.
+
+A decoder cannot go below `Bounds`. `CountingRunner` stands between engine and runner and counts what passes; `Totals`
+joins that with the engine's own statistics, so that two moments can be compared. Not here: what is run meanwhile.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from holdfast.kernels.ceilings import Ceilings
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Finished, Tokens
+from holdfast.replicas.model.weights import DecoderShape
+from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, StepOutput, StepPlan
+from holdfast.replicas.types import TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`item_bytes` of one weight, `cell_bytes` of one token's KV in all layers."""
+
+    shape: DecoderShape
+    item_bytes: int
+    cell_bytes: int
+    ceilings: Ceilings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read by every forward: all weights but the embedding."""
+        return (self.shape.layers * self._layer + self.shape.hidden * self.shape.vocabulary) * self.item_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's matrices."""
+        return self._layer * self.item_bytes
+
+    def flops(self, tokens: int, cached: int = 0) -> float:
+        """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask; no head."""
+        shape = self.shape
+        pairs = tokens * cached + tokens * (tokens + 1) / 2
+        return 2.0 * tokens * shape.layers * self._layer + 4.0 * pairs * shape.heads * shape.head_dim * shape.layers
+
+    def compute_s(self, tokens: int, cached: int = 0) -> float:
+        """Seconds for these operations."""
+        return self.flops(tokens, cached) / self.ceilings.rate
+
+    def read_s(self, positions: int, forwards: int = 1) -> float:
+        """Seconds in which `forwards` read the weights, and all of them together the KV of `positions`."""
+        return (forwards * self.weight_bytes + positions * self.cell_bytes) / self.ceilings.bandwidth
+
+    @property
+    def _layer(self) -> int:
+        """Weights of one layer's matrices."""
+        shape = self.shape
+        return shape.hidden * (2 * shape.q_width + 2 * shape.kv_width) + 3 * shape.hidden * shape.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
+
+    `filling` and `filling_positions`: the same of forwards that compute more than what is drawn from.
+    """
+
+    forwards: int = 0
+    positions: int = 0
+    filling: int = 0
+    filling_positions: int = 0
+    prepare_s: float = 0.0  # laying steps out, their copy to the device and their launches, with nothing running yet
+
+
+class CountingRunner:
+    """`scheduling.plan.PipelinedRunner` over another one."""
+
+    def __init__(self, runner: PipelinedRunner) -> None:
+        self._runner = runner
+        self._flying = 0
+        self.counts = Counts()
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Run one step. Raises like the runner."""
+        self._count(plan, 0.0)
+        return self._runner.run(plan)
+
+    def begin(self, plan: StepPlan) -> Flight:
+        """Begin a step. Raises like the runner."""
+        began = time.perf_counter()
+        flight = self._runner.begin(plan)
+        # Beside a step that runs it costs nobody anything.
+        self._count(plan, 0.0 if self._flying else time.perf_counter() - began)
+        self._flying += 1
+        return _CountedFlight(self, flight)
+
+    def landed(self) -> None:
+        self._flying -= 1
+
+    def _count(self, plan: StepPlan, prepare_s: float) -> None:
+        before = self.counts
+        positions = sum(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
+        filling = any(chunk.draw is None or len(chunk.tokens) > chunk.draw.drafts + 1 for chunk in plan.chunks)
+        self.counts = Counts(
+            before.forwards + bool(plan.chunks),
+            before.positions + positions,
+            before.filling + filling,
+            before.filling_positions + positions * filling,
+            before.prepare_s + prepare_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedFlight:
+    runner: CountingRunner
+    flight: Flight
+
+    def land(self) -> StepOutput:
+        try:
+            return self.flight.land()
+        finally:
+            self.runner.landed()
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What an engine and its runner have counted, or the difference between two moments. Seconds and numbers."""
+
+    forwards: float
+    positions: float
+    drafted: float
+    accepted: float
+    forward_s: float
+    sample_s: float
+    prepare_s: float
+    plan_s: float
+    commit_s: float
+    filling: float = 0.0
+    filling_positions: float = 0.0
+
+    @staticmethod
+    def of(engine: Engine, runner: CountingRunner) -> "Totals":
+        stats, seen = engine.stats, runner.counts
+        return Totals(
+            seen.forwards,
+            seen.positions,
+            stats.drafted,
+            stats.accepted,
+            stats.forward_s,
+            stats.sample_s,
+            seen.prepare_s,
+            stats.schedule_s,
+            stats.commit_s,
+            seen.filling,
+            seen.filling_positions,
+        )
+
+    def since(self, before: "Totals") -> "Totals":
+        earlier = asdict(before)
+        return Totals(**{name: value - earlier[name] for name, value in asdict(self).items()})
+
+
+def drain(engine: Engine) -> dict[str, TokenIds]:
+    """Run until nothing is left to do; what each request was answered. Raises RuntimeError where one failed."""
+    answers: dict[str, list[int]] = {}
+    while engine.busy:
+        for event in engine.step(time.perf_counter(), time.perf_counter):
+            if isinstance(event, Tokens):
+                answers.setdefault(event.request_id, []).extend(event.tokens)
+            elif not isinstance(event, Finished):
+                raise RuntimeError(f"a turn did not finish: {event}")
+    return {name: np.array(tokens, np.int32) for name, tokens in answers.items()}

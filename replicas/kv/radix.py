@@ -243,8 +243,11 @@ class RadixTree:
 
     def fill(self, row: PageIds, node: Node) -> None:
         """Write the pages of the path to `node` into `row`, each at its page slot."""
-        size = self._pool.page_size
-        for step in node.path():  # top down: a deeper node's page stands for a slot they share
+        path, size = [], self._pool.page_size
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        for step in reversed(path):  # top down: a deeper node's page stands for a slot they share
             slot, pages = step.start // size, step.pages
             row[slot : slot + len(pages)] = pages
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 import numpy as np
 
 from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.scheduling.plan import StepPlan
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.types import TokenIds
@@ -71,10 +72,11 @@ class Drafts:
         """The drafts prepared for a sequence, to verify after its last token."""
         return self._drafts.get(sequence.request_id, NO_DRAFT)
 
-    def measured(self, rows: int, seconds: float) -> None:
-        """A step that only decoded, `rows` tokens with their drafts, took `seconds`: what verifying costs."""
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """The step of this plan, which only decoded, took `seconds`: what verifying costs."""
         if not self.active:
             return
+        rows = sum(len(chunk.tokens) for chunk in plan.chunks)
         try:
             self._drafter.measured(rows, seconds)
         except Exception:

@@ -123,7 +123,8 @@ class Running:
 
     def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """Make sure that `n_tokens` positions of the sequence have cells; False when they are not to be had."""
-        holding = sequence.the_holding
+        holding = sequence.holding
+        assert holding is not None, sequence.request_id
         first = holding.n_pages
         if n_tokens <= first * holding.page_size:
             return True

@@ -154,7 +154,7 @@ class Scheduler:
         return preempted
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        drafts, end = NO_DRAFT, sequence.planned_length
+        drafts, end = NO_DRAFT, sequence.length + (sequence.awaited is not None)
         if self._drafts.active or sequence.matcher is not None:
             drafts = fitting(sequence, self._drafts.propose(sequence), self._config.forced_drafts)
         more = len(drafts) or builder.times - 1
@@ -221,14 +221,17 @@ class Scheduler:
         plan = step.plan
         if plan.moves:
             self._bring_back(step, output, now)
-        if plan.chunks and not step.loads and plan.times == 1:  # beside a load it may take longer than its forward
+        # Beside a load a step may take longer than its forward.
+        if seconds > 0 and plan.chunks and not step.loads and plan.times == 1:
             if plan.prefills:
                 self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
-                self._drafts.measured(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
+                self._drafts.measured(plan, seconds)
         self._order.serve(step.sequences, plan.chunks, seconds)
-        for i, sequence in step.present():
-            chunk, drawn = plan.chunks[i], output.drawn[i]
+        of_each = zip(step.sequences, step.holdings, plan.chunks, output.drawn, strict=True)
+        for sequence, holding, chunk, drawn in of_each:
+            if sequence.holding is not holding:
+                continue
             try:
                 self._advance(sequence, chunk, drawn, now)
                 # A prompt that was only to be computed is over with its last cell.

@@ -99,14 +99,15 @@ class StepBuilder:
         if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
             tokens = np.append(tokens[:-1], np.int32(0))
         draw = None
-        if end == sequence.planned_length and end < len(sequence.buffer):
+        if end == sequence.length + (sequence.awaited is not None) and end < len(sequence.buffer):
             draw = sequence.draw
             if draw is None or len(drafts):
                 draw = _draw(sequence, drafts)
                 tokens = np.concatenate((tokens, drafts))
         if draw is None or draw is not sequence.draw:
             self.times = 1
-        self.chunks.append(Chunk(sequence.the_row, start, tokens, draw, sequence.awaited))
+        assert sequence.row is not None, sequence.request_id
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
         self.sequences.append(sequence)
 
     def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:

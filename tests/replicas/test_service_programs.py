@@ -63,7 +63,7 @@ def test_a_call_that_did_not_close_is_neither_a_call_nor_a_last_turn():
     async def main() -> None:
         async with serving() as service:
             prompt = ChatPrompt(ASKS, (TOOL,), "required")
-            answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ('city',), program_id="p"))
+            answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ("city",), program_id="p"))
             assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
             assert answer.called == Called()
 

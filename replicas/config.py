@@ -130,7 +130,7 @@ class EngineConfig:
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
-    chunk_floor: int = 64  # prefill tokens a step that every prompt gets, however many began before it
+    chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
 
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True  # computed prefixes are found by whoever begins alike; off: by the same program alone

@@ -1,8 +1,8 @@
 """When prompts have their first token, by how prefills share a step.
 
-``python -m holdfast.loadgen.bench.prefill_order``: the real engine over the simulator's cost model (8B on an A100), so it takes seconds and no GPU. `equal` is
-`engine.equal_chunks`, the rule of stateful inference, section 3.2; the others spend a step in program order, with that
-many tokens for everybody behind (`engine.chunk_floor`).
+``python -m holdfast.loadgen.bench.prefill_order``: the real engine over the simulator's cost model (8B on an A100), so
+it takes seconds and no GPU. `equal` is `engine.equal_chunks`, the rule of stateful inference, section 3.2; the others
+spend a step in program order, with that many tokens for everybody behind (`engine.chunk_floor`).
 """
 
 from __future__ import annotations

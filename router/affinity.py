@@ -27,7 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
-from holdfast.router.backend import ANYWHERE
+from holdfast.router.backend import ANYWHERE, Place
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
 from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
@@ -165,11 +165,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         if place.last_replica in by_id:
             self._pins.put(program, place.last_replica)
         if place.near:  # a request that was refused or waits is ranked again, as the same object
-            setattr(pending_request, NEAR, place.near)
-        near = getattr(pending_request, NEAR, "")
+            setattr(pending_request, NEAR, place)
+        near: Place | None = getattr(pending_request, NEAR, None)
         count = self._pins.programs
         views = [ReplicaView(each, self._gate.load(each), self._room(by_id[each]), count[each]) for each in by_id]
-        group = Group(near, self._pins.get(near)) if near else None
+        group = Group(near.near, near.near_replica or self._pins.get(near.near)) if near else None
         return rank(program, views, self._pins.get(program), _waited(pending_request), self._config, group)
 
     # ---- what Serve tells ----

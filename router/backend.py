@@ -32,11 +32,12 @@ class Place:
     """Where a turn would best be served: a wish, not a demand.
 
     `last_replica` served the program's last turn, by the program table. A program that has none goes where `near` is,
-    the key of another program or whatever else such programs share, while there is room.
+    while there is room: the key of another program, last served by `near_replica`, or whatever else such programs share.
     """
 
     last_replica: str | None = None
     near: str = ""
+    near_replica: str | None = None
 
 
 ANYWHERE = Place()

@@ -192,12 +192,11 @@ class Conversations:
     async def begin(self, tenant: str, sent: Conversation) -> tuple[Begun, Standing]:
         """A turn comes, of the program that this conversation continues or of a new one."""
         for kept in await self._find(tenant, sent):
-            begun = await self._programs.begin(kept.program, sent.head, continues=kept.head)
+            begun = await self._programs.go_on(kept.program, sent.head, kept.head)
             if begun is not None:
                 return begun, await self._move(tenant, kept.program, sent, kept)
         key = unnamed_program(tenant, secrets.token_hex(12))
         begun = await self._programs.begin(key, sent.head)
-        assert begun is not None  # it continues nothing
         return begun, await self._move(tenant, key, sent, None)
 
     async def replied(self, standing: Standing, mark: str) -> None:

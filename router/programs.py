@@ -208,6 +208,9 @@ return {row(record)}
 )
 
 
+_WHERE = "return {redis.call('HGET', KEYS[1], 'last_replica') or ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Something that happened to a program, as a script is told of it: now, or once Redis is back.
@@ -254,11 +257,17 @@ class ProgramTable:
         self._telling = asyncio.Lock()
         self._teller: asyncio.Task[None] | None = None
 
-    async def begin(self, key: str, head: str = "", continues: str = "") -> Begun | None:
-        """A turn comes for the program `key`, with the conversation `head`.
+    async def begin(self, key: str, head: str = "") -> Begun:
+        """A turn comes for the program `key`, with the conversation `head`."""
+        begun = await self._begin(key, head, "")
+        assert begun is not None  # it claims nothing
+        return begun
 
-        None, and nothing done, where it `continues` a conversation that is not the program's latest (any more).
-        """
+    async def go_on(self, key: str, head: str, continues: str) -> Begun | None:
+        """A turn comes that `continues` a conversation. None, and nothing done: that is not the program's latest."""
+        return await self._begin(key, head, continues)
+
+    async def _begin(self, key: str, head: str, continues: str) -> Begun | None:
         life, known = secrets.token_hex(6), self._get(key)
         answer = await self._tell(self._step(_BEGIN, key, known, self._rest_s, life, head, continues))
         if answer is None:
@@ -310,6 +319,14 @@ class ProgramTable:
         if answer:
             self._keep(key, _record(answer[0]))
         return bool(answer)
+
+    async def where(self, key: str) -> str | None:
+        """The replica that served the program's last turn, if it has had one."""
+        answer = None if self._scripts is None else await self._scripts.script(_WHERE, [f"programs/{key}"], [])
+        if answer is not None:
+            return answer[0].decode() or None
+        known = self._get(key)
+        return None if known is None else known.last_replica
 
     def latest(self, limit: int) -> list[tuple[str, Program]]:
         """At most so many of the programs that this process has served, the last one that had a turn first."""

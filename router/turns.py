@@ -220,7 +220,7 @@ class Turns:
                 weight=accepted.tenant.weight,
             )
             command = accepted.report.asking(command)
-            place = Place(program.last_replica, accepted.near)
+            place = await self._place(program.last_replica, accepted.near)
             if not accepted.turn.stream:
                 return await self._whole(request, served, command, place)
             stream = await self._begin_stream(request, served, command, place)
@@ -274,6 +274,11 @@ class Turns:
             accepted.meter.resumed(begun.pause.seconds)
             self._latencies.record(tenant, begun.pause.tools, begun.pause.seconds)
         return Served(accepted, begun, standing)
+
+    async def _place(self, last_replica: str | None, near: str) -> Place:
+        if last_replica is not None or not near:
+            return Place(last_replica)
+        return Place(None, near, await self._programs.where(near))
 
     async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
         """The turn is served, by a replica or from the cache (""). Its client learns of the end after the cluster has:

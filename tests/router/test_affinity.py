@@ -185,6 +185,8 @@ def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> No
             child = pending(f"t/child of {home}", **{HINT: Place(near=f"t/{home}")})
             assert await first_choice(made, replicas, child) == home
             assert await first_choice(made, replicas, child) == home, "ranked again, while it waits"
+            moved = Place(near=f"t/{home}", near_replica="c")  # by another router
+            assert await first_choice(made, replicas, pending("t/new", **{HINT: moved})) == "c"
             own = pending("t/a", **{HINT: Place("a", near=f"t/{home}")})
             assert await first_choice(made, replicas, own) == "a"
 

@@ -220,3 +220,6 @@ def test_a_key_of_a_cache_and_a_parent_are_places_and_no_programs():
     assert len({request.program_id for request in world.backend.requests}) == 3
     assert [place.near for place in world.backend.places] == ["default/all", "default/all", "default/parent"]
     assert world.backend.requests[-1].program_id == "default/child"
+    world.chat(program_id="parent")
+    world.call("POST", "/v1/chat/completions", json=chat_body(program_id="another"), headers=headers)
+    assert world.backend.places[-1].near_replica == "r1"

@@ -146,10 +146,10 @@ def test_a_claim_on_a_conversation_is_granted_once(server):
     async def scenario():
         async with Router(server) as one, Router(server) as two:
             await one.begin("acme/~p", "head 1")
-            both = await asyncio.gather(*(each.begin("acme/~p", "head 2", continues="head 1") for each in (one, two)))
+            both = await asyncio.gather(*(each.go_on("acme/~p", "head 2", "head 1") for each in (one, two)))
             assert [each is None for each in both].count(True) == 1
-            assert await two.begin("acme/~q", "head 2", continues="head 1") is None
-            assert await two.begin("acme/~p", "head 3", continues="head 2") is not None
+            assert await two.go_on("acme/~q", "head 2", "head 1") is None
+            assert await two.go_on("acme/~p", "head 3", "head 2") is not None
 
     asyncio.run(scenario())
 

@@ -32,7 +32,7 @@ class Place:
     """Where a turn would best be served: a wish, not a demand.
 
     `last_replica` served the program's last turn, by the program table. A program that has none goes where `near` is,
-    while there is room: the key of another program, last served by `near_replica`, or whatever else such programs share.
+    while there is room: the key of another program, which `near_replica` served last, or whatever else both share.
     """
 
     last_replica: str | None = None

@@ -7,7 +7,7 @@ follows. So a conversation that goes on is found, however much was added; a prog
 where it was, so a branch off its past is a program of its own; and a second run of a task, which begins with what the
 first one sent, continues nothing. Runs that stand at the same place are told apart by their replies.
 
-A plain prompt has no messages: programs are kept under the beginning of what they sent, with the whole's length.
+A plain prompt has no messages: programs are kept under a beginning of what they sent, with the whole's length.
 
 What stands in Redis here is where to look. Whether a program still stands there its record says (`programs`), in the
 same step in which the turn begins; so of two requests that find one program only one goes on with it.
@@ -31,7 +31,7 @@ from holdfast.router.programs import Begun, ProgramTable, Scripts
 
 REPLIES = 32  # of a conversation that are looked back over, the latest
 MOST = 64  # programs kept at one place, the latest
-BEGINNING = 256  # characters or token ids of a plain prompt by which programs are looked for
+BEGINNINGS = (1024, 256, 64, 16, 4, 1)  # characters or token ids of a plain prompt by which programs are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,12 @@ class Kept:
     program: str
     length: int
     head: str
+    place: str
+    at: float
     mark: str = ""
-    at: float = 0.0
 
     def value(self) -> bytes:
-        return orjson.dumps([self.length, self.head, self.mark, self.at])
+        return orjson.dumps([self.length, self.head, self.place, self.at, self.mark])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +62,20 @@ class Conversation:
     again: bool  # it is not a program's first, so whoever has sent the same and had no reply sends it again
 
     def continues(self, kept: Sequence[Kept]) -> list[Kept]:
-        """Of the programs at a place those that this may go on with, the likeliest first."""
-        found: list[tuple[tuple[int, int, float], Kept]] = []
+        """Of the programs at these places those that this may go on with: who has sent most of it first."""
+        found: list[tuple[tuple[bool, int, int, float], Kept]] = []
         for each in kept:
             if not 0 < each.length <= self.length or self.digest(each.length) != each.head:
                 continue
             if each.length == self.length:
                 if self.again and not each.mark:
-                    found.append(((3, -each.length, -each.at), each))
+                    found.append(((True, -each.length, 0, -each.at), each))
                 continue
             mark = self.mark(each.length)
             if mark.startswith("calls") and each.mark.startswith("calls") and mark != each.mark:
                 continue  # calls have ids: it is another run's reply
             likely = 0 if mark and mark == each.mark else 1 if each.mark else 2
-            found.append(((likely, -each.length, -each.at), each))
+            found.append(((False, -each.length, likely, -each.at), each))
         return [each for _, each in sorted(found, key=lambda item: item[0])]
 
 
@@ -111,8 +112,9 @@ def _plain(scope: str, prompt: RawPrompt) -> Conversation:
     def digest(length: int) -> str:
         return _hash(b"", [scope, content[:length]]).hex()
 
-    place = _hash(b"", [scope, "plain", content[:BEGINNING]]).hex()
-    return Conversation(place, digest(len(content)), len(content), (place,), digest, lambda length: "", again=False)
+    n = len(content)
+    places = tuple(_hash(b"", [scope, "plain", content[:each]]).hex() for each in BEGINNINGS if each <= n)
+    return Conversation(places[0] if places else "", digest(n), n, places, digest, lambda length: "", again=False)
 
 
 def _canonical(message: Mapping[str, Any]) -> list[object]:
@@ -135,11 +137,12 @@ def _hash(before: bytes, value: object) -> bytes:
 
 
 _FIND = """
+local found, most = {}, tonumber(ARGV[1])
 for i, key in ipairs(KEYS) do
-  local found = redis.call('HGETALL', key)
-  if #found > 0 then return found end
+  for _, each in ipairs(redis.call('HGETALL', key)) do found[#found + 1] = each end
+  if #found >= 2 * most then break end
 end
-return {}
+return found
 """
 
 _MOVE = """
@@ -168,7 +171,6 @@ class Standing:
     """Where a program without a name stands with the turn that has come."""
 
     tenant: str
-    place: str
     kept: Kept
 
 
@@ -202,28 +204,28 @@ class Conversations:
     async def replied(self, standing: Standing, mark: str) -> None:
         """A program has had its reply; nothing, if it has gone on meanwhile."""
         kept = replace(standing.kept, mark=mark)
-        there = self._near.get(f"{standing.tenant}/{standing.place}", self._clock())
+        there = self._near.get(f"{standing.tenant}/{kept.place}", self._clock())
         if there is not None and kept.program in there:
             there[kept.program] = kept
-        await self._script(_REPLIED, standing.tenant, (standing.place,), (kept.program, kept.value()))
+        await self._script(_REPLIED, standing.tenant, (kept.place,), (kept.program, kept.value()))
 
     async def _find(self, tenant: str, sent: Conversation) -> list[Kept]:
         """The programs that a request may go on with, the likeliest first."""
         if not sent.places:
             return []
-        found = await self._script(_FIND, tenant, sent.places, ())
+        found = await self._script(_FIND, tenant, sent.places, (MOST,))
         if found is None:
             now = self._clock()
-            near = (self._near.get(f"{tenant}/{place}", now) for place in sent.places)
-            return sent.continues(list(next((each for each in near if each), {}).values()))
+            near = (self._near.get(f"{tenant}/{place}", now) or {} for place in sent.places)
+            return sent.continues([kept for each in near for kept in each.values()])
         pairs = zip(found[::2], found[1::2], strict=True)
         return sent.continues([Kept(name.decode(), *orjson.loads(value)) for name, value in pairs])
 
     async def _move(self, tenant: str, program: str, sent: Conversation, before: Kept | None) -> Standing:
         """A program has sent this: it is found here from now on, and no more where it was before."""
         now, place = self._clock(), f"{tenant}/{sent.place}"
-        kept = Kept(program, sent.length, sent.head, at=now)
-        old = () if before is None else (sent.place if sent.place != sent.head else before.head,)
+        kept = Kept(program, sent.length, sent.head, sent.place, now)
+        old = () if before is None else (before.place,)
         if old and (left := self._near.get(f"{tenant}/{old[0]}", now)) is not None:
             left.pop(program, None)
         there = self._near.get(place, now) or {}
@@ -233,7 +235,7 @@ class Conversations:
         self._near.put(place, there, now + self._ttl_s)
         arguments = (program, kept.value(), int(self._ttl_s * 1000), MOST)
         await self._script(_MOVE, tenant, (sent.place, *old), arguments)
-        return Standing(tenant, sent.place, kept)
+        return Standing(tenant, kept)
 
     async def _script(
         self, source: str, tenant: str, places: Sequence[str], arguments: Sequence[str | bytes | float]

@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from holdfast.replicas.retention.latency import (
@@ -109,7 +110,9 @@ class Scripts(Protocol):
     @property
     def degraded(self) -> bool: ...
 
-    async def script(self, source: str, keys: list[str], arguments: list[str | bytes | float]) -> list[Any] | None: ...
+    async def script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
+    ) -> list[Any] | None: ...
 
 
 class Reader:
@@ -119,17 +122,19 @@ class Reader:
         self._store = store
         self._since = 0
         self._whole = False  # everything up to `since` has been read
+        self._news = False  # that the snapshot does not have
         self._book = LatencyBook(MOST_SETS)
         self.snapshot = LatencySnapshot()
 
     async def refresh(self) -> bool:
         """Read what has changed; False where nothing has, or Redis is away."""
-        changed = False
         while await self._read():
-            changed = True
-            if self._whole:
-                self.snapshot = self._book.snapshot()
-        return changed
+            self._news = True
+        if not (self._news and self._whole):
+            return False
+        self._news = False
+        self.snapshot = self._book.snapshot()
+        return True
 
     async def _read(self) -> bool:
         """Read a part of what is there; False where that is nothing."""
@@ -139,9 +144,10 @@ class Reader:
             return False
         since, version, overall, rows = answer
         # Where the server has lost what it had everything is read anew; what was read before still stands.
-        self._whole = self._whole and int(since) == self._since
+        self._whole &= int(since) == self._since
         self._since = int(since)
         if overall == b"":
+            self._whole = True
             return False
         if overall == b"new":
             for row in rows:

@@ -115,7 +115,7 @@ def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
     for path, kept in ((None, DEPLOYED), (file_of(tmp_path, "leaked"), replace(DEPLOYED, tenants=()))):
         built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
         (router,) = [each for each in built.deployments if each.name == ROUTER]
-        assert router.init_args[1:] == (kept, REDIS, path)
+        assert router.init_args[1:] == (kept, replace(REDIS, namespace=application.namespace(kept)), path)
 
 
 def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch) -> None:

@@ -24,6 +24,7 @@ from redis_server import RedisServer
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
 TURNS = 6
 AT_ONCE = 8
+TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
 
@@ -42,17 +43,19 @@ class Program:
         """The next turn, asked of this router; raises where it has no answer."""
         if not self.messages:
             self.messages.append({"role": "user", "content": f"Run {self.name}."})
-        tool = {"type": "function", "function": {"name": self.name, "parameters": {"type": "object"}}}
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": self.name, "parameters": nothing, "strict": True}}
         body = {"model": "pocket", "messages": self.messages, "tools": [tool], "tool_choice": "required"}
         body |= {"program_id": self.name, "max_tokens": 64, "parallel_tool_calls": False}
         if self.replied is not None:
+            time.sleep(max(0.0, self.replied + TOOL_S - time.monotonic()))  # its tool runs
             self.pauses.append(time.monotonic() - self.replied)
         answer = httpx.post(f"{router}/v1/chat/completions", json=body, headers=FRESH, timeout=120.0, trust_env=False)
         assert answer.status_code == 200, answer.text
         self.replied = time.monotonic()
         self.replicas.append(answer.headers["x-holdfast-replica"])
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls", answer.text
         message = answer.json()["choices"][0]["message"]
-        assert message["tool_calls"], answer.text
         self.messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}]
 
     @property
@@ -94,17 +97,14 @@ def test_programs_that_alternate_between_two_routers(
         served = Countdown(PROGRAMS // 2)
         if turn == 2:
             threading.Thread(target=kill_one_replica, args=(cluster, served), daemon=True).start()
+        to = [routers.urls[(i + turn) % 2] for i in range(PROGRAMS)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for done in [
-                pool.submit(ask, program, routers.urls[(i + turn) % 2], served) for i, program in enumerate(programs)
-            ]:
-                done.result()
+            list(pool.map(ask, programs, to, [served] * PROGRAMS))
     seconds = time.monotonic() - began
 
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
-        records = {
-            program.name: client.hgetall(client.keys(f"*/programs/default/{program.name}")[0]) for program in programs
-        }
+        keys = [client.keys(f"*/programs/default/{program.name}") for program in programs]
+        records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
     assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
     for program in programs:
         assert records[program.name][b"last_replica"].decode() == program.replicas[-1]

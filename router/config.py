@@ -38,7 +38,7 @@ class RouterConfig:
     program_headers: tuple[str, ...] = PROGRAM_HEADERS  # name the program where its body does not; the first counts
     placement_headers: tuple[str, ...] = PLACEMENT_HEADERS  # name what a new program is placed with, no program
 
-    store_timeout_s: float = 0.05  # of one Redis operation
+    store_timeout_s: float = 0.25  # of one Redis operation; after a longer one a router works from its own memory
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
     metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"

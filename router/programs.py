@@ -78,11 +78,15 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A turn that has come: its program as it stands with it, and the pause that it ended, told to one turn only."""
+    """A turn that has come: its program as it stands with it, and the pause that it ended, told to one turn only.
+
+    Not `shared`: Redis did not say so, and may know the program otherwise.
+    """
 
     key: str
     program: Program
     pause: Pause | None = None
+    shared: bool = True
 
 
 class Scripts(Protocol):
@@ -98,7 +102,8 @@ class Scripts(Protocol):
 
 _FIELDS = tuple(each.name for each in fields(Program))
 
-# A record is a hash of texts, "" where there is none. `known` is what the caller has, for a server that lost it all.
+# A record is a hash of texts, "" where there is none; it comes and goes as a row of JSON. `known` is what the caller
+# has, for a server that lost it all.
 _RECORD = (
     "local FIELDS = {"
     + ", ".join(f"'{name}'" for name in _FIELDS)
@@ -151,7 +156,7 @@ _BEGIN = (
 local rest, life, head, continues = tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
 local record = read()
 if continues ~= '' and (not record or record.gone == '1' or record.head ~= continues) then return {} end
-if record and record.told == id then return {row(record), ''} end
+if record and record.told == id then return {cjson.encode(row(record)), ''} end
 local before = ''
 if not record or record.gone == '1' then
   local version = record and record.version
@@ -169,7 +174,7 @@ count(record, 'came', 1)
 count(record, 'run_turns', 1)
 record.paused, record.tools, record.head = '', '', head
 write(record)
-return {row(record), before}
+return {cjson.encode(row(record)), before}
 """
 )
 
@@ -180,7 +185,7 @@ local life, came, replica, tools, over = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARG
 local record = read()
 if not record or record.gone == '1' or (life ~= '' and record.life ~= life) or record.told == id then return {} end
 if replica ~= '' then count(record, 'turns', 1) end
-if (tonumber(record.came) or 0) <= tonumber(came) then
+if came == '' or (tonumber(record.came) or 0) <= tonumber(came) then
   if replica ~= '' then record.last_replica = replica end
   if tools ~= '' then record.paused, record.tools = string.format('%.6f', now), tools end
 end
@@ -190,7 +195,7 @@ if over and (tonumber(record.run_turns) or 0) > 0 then
   record.run_turns, record.answered_turns = '0', record.turns
 end
 write(record)
-return {row(record), run}
+return {cjson.encode(row(record)), run}
 """
 )
 
@@ -203,7 +208,7 @@ local version = record.version
 record = made('')
 record.version, record.gone = version, '1'
 write(record)
-return {row(record)}
+return {cjson.encode(row(record))}
 """
 )
 
@@ -276,7 +281,7 @@ class ProgramTable:
                 return None
             program, pause = _begun(known, self._clock(), self._rest_s, life, head)
             self._keep(key, program)
-            return Begun(key, program, pause)
+            return Begun(key, program, pause, shared=False)
         if not answer:
             return None
         program = _record(answer[0])
@@ -291,8 +296,8 @@ class ProgramTable:
         """
         key, turn = begun.key, begun.program
         known = self._get(key) or turn
-        life = "" if key in self._untold else turn.life  # Redis may know it by another one, where it was not asked
-        arguments = (life, turn.came, replica_id, tools, "1" if over else "0")
+        which = (turn.life, turn.came) if begun.shared else ("", "")
+        arguments = (*which, replica_id, tools, "1" if over else "0")
         answer = await self._tell(self._step(_END, key, known, *arguments))
         if answer is None:
             known = self._get(key) or turn
@@ -456,8 +461,8 @@ def _text(value: object) -> str:
     return f"{value:.6f}" if isinstance(value, float) else str(value)
 
 
-def _record(row: Sequence[bytes]) -> Program:
-    found: Mapping[str, str] = {name: value.decode() for name, value in zip(_FIELDS, row, strict=True)}
+def _record(row: bytes) -> Program:
+    found: Mapping[str, str] = dict(zip(_FIELDS, orjson.loads(row), strict=True))
     return Program(
         life=found["life"],
         arrival=float(found["arrival"] or 0),

@@ -132,6 +132,7 @@ class RedisStore:
                 pool.connection_kwargs.pop(name, None)
             pool.connection_kwargs["credential_provider"] = PasswordFile(address.url, address.password_file)
         self._redis: Any = Redis.from_pool(pool)  # redis-py types its commands as maybe synchronous
+        self._known: dict[str, Any] = {}  # scripts by their source, with digests
 
     @property
     def degraded(self) -> bool:
@@ -182,7 +183,9 @@ class RedisStore:
 
         async def work() -> list[Any]:
             # By its digest, and with the source where the server does not know it (it may have been restarted).
-            done = await self._redis.register_script(source)([self._prefix + key for key in keys], arguments)
+            if source not in self._known:
+                self._known[source] = self._redis.register_script(source)
+            done = await self._known[source]([self._prefix + key for key in keys], arguments)
             return list(done)
 
         return await self._guarded(work)

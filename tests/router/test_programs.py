@@ -195,7 +195,7 @@ def told(found: Begun | Run | None) -> object:
     """What can be compared: times to half a second, and nothing that is drawn."""
     if found is None:
         return None
-    drawn = {"life", "version", "told"}
+    drawn = {"life", "version", "told", "shared"}
     names = {name: value for name, value in asdict(found).items() if name not in drawn}
     program = {name: value for name, value in names.pop("program", {}).items() if name not in drawn}
     pause = names.pop("pause", None) or {}
@@ -223,6 +223,33 @@ def test_turns_without_redis_are_counted_and_told_when_it_is_back(server):
             assert (after.program.turns, after.program.last_replica) == (5, "r2")
             assert after.pause is not None
             assert after.program.arrival == begun[0].program.arrival
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
+    """The router that took it had never met its program, which another one had."""
+
+    class Away:
+        degraded = True
+
+        async def script(self, source, keys, arguments):
+            return None
+
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            scripts, two._scripts = two._scripts, Away()
+            begun = await two.begin("acme/p")
+            two._scripts = scripts
+            async with asyncio.timeout(PATIENT):
+                while two._untold:  # noqa: ASYNC110
+                    await asyncio.sleep(RETRY)
+            await two.end(begun, "r2", "sed")
+            after = await one.begin("acme/p")
+            assert (after.program.turns, after.program.last_replica) == (2, "r2")
+            assert after.pause is not None
+            assert after.pause.tools == "sed"
 
     asyncio.run(scenario())
 

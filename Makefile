@@ -1,6 +1,6 @@
 # Holdfast: `make serve` and `make test` do all of their own set-up, once.
 #
-#   make serve PORT=8000 MODEL=pocket REPLICAS=1 CONFIG=holdfast.yaml
+#   make serve PORT=8000 MODEL=pocket REPLICAS=1 ROUTERS=1 CONFIG=holdfast.yaml
 
 # The first that runs and is new enough; a version manager's stand-in may be on the path and still not run.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
-           $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(CONFIG),--config $(CONFIG))
+           $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: serve test lint format types check chart docs options clean

@@ -28,6 +28,7 @@ from holdfast.replicas import logs
 from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
+from holdfast.router.conversations import Conversations
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
@@ -75,7 +76,8 @@ class Ingress:
         watch_line(self._metrics, line_stats)
         watch_redis(self._metrics, self._store)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
-        self._programs = ProgramTable(self._store, config.program_entries, config.program_ttl_s)
+        entries, ttl_s = config.program_entries, config.program_ttl_s
+        self._programs = ProgramTable(self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s)
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         tenants = TenantDirectory(found, exposed)
@@ -91,6 +93,7 @@ class Ingress:
             self._latencies,
             TurnReports(self._spans),
             self._peers,
+            Conversations(self._programs, self._store, entries, ttl_s),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -109,7 +112,7 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         if self._tenants is not None:
             await self._tenants.close()
-        await self._programs.drain()
+        await self._programs.close()
         await self._latencies.close()
         await self._store.close()
         if self._spans is not None:
@@ -142,6 +145,7 @@ def build(
     """
     if tenants_file is not None:  # Serve keeps what is bound for routers to come, with keys revoked meanwhile
         settings = replace(settings, tenants=())
+    redis = replace(redis, namespace=namespace(settings))
     replicas = serve.deployment(EngineReplica).options(
         name=REPLICAS,
         num_replicas=settings.replicas.count,
@@ -160,7 +164,7 @@ def build(
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         name=ROUTER,
-        num_replicas=1,
+        num_replicas=settings.server.routers,
         max_ongoing_requests=INGRESS_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.server.drain_s,
@@ -168,3 +172,9 @@ def build(
     )
     engines = replicas.bind(settings.engine, redis, settings.router, settings.logging, settings.tracing)
     return ingress.bind(engines, settings, redis, tenants_file)
+
+
+def namespace(settings: Settings) -> str:
+    """What keys in Redis begin with. Another model, and another version of Holdfast, have keys of their own."""
+    model = settings.engine.served_name or Path(settings.engine.model).name
+    return f"{settings.redis.namespace}/{model}/{version('holdfast')}"

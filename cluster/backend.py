@@ -18,7 +18,7 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, Unavai
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
-from holdfast.router.backend import Batch, Routed
+from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class ServeBackend:
                     return
                 await asyncio.sleep(RETRY_S)
 
-    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
+    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
         handle = self._generate.options(session_id=request.program_id)
         for attempt in range(1, ATTEMPTS + 1):
             with own_request():
-                call = handle.remote(request, **{HINT: last_replica})
+                call = handle.remote(request, **{HINT: place})
             try:
                 return await call  # type: ignore[no-any-return]
             except LOST as error:
@@ -69,11 +69,11 @@ class ServeBackend:
                 raise
         return Routed("", lost())
 
-    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         handle = self._stream.options(session_id=request.program_id)
         for attempt in range(1, ATTEMPTS + 1):
             with own_request():
-                call = handle.remote(request, **{HINT: last_replica})
+                call = handle.remote(request, **{HINT: place})
             replica_id, ended = "", False
             try:
                 async for batch in call:

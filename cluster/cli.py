@@ -100,6 +100,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=int, help="port to listen on (default: 8000)")
     command.add_argument("--model", help="'pocket', a folder, or a hub name in the local cache (default: pocket)")
     command.add_argument("--replicas", type=int, help="number of engines; the cores are shared out (default: 1)")
+    command.add_argument("--routers", type=int, help="number of processes that take requests (default: 1)")
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -107,7 +108,7 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def _loaded(options: argparse.Namespace) -> sources.Loaded:
-    overrides = config.Overrides(options.host, options.port, options.model, options.replicas)
+    overrides = config.Overrides(options.host, options.port, options.model, options.replicas, options.routers)
     return sources.load(options.config, environment.settings_variables(), overrides)
 
 

@@ -19,6 +19,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"  # the address to listen on; any but this machine's own needs tenants
     port: int = 8000  # for clients
+    routers: int = 1  # processes that take requests; they share what they know of programs through Redis
     ready_timeout_s: float = 300.0  # replicas that are not up by then fail the start
     drain_s: float = 30.0  # running requests have this long to end when a replica is stopped
     ray_metrics_port: int = 0  # of what Ray and Serve say of themselves, for Prometheus; 0: they are not asked
@@ -30,6 +31,8 @@ class ServerConfig:
             raise ConfigError(f"ray_metrics_port must be from 0 to 65535: {self.ray_metrics_port}", "ray_metrics_port")
         if self.ray_metrics_port == self.port:
             raise ConfigError(f"ray_metrics_port must not be that of the server: {self.port}", "ray_metrics_port")
+        if self.routers < 1:
+            raise ConfigError(f"routers must be at least 1, not {self.routers}", "routers")
         if not self.host or ":" in self.host:
             raise ConfigError(f"host must be a name or an IPv4 address, not {self.host!r}", "host")
 
@@ -59,10 +62,13 @@ class RedisConfig:
     url: str = ""  # redis://HOST:PORT/DB or unix://PATH; a cluster of several machines needs one
     timeout_s: float = 2.0  # of the check before a start
     memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
+    namespace: str = "holdfast"  # begins every key, before model and version; deployments that share a server need two
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}", "timeout_s")
+        if not self.namespace:
+            raise ConfigError("namespace must not be empty", "namespace")
         if self.memory_mb < 1:
             raise ConfigError(f"memory_mb must be at least 1, not {self.memory_mb}", "memory_mb")
 
@@ -90,6 +96,7 @@ class Overrides:
     port: int | None = None
     model: str | None = None
     replicas: int | None = None
+    routers: int | None = None
 
 
 def apply(settings: Settings, overrides: Overrides) -> Settings:
@@ -99,6 +106,7 @@ def apply(settings: Settings, overrides: Overrides) -> Settings:
         ("server", "port", overrides.port),
         ("engine", "model", overrides.model),
         ("replicas", "count", overrides.replicas),
+        ("server", "routers", overrides.routers),
     ):
         if value is None:
             continue

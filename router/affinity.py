@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,29 +27,43 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
+from holdfast.router.backend import ANYWHERE, Place
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
-from holdfast.router.placement import PlacementConfig, ReplicaView, rank
+from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
 
-HINT = "last_replica"  # keyword argument of a call that names the replica of the program's last turn
+HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
+NEAR = "_holdfast_near"  # attribute of a pending request: what it is to be placed with
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
 
 
 class Pins:
-    """Where each program was last served: a map of bounded size, least recently routed out first."""
+    """Where each program was last served: a map of bounded size, least recently routed out first.
+
+    `programs` counts those of each replica.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._replica: OrderedDict[str, str] = OrderedDict()
+        self.programs: Counter[str] = Counter()
 
     def get(self, program: str) -> str | None:
         return self._replica.get(program)
 
     def put(self, program: str, replica_id: str) -> None:
-        self._replica[program] = replica_id
-        self._replica.move_to_end(program)
+        self._leave(self._replica.pop(program, None))
+        self._replica[program] = replica_id  # the last one
+        self.programs[replica_id] += 1
         if len(self._replica) > self._size:
-            self._replica.popitem(last=False)
+            self._leave(self._replica.popitem(last=False)[1])
+
+    def _leave(self, replica_id: str | None) -> None:
+        if replica_id is None:
+            return
+        self.programs[replica_id] -= 1
+        if not self.programs[replica_id]:
+            del self.programs[replica_id]
 
     def __len__(self) -> int:
         return len(self._replica)
@@ -63,8 +77,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     """Keeps a program on the replica that holds its state, and lets programs wait in the order they began.
 
     The program is the handle's `session_id`; when it began stands in the `GenerateRequest`, and a call without one goes
-    first. A call may carry the keyword argument `last_replica`, believed when this router knows nothing better; it is
-    taken out here and does not reach the replica.
+    first. A call may carry the keyword argument `place`, which is taken out here and does not reach the replica. Its
+    `last_replica`, from the cluster's record of the program, counts more than what this process remembers.
 
     Of what Serve lets a replica take at once, `control_calls` are kept for calls that are no turn: full replicas still
     say how they are.
@@ -147,18 +161,23 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def _rank(self, pending_request: PendingRequest, by_id: Mapping[str, RunningReplica]) -> tuple[str, ...]:
         program = pending_request.metadata.session_id
-        hint = pending_request.kwargs.pop(HINT, None)
-        if hint in by_id and self._pins.get(program) not in by_id:
-            self._pins.put(program, hint)
-        views = [ReplicaView(each, self._gate.load(each), self._room(by_id[each])) for each in by_id]
-        return rank(program, views, self._pins.get(program), _waited(pending_request), self._config)
+        place = pending_request.kwargs.pop(HINT, ANYWHERE)
+        if place.last_replica in by_id:
+            self._pins.put(program, place.last_replica)
+        if place.near:  # a request that was refused or waits is ranked again, as the same object
+            setattr(pending_request, NEAR, place)
+        near: Place | None = getattr(pending_request, NEAR, None)
+        count = self._pins.programs
+        views = [ReplicaView(each, self._gate.load(each), self._room(by_id[each]), count[each]) for each in by_id]
+        group = Group(near.near, near.near_replica or self._pins.get(near.near)) if near else None
+        return rank(program, views, self._pins.get(program), _waited(pending_request), self._config, group)
 
     # ---- what Serve tells ----
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         # Learned here, when the replica has accepted, and not when it was chosen: a choice may be rejected.
         # Trap: this memory is one process's. A second ingress agrees with it through the hash and through the
-        # program table's `last_replica` alone.
+        # program table's `last_replica`, which is why that counts more.
         if program := pending_request.metadata.session_id:
             self._pins.put(program, replica_id.unique_id)
         # Trap: what the replica said on this was told just before, but not whom it answered: a control call may itself

@@ -16,6 +16,7 @@ from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
+from holdfast.router.conversations import Conversations
 from holdfast.router.http import (
     AnswerHeadersMiddleware,
     Handler,
@@ -58,13 +59,15 @@ def create_app(
     latencies: ToolLatencies | None = None,
     reports: TurnReports | None = None,
     peers: Peers | None = None,
+    conversations: Conversations | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies()
     metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
     reports = reports or TurnReports()
-    turns = Turns(backend, tenants, programs, cache, metrics, config, latencies, reports)
+    conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
+    turns = Turns(backend, tenants, programs, conversations, cache, metrics, config, latencies, reports)
     agents = ProgramEndpoints(backend, tenants, programs, latencies)
     small = SmallEndpoints(backend, tenants, config)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)

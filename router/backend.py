@@ -27,6 +27,22 @@ class Batch:
     pieces: tuple[Piece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn would best be served: a wish, not a demand.
+
+    `last_replica` served the program's last turn, by the program table. A program that has none goes where `near` is,
+    while there is room: the key of another program, which `near_replica` served last, or whatever else both share.
+    """
+
+    last_replica: str | None = None
+    near: str = ""
+    near_replica: str | None = None
+
+
+ANYWHERE = Place()
+
+
 class Backend(Protocol):
     """The replicas, seen from the router.
 
@@ -34,14 +50,11 @@ class Backend(Protocol):
     none is there. Other exceptions are bugs and are answered with status 500.
     """
 
-    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
-        """The whole reply. Cancelling the call aborts the request on its replica.
-
-        `last_replica` served the program's last turn, by the program table: a hint for placement, not a demand.
-        """
+    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+        """The whole reply. Cancelling the call aborts the request on its replica."""
         ...
 
-    def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+    def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         """The reply as it is made; the last piece of the last batch is `Completed` or `Errored`.
 
         Closing the generator (`aclose`) before that aborts the request on its replica. It is closed exactly once

@@ -1,4 +1,4 @@
-"""Work that no request waits for: writes to the store. Bounded; what does not fit is dropped."""
+"""Work that no request waits for, or that goes on when the one that waited has gone: writes to the store."""
 
 import asyncio
 import logging
@@ -9,7 +9,10 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Runs coroutines beside the requests and keeps them referenced until they end."""
+    """Runs coroutines beside the requests and keeps them referenced until they end.
+
+    Of those that nobody waits for so many at most; what does not fit is dropped.
+    """
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
@@ -20,20 +23,23 @@ class Background:
         if len(self._tasks) >= self._limit:
             work.close()
             return False
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._run(work)
         return True
 
-    async def settled(self) -> None:
-        """Wait for everything that has been started so far; what is started meanwhile keeps nobody."""
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+    async def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for `work`, which goes on to its end though who waits is cancelled."""
+        await asyncio.shield(self._run(work))
 
     async def drain(self) -> None:
         """Wait for everything that was started."""
         while self._tasks:
             await asyncio.wait(tuple(self._tasks))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -1,8 +1,22 @@
 """Settings of the router. Frozen; `cluster` composes them with the other folders'."""
 
+import re
 from dataclasses import dataclass
 
 from holdfast.replicas.errors import ConfigError
+
+HEADER = re.compile(r"[a-zA-Z0-9_-]+")
+PROGRAM_HEADERS = (
+    "x-program-id",
+    "x-session-id",
+    "x-session-affinity",
+    "x-claude-code-session-id",  # Claude Code
+    "x-opencode-session",  # OpenCode; to other providers than its own it sends the two further up
+    "session-id",  # Codex CLI
+    "session_id",  # and its older releases
+    "conversation_id",
+)
+PLACEMENT_HEADERS = ("x-parent-session-id", "x-codex-parent-thread-id", "x-correlation-id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +34,11 @@ class RouterConfig:
 
     program_entries: int = 65536  # programs in this process
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
+    program_rest_s: float = 3600.0  # after a longer rest a program has lost its place in the order: it begins anew
+    program_headers: tuple[str, ...] = PROGRAM_HEADERS  # name the program where its body does not; the first counts
+    placement_headers: tuple[str, ...] = PLACEMENT_HEADERS  # name what a new program is placed with, no program
 
-    store_timeout_s: float = 0.05  # of one Redis operation
+    store_timeout_s: float = 0.25  # of one Redis operation; after a longer one a router works from its own memory
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
     metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"
@@ -30,5 +47,9 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if name != "response_cache" and getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                if not all(HEADER.fullmatch(each) for each in value):
+                    raise ConfigError(f"{name} must be names of headers, not {list(value)}", name)
+            elif not isinstance(value, bool) and value <= 0:
+                raise ConfigError(f"{name} must be positive, not {value}", name)

@@ -1,56 +1,64 @@
-"""Who is the program? The first name a request gives, scoped by tenant, or a digest of how the conversation began."""
+"""Who is the program, where a request says so; and near what it would like to be served.
 
-import hashlib
-from collections.abc import Mapping
+A request that names no program may go on with a conversation that is known: that is `conversations`'.
+"""
 
-import orjson
+from collections.abc import Mapping, Sequence
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.router.protocol.turn import ClaimedIds
 
-HEADERS = ("x-program-id", "x-session-id", "x-session-affinity", "x-correlation-id")
 MAX_LENGTH = 256
-HEAD = 256  # characters or token ids of a plain prompt that stand for its beginning
 
 
-def program_key(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], prompt: ChatPrompt | RawPrompt) -> str:
-    """`<tenant>/<id>`, or `<tenant>/~<digest>` for a request that names no program.
+def program_named(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """The key of the program that a request names, `<tenant>/<id>`: by its body or by the first of the headers `names`.
 
     `headers` looks names up without regard to case. Raises InvalidRequestError for an id that is too long or has
     control characters.
     """
     if ids.program_id:
         return named_program(tenant, ids.program_id)
-    for name in HEADERS:
+    for name in names:
         if value := headers.get(name):
             return _scoped(tenant, value, name)
     if ids.previous_response_id:
         return _scoped(tenant, ids.previous_response_id, "previous_response_id")
-    if ids.prompt_cache_key:
-        return _scoped(tenant, ids.prompt_cache_key, "prompt_cache_key")
-    return f"{tenant}/~{_digest(tenant, prompt)}"
+    return None
+
+
+def neighbour(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """What a new program is to be placed with, by the first of the headers `names` or `prompt_cache_key`; "": nothing.
+
+    It has the form of a program's key: a sub-agent that names its parent says whose neighbour it is. What cannot be a
+    program's name is no hint.
+    """
+    for value in (*(headers.get(name) for name in names), ids.prompt_cache_key):
+        if value and _fits(value):
+            return f"{tenant}/{_escaped(value)}"
+    return ""
 
 
 def named_program(tenant: str, program_id: str) -> str:
-    """The key of the program that a tenant calls by this name. Raises InvalidRequestError, as `program_key` does."""
+    """The key of the program that a tenant calls by this name. Raises InvalidRequestError, as `program_named` does."""
     return _scoped(tenant, program_id, "program_id")
 
 
+def unnamed_program(tenant: str, token: str) -> str:
+    """The key of a program that nobody has named."""
+    return f"{tenant}/~{token}"
+
+
 def _scoped(tenant: str, value: str, field: str) -> str:
-    if len(value) > MAX_LENGTH or not value.isprintable():
+    if not _fits(value):
         raise InvalidRequestError(f"'{field}' must be at most {MAX_LENGTH} printable characters", field)
-    # A name that looks like a digest must not meet one.
-    return f"{tenant}/{'~' if value.startswith('~') else ''}{value}"
+    return f"{tenant}/{_escaped(value)}"
 
 
-def _digest(tenant: str, prompt: ChatPrompt | RawPrompt) -> str:
-    """Stays the same while a conversation, or a prompt that is sent again with more at its end, grows."""
-    beginning: list[object]
-    if isinstance(prompt, RawPrompt):
-        beginning = [prompt.content[:HEAD]]
-    else:
-        system = next((message for message in prompt.messages if message["role"] == "system"), None)
-        user = next((message for message in prompt.messages if message["role"] == "user"), None)
-        beginning = [system, prompt.tools, user]
-    return hashlib.sha256(orjson.dumps([tenant, *beginning])).hexdigest()[:32]
+def _fits(value: str) -> bool:
+    return len(value) <= MAX_LENGTH and value.isprintable()
+
+
+def _escaped(value: str) -> str:
+    """A name that looks like an unnamed program's must not meet one."""
+    return f"~{value}" if value.startswith("~") else value

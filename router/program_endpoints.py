@@ -33,7 +33,7 @@ class ProgramEndpoints:
         program_id = request.path_params["program_id"]
         key = named_program(tenant.name, program_id)
         await self._backend.end_program(tenant.name, key)  # first: where it fails, the program can be ended again
-        if not await self._programs.end(key):
+        if not await self._programs.forget(key):
             raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
         return json_response(program_ended_reply(program_id))
 

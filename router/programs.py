@@ -1,41 +1,63 @@
-"""The program table: when each program began, how many turns it took and which replica served the last one.
+"""The program table: one record of each program for the whole cluster, in Redis, with a version.
 
-A program's arrival is the cluster's: the first router that sees it wins, through the store. After that this process
-answers from memory and writes to the store behind the requests.
+    begin    a turn comes: its program's record is made or read, its pause ends, and a new run gets its arrival
+    end      a turn is served: it counts, says where it was, and its tools begin a pause or its answer ends the run
+    forget   a program is over: its record stays as a grave, so that a late end of a turn does not bring it back
+
+Each is one script in Redis, so whichever router a turn comes to, it finds what the others wrote. Times are those of
+Redis' clock, less how long ago a thing happened, so the machines' clocks need not agree.
+
+A router's own memory is a cache of the records it has seen, kept by version. While Redis is away it is the table:
+`_begun` and `_ended` below do what the scripts do. What happened meanwhile is told to Redis, in order, once it is back.
 """
 
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from typing import Any, Protocol
 
 import orjson
 
-from holdfast.router.background import Background
 from holdfast.router.lru import Lru
-from holdfast.router.store import Store
+
+log = logging.getLogger(__name__)
+
+UNTOLD = 4096  # programs with something that Redis does not know yet; those of the longest ago go first
+STEPS = 256  # of each of them, the latest
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Times are in seconds since the epoch; `last_replica` is None before the first finished turn.
+    """One record. Times are in seconds since the epoch.
 
-    Between two turns `paused` is when the last one ended, and `tools` the key of what it called. From its first turn,
-    or the first one after an answer, to the next answer `began` is when that turn came, and `run_turns` how many have.
+    A run goes from a question to the answer that calls no tool. Seniority is the run's: `arrival` is when its first
+    turn came, `run_turns` how many have come in it (0: it is over). Of `turns`, which replicas have served,
+    `answered_turns` are those up to the last answer. Between two turns `paused` is when the last one ended and `tools`
+    the key of what it called. `seen` is when a turn came or ended last, `came` counts all that came, and `head` names
+    the conversation of the latest. A program that is forgotten and begins again has another `life`.
     """
 
+    life: str
     arrival: float
+    seen: float
+    version: int = 0
     turns: int = 0
+    answered_turns: int = 0
+    came: int = 0
+    run_turns: int = 0
     last_replica: str | None = None
     paused: float | None = None
     tools: str = ""
-    began: float | None = None
-    run_turns: int = 0
-
-    @property
-    def answered_turns(self) -> int:
-        """Of `turns`, those up to its last answer; too few where the run had turns that no replica has served."""
-        return max(self.turns - self.run_turns, 0)
+    head: str = ""
+    gone: bool = False
+    told: str = ""  # the id of what was done to it last
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,126 +76,406 @@ class Pause:
     seconds: float
 
 
-class ProgramTable:
-    """Programs by key (`<tenant>/<id>`), forgotten `ttl_s` after their last turn."""
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn that has come: its program as it stands with it, and the pause that it ended, told to one turn only.
 
-    def __init__(self, store: Store, max_entries: int, ttl_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
+    Not `shared`: Redis did not say so, and may know the program otherwise.
+    """
+
+    key: str
+    program: Program
+    pause: Pause | None = None
+    shared: bool = True
+
+
+class Scripts(Protocol):
+    """`RedisStore`, as far as it is needed here."""
+
+    @property
+    def degraded(self) -> bool: ...
+
+    async def script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
+    ) -> list[Any] | None: ...
+
+
+_FIELDS = tuple(each.name for each in fields(Program))
+
+# A record is a hash of texts, "" where there is none; it comes and goes as a row of JSON. `known` is what the caller
+# has, for a server that lost it all.
+_RECORD = (
+    "local FIELDS = {"
+    + ", ".join(f"'{name}'" for name in _FIELDS)
+    + """}
+local key, ttl, ago, id, known = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1e6 - ago
+
+local function read()
+  local found = redis.call('HMGET', key, unpack(FIELDS))
+  if not found[1] then
+    if known == '' then return nil end
+    found = cjson.decode(known)
+  end
+  local record = {}
+  for i, name in ipairs(FIELDS) do record[name] = found[i] or '' end
+  return record
+end
+
+local function made(life)
+  return {life = life, arrival = string.format('%.6f', now), version = string.format('%.0f', now * 1e6)}
+end
+
+local function count(record, name, by)
+  record[name] = string.format('%.0f', (tonumber(record[name]) or 0) + by)
+end
+
+local function row(record)
+  local found = {}
+  for i, name in ipairs(FIELDS) do found[i] = record[name] or '' end
+  return found
+end
+
+local function write(record)
+  record.seen, record.told = string.format('%.6f', now), id
+  count(record, 'version', 1)
+  local all = {}
+  for i, value in ipairs(row(record)) do
+    all[2 * i - 1], all[2 * i] = FIELDS[i], value
+  end
+  redis.call('HSET', key, unpack(all))
+  redis.call('PEXPIRE', key, ttl)
+end
+"""
+)
+
+_BEGIN = (
+    _RECORD
+    + """
+local rest, life, head, continues = tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
+local record = read()
+if continues ~= '' and (not record or record.gone == '1' or record.head ~= continues) then return {} end
+if record and record.told == id then return {cjson.encode(row(record)), ''} end
+local before = ''
+if not record or record.gone == '1' then
+  local version = record and record.version
+  record = made(life)
+  if version then record.version = version end
+else
+  local rested = now - tonumber(record.seen) > rest
+  if rested then record.answered_turns, record.run_turns = record.turns, '0' end
+  if (tonumber(record.run_turns) or 0) == 0 then record.arrival = string.format('%.6f', now) end
+  if not rested and record.paused ~= '' then
+    before = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
+  end
+end
+count(record, 'came', 1)
+count(record, 'run_turns', 1)
+record.paused, record.tools, record.head = '', '', head
+write(record)
+return {cjson.encode(row(record)), before}
+"""
+)
+
+_END = (
+    _RECORD
+    + """
+local life, came, replica, tools, over = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9] == '1'
+local record = read()
+if not record or record.gone == '1' or (life ~= '' and record.life ~= life) or record.told == id then return {} end
+if replica ~= '' then count(record, 'turns', 1) end
+if came == '' or (tonumber(record.came) or 0) <= tonumber(came) then
+  if replica ~= '' then record.last_replica = replica end
+  if tools ~= '' then record.paused, record.tools = string.format('%.6f', now), tools end
+end
+local run = ''
+if over and (tonumber(record.run_turns) or 0) > 0 then
+  run = {string.format('%.6f', math.max(now - tonumber(record.arrival), 0)), record.run_turns}
+  record.run_turns, record.answered_turns = '0', record.turns
+end
+write(record)
+return {cjson.encode(row(record)), run}
+"""
+)
+
+_FORGET = (
+    _RECORD
+    + """
+local record = read()
+if not record or record.gone == '1' then return {} end
+local version = record.version
+record = made('')
+record.version, record.gone = version, '1'
+write(record)
+return {cjson.encode(row(record))}
+"""
+)
+
+
+_WHERE = "return {redis.call('HGET', KEYS[1], 'last_replica') or ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Something that happened to a program, as a script is told of it: now, or once Redis is back.
+
+    `known` is the record before it. A step that is told twice, because its answer was lost, is known by its id unless
+    another has come between.
+    """
+
+    source: str
+    key: str
+    known: Program | None
+    arguments: tuple[str | float, ...]
+    at: float  # on the monotonic clock
+    id: str
+
+    def told(self, ttl_s: float, now: float) -> list[str | bytes | float]:
+        known = b"" if self.known is None else orjson.dumps(_row(self.known))
+        return [int(ttl_s * 1000), max(now - self.at, 0.0), self.id, known, *self.arguments]
+
+
+class ProgramTable:
+    """Programs by key (`<tenant>/<id>`), forgotten `ttl_s` after their last turn.
+
+    One that rested longer than `rest_s` begins a new run, though its last one had no answer. `scripts` None: there is
+    this process alone, and its memory is the table.
+    """
+
+    def __init__(
+        self,
+        scripts: Scripts | None,
+        max_entries: int,
+        ttl_s: float,
+        rest_s: float,
+        retry_s: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._scripts = scripts
         self._ttl_s = ttl_s
+        self._rest_s = rest_s
+        self._retry_s = retry_s
         self._clock = clock
         self._known: Lru[Program] = Lru(max_entries)
-        self._background = Background()
+        self._untold: dict[str, deque[_Step]] = {}
+        self._telling = asyncio.Lock()
+        self._teller: asyncio.Task[None] | None = None
 
-    async def begin(self, key: str) -> Program:
-        """The program `key`, entered with the present time as its arrival where it is new."""
-        now = self._clock()
-        known = self._known.get(key, now)
-        if known is not None:
-            return known
-        stands = await self._store.set_if_absent(_store_key(key), _encode(Program(now)), self._ttl_s)
-        program = self._known.get(key, now) or _decode(stands, now)
-        self._known.put(key, program, now + self._ttl_s)
-        return program
+    async def begin(self, key: str, head: str = "") -> Begun:
+        """A turn comes for the program `key`, with the conversation `head`."""
+        begun = await self._begin(key, head, "")
+        assert begun is not None  # it claims nothing
+        return begun
 
-    def resume(self, key: str) -> Pause | None:
-        """A turn of a known program comes in: the pause that ends with it, told once. None: there was none."""
-        now = self._clock()
-        program = self._known.get(key, now)
-        if program is None:
+    async def go_on(self, key: str, head: str, continues: str) -> Begun | None:
+        """A turn comes that `continues` a conversation. None, and nothing done: that is not the program's latest."""
+        return await self._begin(key, head, continues)
+
+    async def _begin(self, key: str, head: str, continues: str) -> Begun | None:
+        life, known = secrets.token_hex(6), self._get(key)
+        answer = await self._tell(self._step(_BEGIN, key, known, self._rest_s, life, head, continues))
+        if answer is None:
+            known = self._get(key)  # may have changed meanwhile
+            if continues and (known is None or known.gone or known.head != continues):
+                return None
+            program, pause = _begun(known, self._clock(), self._rest_s, life, head)
+            self._keep(key, program)
+            return Begun(key, program, pause, shared=False)
+        if not answer:
             return None
-        came = replace(
-            program,
-            paused=None,
-            tools="",
-            began=now if program.began is None else program.began,
-            run_turns=program.run_turns + 1,
-        )
-        self._known.put(key, came, now + self._ttl_s)
-        return None if program.paused is None else Pause(program.tools, max(now - program.paused, 0.0))
+        program = _record(answer[0])
+        self._keep(key, program)
+        pause = Pause(answer[1][0].decode(), float(answer[1][1])) if answer[1] else None
+        return Begun(key, program, pause)
 
-    def over(self, key: str) -> Run | None:
-        """A known program has its answer: the run that ends with it, told once."""
-        now = self._clock()
-        program = self._known.get(key, now)
-        if program is None or program.began is None:
+    async def end(self, begun: Begun, replica_id: str = "", tools: str = "", *, over: bool = False) -> Run | None:
+        """A turn that has come is served: by `replica_id`, or by none that counts it.
+
+        It called `tools`, or it is `over`: the run that ends with it, told once.
+        """
+        key, turn = begun.key, begun.program
+        known = self._get(key) or turn
+        which = (turn.life, turn.came) if begun.shared else ("", "")
+        arguments = (*which, replica_id, tools, "1" if over else "0")
+        answer = await self._tell(self._step(_END, key, known, *arguments))
+        if answer is None:
+            known = self._get(key) or turn
+            if known.gone or known.life != turn.life:
+                return None
+            program, run = _ended(known, self._clock(), turn.came, replica_id, tools, over)
+            self._keep(key, program)
+            return run
+        if not answer:
             return None
-        self._known.put(key, replace(program, began=None, run_turns=0), now + self._ttl_s)
-        return Run(max(now - program.began, 0.0), program.run_turns)
+        self._keep(key, _record(answer[0]))
+        return Run(float(answer[1][0]), int(answer[1][1])) if answer[1] else None
 
-    def finish(self, key: str, replica_id: str, tools: str = "") -> None:
-        """Count a turn that `replica_id` served and that called `tools`. The store learns of it in the background."""
+    async def forget(self, key: str) -> bool:
+        """A program is over, and its name is free. False where nobody knows it."""
+        known = self._get(key)
+        answer = await self._tell(self._step(_FORGET, key, known))
         now = self._clock()
-        program = self._known.get(key, now) or Program(now)
-        paused = now if tools else None
-        program = replace(program, turns=program.turns + 1, last_replica=replica_id, paused=paused, tools=tools)
-        self._known.put(key, program, now + self._ttl_s)
-        self._background.start(self._write(key, program))
+        if answer is None:
+            if known is None or known.gone:
+                return False
+            self._keep(key, Program("", now, now, known.version + 1, gone=True))
+            return True
+        if answer:
+            self._keep(key, _record(answer[0]))
+        return bool(answer)
+
+    async def where(self, key: str) -> str | None:
+        """The replica that served the program's last turn, if it has had one."""
+        answer = None if self._scripts is None else await self._scripts.script(_WHERE, [f"programs/{key}"], [])
+        if answer is not None:
+            return answer[0].decode() or None
+        known = self._get(key)
+        return None if known is None else known.last_replica
 
     def latest(self, limit: int) -> list[tuple[str, Program]]:
-        """At most so many of the programs that this process knows, the last one that had a turn first."""
-        return list(islice(self._known.latest(self._clock()), limit))
+        """At most so many of the programs that this process has served, the last one that had a turn first."""
+        found = ((key, program) for key, program in self._known.latest(self._clock()) if not program.gone)
+        return list(islice(found, limit))
 
-    def note(self, key: str) -> None:
-        """Enter `key` in the background where it is new: its turn needed no replica."""
-        if self._known.get(key, self._clock()) is None:
-            self._background.start(self._enter(key))
+    async def close(self) -> None:
+        """Tell Redis what it does not know, unless it is away: then it will not get it."""
+        if self._teller is not None:
+            self._teller.cancel()
+            await asyncio.wait({self._teller})
+        await self._tell_all()
 
-    async def end(self, key: str) -> bool:
-        """Forget a program: it is over. False where nobody knows it."""
-        known = self._known.get(key, self._clock()) is not None
-        self._known.remove(key)
-        await self._background.settled()  # a turn that is being written would come back
-        there = await self._store.get(_store_key(key)) is not None
-        await self._store.delete(_store_key(key))
-        return known or there
+    # ---- this process's memory ----
 
-    async def drain(self) -> None:
-        """Wait until the store has everything."""
-        await self._background.drain()
+    def _get(self, key: str) -> Program | None:
+        return self._known.get(key, self._clock())
 
-    async def _enter(self, key: str) -> None:
-        await self.begin(key)
+    def _keep(self, key: str, program: Program) -> None:
+        """Remember what was learnt, unless an answer that overtook this one told something newer."""
+        known = self._get(key)
+        if known is None or known.version <= program.version:
+            self._known.put(key, program, self._clock() + self._ttl_s)
 
-    async def _write(self, key: str, program: Program) -> None:
-        """Store what is known of a program. Its arrival never becomes later, though this process may have forgotten it
-        meanwhile, or have met the program while it could not ask the store.
-        """
-        stands = await self._store.get(_store_key(key))
-        now = self._clock()
-        program = self._known.get(key, now) or program
-        if stands is not None and (arrival := _decode(stands, now).arrival) < program.arrival:
-            program = replace(program, arrival=arrival)
-            self._known.put(key, program, now + self._ttl_s)
-        await self._store.set(_store_key(key), _encode(program), self._ttl_s)
+    # ---- Redis ----
+
+    def _step(self, source: str, key: str, known: Program | None, *arguments: str | float) -> _Step:
+        return _Step(source, key, known, arguments, time.monotonic(), secrets.token_hex(6))
+
+    async def _tell(self, step: _Step) -> list[Any] | None:
+        """What Redis says to it, after all that it has not been told of the same program. None: it is away."""
+        if self._scripts is None:
+            return None
+        if step.key in self._untold:
+            await self._catch_up(step.key)
+        answer = None if step.key in self._untold else await self._run(step)
+        if answer is None:
+            self._untold.setdefault(step.key, deque(maxlen=STEPS)).append(step)
+            if len(self._untold) > UNTOLD:
+                del self._untold[next(iter(self._untold))]
+            if self._teller is None or self._teller.done():
+                self._teller = asyncio.get_running_loop().create_task(self._keep_telling())
+        return answer
+
+    async def _run(self, step: _Step) -> list[Any] | None:
+        assert self._scripts is not None
+        told = step.told(self._ttl_s, time.monotonic())
+        return await self._scripts.script(step.source, [f"programs/{step.key}"], told)
+
+    async def _catch_up(self, key: str) -> None:
+        """Tell Redis what it has not been told of a program, as far as it answers."""
+        async with self._telling:
+            steps = self._untold.get(key)
+            while steps:
+                if self._scripts is None or self._scripts.degraded or await self._run(steps[0]) is None:
+                    return
+                steps.popleft()
+            self._untold.pop(key, None)
+
+    async def _keep_telling(self) -> None:
+        while self._untold:
+            await asyncio.sleep(self._retry_s)
+            await self._tell_all()
+
+    async def _tell_all(self) -> None:
+        for key in list(self._untold):
+            await self._catch_up(key)
 
 
-def _store_key(key: str) -> str:
-    return f"program/{key}"
+# ---- what the scripts do, while Redis is away ----
 
 
-def _encode(program: Program) -> bytes:
-    return orjson.dumps(
-        [
-            program.arrival,
-            program.turns,
-            program.last_replica,
-            program.paused,
-            program.tools,
-            program.began,
-            program.run_turns,
-        ]
+def _begun(program: Program | None, now: float, rest_s: float, life: str, head: str) -> tuple[Program, Pause | None]:
+    """A turn comes at `now`: the record with it, and the pause that it ends."""
+    if program is None or program.gone:
+        program = Program(life, now, now, version=program.version if program else 0)
+    rested = now - program.seen > rest_s
+    pause = None
+    if program.paused is not None and not rested:
+        pause = Pause(program.tools, max(now - program.paused, 0.0))
+    if rested:
+        program = replace(program, run_turns=0, answered_turns=program.turns)
+    return (
+        replace(
+            program,
+            arrival=program.arrival if program.run_turns else now,
+            seen=now,
+            version=program.version + 1,
+            came=program.came + 1,
+            run_turns=program.run_turns + 1,
+            paused=None,
+            tools="",
+            head=head,
+        ),
+        pause,
     )
 
 
-def _decode(value: bytes, now: float) -> Program:
-    try:
-        arrival, turns, last_replica, paused, tools, began, run_turns = orjson.loads(value)
-        return Program(
-            float(arrival), int(turns), last_replica, _time(paused), str(tools), _time(began), int(run_turns)
-        )
-    except (ValueError, TypeError):  # written by something else: the turn goes on as the program's first
-        return Program(now)
+def _ended(
+    program: Program, now: float, came: int, replica_id: str, tools: str, over: bool
+) -> tuple[Program, Run | None]:
+    """The turn that came as the `came`-th is served at `now`: the record after it, and the run that it ends."""
+    turns = program.turns + bool(replica_id)
+    program = replace(program, turns=turns, seen=now, version=program.version + 1)
+    if program.came <= came:  # else a later turn has come already, and waits for no tool of this one
+        program = replace(program, last_replica=replica_id or program.last_replica)
+        if tools:
+            program = replace(program, paused=now, tools=tools)
+    if not over or not program.run_turns:
+        return program, None
+    run = Run(max(now - program.arrival, 0.0), program.run_turns)
+    return replace(program, run_turns=0, answered_turns=turns), run
 
 
-def _time(value: object) -> float | None:
-    return None if value is None else float(value)  # type: ignore[arg-type]
+# ---- records as texts ----
+
+
+def _row(program: Program) -> list[str]:
+    return [_text(getattr(program, name)) for name in _FIELDS]
+
+
+def _text(value: object) -> str:
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return "1"
+    return f"{value:.6f}" if isinstance(value, float) else str(value)
+
+
+def _record(row: bytes) -> Program:
+    found: Mapping[str, str] = dict(zip(_FIELDS, orjson.loads(row), strict=True))
+    return Program(
+        life=found["life"],
+        arrival=float(found["arrival"] or 0),
+        seen=float(found["seen"] or 0),
+        version=int(found["version"] or 0),
+        turns=int(found["turns"] or 0),
+        answered_turns=int(found["answered_turns"] or 0),
+        came=int(found["came"] or 0),
+        run_turns=int(found["run_turns"] or 0),
+        last_replica=found["last_replica"] or None,
+        paused=float(found["paused"]) if found["paused"] else None,
+        tools=found["tools"],
+        head=found["head"],
+        gone=found["gone"] == "1",
+        told=found["told"],
+    )

@@ -25,7 +25,6 @@ from holdfast.router.redis_info import RedisInfo
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PREFIX = "holdfast/"
 CONNECTIONS = 32
 
 
@@ -40,10 +39,6 @@ class Store(Protocol):
     async def get(self, key: str) -> bytes | None: ...
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
-
-    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
-        """Put `value` unless there is one; the value that stands afterwards."""
-        ...
 
     async def delete(self, key: str) -> None: ...
 
@@ -67,13 +62,6 @@ class MemoryStore:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
 
-    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
-        there = self._values.get(key, self._clock())
-        if there is not None:
-            return there
-        await self.set(key, value, ttl_s)
-        return value
-
     async def delete(self, key: str) -> None:
         self._values.remove(key)
 
@@ -83,10 +71,14 @@ class MemoryStore:
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where Redis is. With a `password_file` the password is the one there, whatever `url` has."""
+    """Where Redis is. With a `password_file` the password is the one there, whatever `url` has.
+
+    Every key begins with `namespace`: what has another one does not meet there.
+    """
 
     url: str
     password_file: Path | None = None
+    namespace: str = "holdfast"
 
 
 class PasswordFile(CredentialProvider):
@@ -120,6 +112,7 @@ class RedisStore:
         observe: Callable[[float, bool], None] | None = None,
     ) -> None:
         """`observe` is told of every operation how many seconds it took and whether it was done."""
+        self._prefix = f"{address.namespace}/"
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._retry_s = retry_s
@@ -139,6 +132,7 @@ class RedisStore:
                 pool.connection_kwargs.pop(name, None)
             pool.connection_kwargs["credential_provider"] = PasswordFile(address.url, address.password_file)
         self._redis: Any = Redis.from_pool(pool)  # redis-py types its commands as maybe synchronous
+        self._known: dict[str, Any] = {}  # scripts by their source, with digests
 
     @property
     def degraded(self) -> bool:
@@ -158,34 +152,22 @@ class RedisStore:
 
     async def get(self, key: str) -> bytes | None:
         async def work() -> tuple[bytes | None]:
-            return (await self._redis.get(PREFIX + key),)
+            return (await self._redis.get(self._prefix + key),)
 
         done = await self._guarded(work)
         return done[0] if done else await self._fallback.get(key)
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         async def work() -> bool:
-            await self._redis.set(PREFIX + key, value, px=_milliseconds(ttl_s))
+            await self._redis.set(self._prefix + key, value, px=_milliseconds(ttl_s))
             return True
 
         if not await self._guarded(work):
             await self._fallback.set(key, value, ttl_s)
 
-    async def set_if_absent(self, key: str, value: bytes, ttl_s: float) -> bytes:
-        async def work() -> bytes:
-            # One round trip; SET with both NX and GET needs a newer server than the embedded one.
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(PREFIX + key, value, px=_milliseconds(ttl_s), nx=True)
-                pipe.get(PREFIX + key)
-                stands: bytes | None = (await pipe.execute())[1]
-            return value if stands is None else stands
-
-        done = await self._guarded(work)
-        return await self._fallback.set_if_absent(key, value, ttl_s) if done is None else done
-
     async def delete(self, key: str) -> None:
         async def work() -> bool:
-            await self._redis.delete(PREFIX + key)
+            await self._redis.delete(self._prefix + key)
             return True
 
         await self._guarded(work)
@@ -201,7 +183,9 @@ class RedisStore:
 
         async def work() -> list[Any]:
             # By its digest, and with the source where the server does not know it (it may have been restarted).
-            done = await self._redis.register_script(source)([PREFIX + key for key in keys], arguments)
+            if source not in self._known:
+                self._known[source] = self._redis.register_script(source)
+            done = await self._known[source]([self._prefix + key for key in keys], arguments)
             return list(done)
 
         return await self._guarded(work)

@@ -1,7 +1,9 @@
 """How long tools take, for the whole cluster: statistics per tenant and set of tools, and of all, kept in Redis.
 
     router     notes an interval; a writer behind the requests adds it in Redis (one script, so at once)
-    replicas   read what changed since they last asked, and hand it to their engines
+    replicas   read the intervals that came since they last asked, add them up as Redis does, and tell their engines
+
+Whole statistics are read at first, and by a reader that was away for longer than the log of intervals reaches back.
 
 Losing Redis fails nothing and delays nobody: a router keeps its latest intervals and adds them once Redis is back, and
 readers keep the last snapshot. What an interval is stands in `replicas/retention/latency`.
@@ -12,14 +14,15 @@ import logging
 import math
 import secrets
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from holdfast.replicas.retention.latency import (
     RECENT,
     LatencyBook,
     LatencySnapshot,
+    Tally,
     ToolKey,
-    ToolLatency,
 )
 
 log = logging.getLogger(__name__)
@@ -28,10 +31,13 @@ BASE = "{tools}/"  # one slot of a Redis cluster, for the scripts touch several 
 MOST_SETS = 4096  # of tools, of all tenants; the one longest without an interval goes first
 TTL_S = 7 * 24 * 3600  # after its last interval a set is forgotten; some eviction policies take no other keys
 BATCH = 64  # intervals added, or sets read, in one script
+LOG = 4096  # intervals that readers may fetch one by one, the latest
+DELTAS = 512  # of them fetched in one script
 PENDING = 4096  # intervals kept while Redis is away, the latest ones
 
 _RECORD = """
 local base, recent, most, ttl = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local log = tonumber(ARGV[5])
 -- The router may have had no answer to this batch, and sent it again.
 if not redis.call('SET', base .. 'done/' .. ARGV[4], 1, 'NX', 'EX', 60) then return {0} end
 if redis.call('EXISTS', base .. 'version') == 0 then
@@ -53,11 +59,15 @@ local function add(key, seconds)
   redis.call('EXPIRE', key, ttl)
   redis.call('EXPIRE', key .. '/recent', ttl)
 end
-for i = 5, #ARGV, 2 do
+for i = 6, #ARGV, 2 do
   add(base .. 'all', ARGV[i + 1])
   add(base .. 'of/' .. ARGV[i], ARGV[i + 1])
-  redis.call('ZADD', base .. 'changed', redis.call('INCR', base .. 'version'), ARGV[i])
+  local version = redis.call('INCR', base .. 'version')
+  redis.call('ZADD', base .. 'changed', version, ARGV[i])
+  redis.call('ZADD', base .. 'log', version, string.format('%.0f', version) .. ' ' .. ARGV[i + 1] .. ' ' .. ARGV[i])
 end
+redis.call('ZREMRANGEBYRANK', base .. 'log', 0, -log - 1)
+redis.call('EXPIRE', base .. 'log', ttl)
 local over = redis.call('ZCARD', base .. 'changed') - most
 if over > 0 then
   local gone = redis.call('ZPOPMIN', base .. 'changed', over)
@@ -71,21 +81,26 @@ return {1}
 """
 
 _READ = """
-local base, since, limit = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local base, since, limit, whole, deltas = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1', tonumber(ARGV[4])
 local version = redis.call('GET', base .. 'version') or '0'
-if tonumber(version) < tonumber(since) then since = '0' end
+if tonumber(version) < tonumber(since) then since, whole = '0', false end
+if version == since then return {since, version, '', {}} end
+if whole then  -- unless the log does not reach back so far
+  local oldest = redis.call('ZRANGE', base .. 'log', 0, 0, 'WITHSCORES')[2]
+  if oldest and tonumber(oldest) <= tonumber(since) + 1 then
+    return {since, version, 'new', redis.call('ZRANGEBYSCORE', base .. 'log', '(' .. since, '+inf', 'LIMIT', 0, deltas)}
+  end
+end
 local function read(key)
   local found = redis.call('HMGET', key, 'count', 'mean', 'squares')
   return {found[1], found[2], found[3], redis.call('LRANGE', key .. '/recent', 0, -1)}
 end
-local answer = {since, version}
-if version == since then return answer end
-table.insert(answer, read(base .. 'all'))
+local sets = {}
 local changed = redis.call('ZRANGEBYSCORE', base .. 'changed', '(' .. since, '+inf', 'WITHSCORES', 'LIMIT', 0, limit)
 for i = 1, #changed, 2 do
-  table.insert(answer, {changed[i], changed[i + 1], read(base .. 'of/' .. changed[i])})
+  sets[#sets + 1] = {changed[i], changed[i + 1], read(base .. 'of/' .. changed[i])}
 end
-return answer
+return {since, version, read(base .. 'all'), sets}
 """
 
 
@@ -95,37 +110,57 @@ class Scripts(Protocol):
     @property
     def degraded(self) -> bool: ...
 
-    async def script(self, source: str, keys: list[str], arguments: list[str | bytes | float]) -> list[Any] | None: ...
+    async def script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
+    ) -> list[Any] | None: ...
 
 
 class Reader:
-    """The statistics as this process last read them. Reading costs what has changed."""
+    """The statistics as this process last read them. Reading costs the intervals that are new."""
 
     def __init__(self, store: Scripts) -> None:
         self._store = store
         self._since = 0
+        self._whole = False  # everything up to `since` has been read
+        self._news = False  # that the snapshot does not have
+        self._book = LatencyBook(MOST_SETS)
         self.snapshot = LatencySnapshot()
 
     async def refresh(self) -> bool:
         """Read what has changed; False where nothing has, or Redis is away."""
-        changed = False
-        while True:
-            answer = await self._store.script(_READ, [BASE], [self._since, BATCH])
-            if answer is None:
-                return changed
-            since, version, *rows = answer
-            self._since = int(since)  # 0 where the server has lost what it had: what was read before still stands
-            if not rows:
-                return changed
-            overall, *sets = rows
-            self.snapshot = self.snapshot.updated(
-                _latency(overall), {_key(name): _latency(row) for name, _, row in sets}, MOST_SETS
-            )
-            changed = True
-            if len(sets) < BATCH:
-                self._since = int(version)
-                return changed
-            self._since = int(sets[-1][1])
+        while await self._read():
+            self._news = True
+        if not (self._news and self._whole):
+            return False
+        self._news = False
+        self.snapshot = self._book.snapshot()
+        return True
+
+    async def _read(self) -> bool:
+        """Read a part of what is there; False where that is nothing."""
+        arguments = [self._since, BATCH, "1" if self._whole else "0", DELTAS]
+        answer = await self._store.script(_READ, [BASE], arguments)
+        if answer is None:
+            return False
+        since, version, overall, rows = answer
+        # Where the server has lost what it had everything is read anew; what was read before still stands.
+        self._whole &= int(since) == self._since
+        self._since = int(since)
+        if overall == b"":
+            self._whole = True
+            return False
+        if overall == b"new":
+            for row in rows:
+                number, seconds, name = row.split(b" ", 2)
+                self._book.record(*_key(name), float(seconds))
+                self._since = int(number)
+            return bool(rows)
+        self._book.put(None, _tally(overall))
+        for name, _, row in rows:
+            self._book.put(_key(name), _tally(row))
+        self._whole = len(rows) < BATCH
+        self._since = int(version) if self._whole else int(rows[-1][1])
+        return True
 
 
 class ToolLatencies:
@@ -175,7 +210,7 @@ class ToolLatencies:
     async def _write(self, store: Scripts) -> None:
         while self._pending:
             batch = list(self._pending)[:BATCH]
-            arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S, secrets.token_hex(8)]
+            arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S, secrets.token_hex(8), LOG]
             for interval in batch:
                 arguments += interval
             # What is given up here may run there all the same: it is sent again unchanged, and its id counts once.
@@ -191,11 +226,9 @@ def _key(name: bytes) -> ToolKey:
     return tenant, tools
 
 
-def _latency(row: list[Any]) -> ToolLatency:
+def _tally(row: list[Any]) -> Tally:
     """Nothing known, where the server has evicted a part of it."""
     count, mean, squares, recent = row
     if count is None or mean is None or squares is None:
-        return ToolLatency()
-    n = int(count)
-    variance = max(float(squares), 0.0) / (n - 1) if n > 1 else 0.0
-    return ToolLatency(n, float(mean), variance, tuple(sorted(map(float, recent))))
+        return Tally()
+    return Tally(int(count), float(mean), max(float(squares), 0.0), [float(each) for each in reversed(recent)])

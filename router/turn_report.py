@@ -124,11 +124,17 @@ class TurnReport:
         self.trace_id = span.trace_id if span else ""
 
     def accepted(self, request_id: str, tenant: str, program: str, model: str, stream: bool) -> None:
-        """It is valid, and this is whose it is."""
+        """It is valid, and this is whose it is; `program` "": it names none."""
         facts = self.facts
         facts.request_id, facts.tenant, facts.program = request_id, tenant, program
         facts.model, facts.stream = model, stream
         logs.serving(About(request_id, program, tenant, self.trace_id))
+
+    def began(self, program: str, pause: Pause | None) -> None:
+        """It is a turn of this program, which has waited so long."""
+        facts = self.facts
+        facts.program, facts.pause = program, pause
+        logs.serving(About(facts.request_id, program, facts.tenant, self.trace_id))
         if self._span is not None and (before := self._home.previous(program, self._span.carrier)):
             self._span.link(before)
 

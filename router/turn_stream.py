@@ -1,7 +1,7 @@
 """A streamed reply on its way from a replica to the client: batches of pieces in, events out, one outcome."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
 
 from holdfast.replicas.errors import EngineError, HoldfastError
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
-    `on_answer` after that.
+    `on_answer` after that; its client learns of the end when that is done.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
     """
@@ -26,7 +26,7 @@ class TurnStream:
         batches: AsyncGenerator[Batch, None],
         encoder: Encoder,
         meter: Meter,
-        on_answer: Callable[[str, Answer], None],
+        on_answer: Callable[[str, Answer], Awaitable[None]],
         note: Callable[[str, Answer], None] | None = None,
     ) -> None:
         self.replica_id = ""
@@ -53,7 +53,7 @@ class TurnStream:
         if isinstance(first, Errored):
             raise ReplyError(first.error)
         self._meter.first_token()
-        self._opening = self._encoder.opening() + self._take(batch)
+        self._opening = self._encoder.opening() + await self._take(batch)
 
     async def next(self) -> bytes | None:
         data, self._opening = self._opening, b""
@@ -77,9 +77,9 @@ class TurnStream:
         except Exception as error:  # a bug in the backend: the client gets the usual event, the log the traceback
             log.error("a stream failed", exc_info=error)
             return self._fail(EngineError("The server failed during the reply"))
-        return self._fail(_ended_early()) if batch is None else self._take(batch)
+        return self._fail(_ended_early()) if batch is None else await self._take(batch)
 
-    def _take(self, batch: Batch) -> bytes:
+    async def _take(self, batch: Batch) -> bytes:
         built = self._built
         built.add(batch.pieces)
         if isinstance(built.terminal, Errored):
@@ -90,7 +90,7 @@ class TurnStream:
             if self._note is not None:
                 self._note(batch.replica_id, answer)
             self._meter.answered(answer.usage, answer.timing)
-            self._on_answer(batch.replica_id, answer)
+            await self._on_answer(batch.replica_id, answer)
         return self._encoder.encode(batch.pieces)
 
     def _fail(self, error: HoldfastError) -> bytes:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -20,15 +19,16 @@ from holdfast.replicas.requests import Answer, Errored, GenerateRequest, ModelCa
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
-from holdfast.router.backend import Backend
+from holdfast.router.backend import Backend, Place
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
+from holdfast.router.conversations import Conversation, Conversations, Standing, conversation, mark_of
 from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
 from holdfast.router.http import answer_headers, caller, json_response, read_body
-from holdfast.router.identity import program_key
+from holdfast.router.identity import neighbour, program_named
 from holdfast.router.limits import Limiter
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
-from holdfast.router.programs import ProgramTable
+from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.chat import ChatBody, chat_reply, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_reply, completion_turn
@@ -70,13 +70,17 @@ COMPLETION = Endpoint("completion", "cmpl-", _completion, completion_reply, Comp
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that passed authentication and validation. `cache_key` None: the cache is bypassed."""
+    """A request that passed authentication and validation. `cache_key` None: the cache is bypassed.
+
+    `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with.
+    """
 
     endpoint: Endpoint
     tenant: Tenant
     turn: Turn
     meter: Meter
-    program: str
+    program: str | Conversation
+    near: str
     cache_key: str | None
     unique: str
     created: int
@@ -94,6 +98,19 @@ class Accepted:
         return self.endpoint.prefix + self.unique
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An accepted request that has become a turn of a program; `standing` where that has no name."""
+
+    accepted: Accepted
+    begun: Begun
+    standing: Standing | None
+
+    @property
+    def key(self) -> str:
+        return self.begun.key
+
+
 class Turns:
     """Serves generation requests of both endpoints."""
 
@@ -102,6 +119,7 @@ class Turns:
         backend: Backend,
         tenants: TenantDirectory,
         programs: ProgramTable,
+        conversations: Conversations,
         cache: ResponseCache,
         metrics: RouterMetrics,
         config: RouterConfig,
@@ -111,6 +129,7 @@ class Turns:
         self._backend = backend
         self._tenants = tenants
         self._programs = programs
+        self._conversations = conversations
         self._cache = cache
         self._metrics = metrics
         self._config = config
@@ -142,19 +161,22 @@ class Turns:
             raise UnavailableError("No model is loaded yet")
         turn = endpoint.turn(body, lambda name: find_model(name, models))
         meter.model = turn.model.name
+        config, headers = self._config, request.headers
+        named = program_named(tenant.name, turn.ids, headers, config.program_headers)
         bypassed = self._cache.bypassed(request.headers.get("cache-control"))
         accepted = Accepted(
             endpoint=endpoint,
             tenant=tenant,
             turn=turn,
             meter=meter,
-            program=program_key(tenant.name, turn.ids, request.headers, turn.prompt),
+            program=named or conversation(turn.model.name, turn.prompt),
+            near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
             cache_key=None if bypassed else self._cache.key(tenant.name, turn),
             unique=secrets.token_hex(12),
             created=int(time.time()),
             report=report,
         )
-        report.accepted(accepted.unique, tenant.name, accepted.program, turn.model.name, turn.stream)
+        report.accepted(accepted.unique, tenant.name, named or "", turn.model.name, turn.stream)
         return accepted
 
     async def _look_up(self, request: Request, accepted: Accepted) -> Response | None:
@@ -166,32 +188,31 @@ class Turns:
         accepted.meter.looked_up(result.value)
         if answer is None:
             return None
-        self._programs.note(accepted.program)
-        self._resumed(accepted)
+        served = await self._begin(accepted)
+        await self._settle(served, "", answer)
         if accepted.turn.stream:
             encoder = accepted.encoder
             response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
         else:
             response = json_response(accepted.reply(answer))
         accepted.meter.end(Outcome.CACHED)
-        self._over(accepted, answer)
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
-            self._background.start(self._backend.end_program(accepted.tenant.name, accepted.program))
+            self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
         return response
 
     async def _ask(self, request: Request, accepted: Accepted) -> Response:
         with ExitStack() as held:
             self._limiter.enter(accepted.tenant, self._metrics.clock())
             held.callback(self._limiter.leave, accepted.tenant)
-            program = await self._programs.begin(accepted.program)
-            self._resumed(accepted)
+            served = await self._begin(accepted)
+            program = served.begun.program
             command = GenerateRequest(
                 request_id=accepted.unique,
                 prompt=accepted.turn.prompt,
                 sampling=accepted.turn.sampling,
                 stop=accepted.turn.stop,
                 scope=accepted.tenant.name,
-                program_id=accepted.program,
+                program_id=served.key,
                 program_arrival=program.arrival,
                 program_turns=program.turns,
                 answered_turns=program.answered_turns,
@@ -199,16 +220,16 @@ class Turns:
                 weight=accepted.tenant.weight,
             )
             command = accepted.report.asking(command)
+            place = await self._place(program.last_replica, accepted.near)
             if not accepted.turn.stream:
-                return await self._whole(request, accepted, command, program.last_replica)
-            stream = await self._begin_stream(request, accepted, command, program.last_replica)
+                return await self._whole(request, served, command, place)
+            stream = await self._begin_stream(request, served, command, place)
             stream.held = held.pop_all()
             return EventStream(stream)
 
-    async def _whole(
-        self, request: Request, accepted: Accepted, command: GenerateRequest, last_replica: str | None
-    ) -> Response:
-        routed = await until_disconnect(request.receive, self._backend.generate(command, last_replica))
+    async def _whole(self, request: Request, served: Served, command: GenerateRequest, place: Place) -> Response:
+        accepted = served.accepted
+        routed = await until_disconnect(request.receive, self._backend.generate(command, place))
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
@@ -217,16 +238,22 @@ class Turns:
         answer_headers(request).server_timing = server_timing.header(timing)
         accepted.report.answered(routed.replica_id, answer)
         accepted.meter.answered(answer.usage, timing)
-        self._settle(accepted, routed.replica_id, answer)
+        self._remember(accepted, answer)
+        await self._settle(served, routed.replica_id, answer)
         return json_response(accepted.reply(answer))
 
     async def _begin_stream(
-        self, request: Request, accepted: Accepted, command: GenerateRequest, last_replica: str | None
+        self, request: Request, served: Served, command: GenerateRequest, place: Place
     ) -> TurnStream:
         """The stream after its first pieces, so that what fails before them is answered with an HTTP status."""
-        batches = self._backend.stream(command, last_replica)
-        told = accepted.report.answered
-        stream = TurnStream(batches, accepted.encoder, accepted.meter, partial(self._settle, accepted), told)
+        accepted = served.accepted
+
+        async def settle(replica_id: str, answer: Answer) -> None:
+            self._remember(accepted, answer)
+            await self._settle(served, replica_id, answer)
+
+        batches = self._backend.stream(command, place)
+        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, accepted.report.answered)
         try:
             await until_disconnect(request.receive, stream.start())
         except BaseException:
@@ -235,23 +262,41 @@ class Turns:
         answer_headers(request).replica = stream.replica_id
         return stream
 
-    def _resumed(self, accepted: Accepted) -> None:
-        """A turn has come: what its program waited for took so long."""
-        pause = self._programs.resume(accepted.program)
-        if pause is not None:
-            accepted.report.facts.pause = pause
-            accepted.meter.resumed(pause.seconds)
-            self._latencies.record(accepted.tenant.name, pause.tools, pause.seconds)
+    async def _begin(self, accepted: Accepted) -> Served:
+        """The request becomes a turn of its program; what that waited for took so long."""
+        tenant, standing = accepted.tenant.name, None
+        if isinstance(accepted.program, str):
+            begun = await self._programs.begin(accepted.program)
+        else:
+            begun, standing = await self._conversations.begin(tenant, accepted.program)
+        accepted.report.began(begun.key, begun.pause)
+        if begun.pause is not None:
+            accepted.meter.resumed(begun.pause.seconds)
+            self._latencies.record(tenant, begun.pause.tools, begun.pause.seconds)
+        return Served(accepted, begun, standing)
 
-    def _over(self, accepted: Accepted, answer: Answer) -> None:
-        last = accepted.turn.program_end or answer.called.last
-        if last and (run := self._programs.over(accepted.program)) is not None:
+    async def _place(self, last_replica: str | None, near: str) -> Place:
+        if last_replica is not None or not near:
+            return Place(last_replica)
+        return Place(None, near, await self._programs.where(near))
+
+    async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
+        """The turn is served, by a replica or from the cache (""). Its client learns of the end after the cluster has:
+        so whichever router gets the next turn finds this one. A client that goes meanwhile changes nothing.
+        """
+        await self._background.finish(self._end(served, replica_id, answer))
+
+    async def _end(self, served: Served, replica_id: str, answer: Answer) -> None:
+        accepted, called = served.accepted, answer.called
+        over = accepted.turn.program_end or called.last
+        tools = "" if over else tool_set(called.tools)
+        run = await self._programs.end(served.begun, replica_id, tools, over=over)
+        if run is not None:
             accepted.meter.program_ended(run)
+        if served.standing is not None:
+            await self._conversations.replied(served.standing, mark_of(answer))
 
-    def _settle(self, accepted: Accepted, replica_id: str, answer: Answer) -> None:
-        called = answer.called
-        self._programs.finish(accepted.program, replica_id, "" if called.last else tool_set(called.tools))
-        self._over(accepted, answer)
+    def _remember(self, accepted: Accepted, answer: Answer) -> None:
         if accepted.cache_key is not None:
             self._cache.keep(accepted.cache_key, _for_any_program(answer) if accepted.turn.program_end else answer)
 

@@ -10,8 +10,7 @@ import re
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
@@ -99,26 +98,20 @@ class LatencySnapshot:
     def of(self, tenant: str, tools: str) -> ToolLatency:
         return self.tools.get((tenant, tools), UNKNOWN)
 
-    def updated(self, overall: ToolLatency, changed: Mapping[ToolKey, ToolLatency], most: int) -> "LatencySnapshot":
-        """This snapshot with newer statistics in it, of the `most` sets of tools that changed last."""
-        tools = {key: latency for key, latency in self.tools.items() if key not in changed} | dict(changed)
-        for key in list(islice(tools, max(len(tools) - most, 0))):
-            del tools[key]
-        return replace(self, overall=overall, tools=tools)
-
 
 class Tally:
     """One running statistic: Welford's mean and variance, and the last durations."""
 
     __slots__ = ("_ascending", "_latency", "_recent", "_squares", "count", "mean")
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = 0.0
-        self._squares = 0.0
-        self._recent: deque[float] = deque()  # as they came
-        self._ascending: list[float] = []  # the same: a snapshot sorts nothing
-        self._latency: ToolLatency | None = UNKNOWN  # what is known; None: it has changed
+    def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0, recent: Sequence[float] = ()) -> None:
+        """Go on from figures that another process has; `recent` as they came."""
+        self.count = count
+        self.mean = mean
+        self._squares = squares
+        self._recent: deque[float] = deque(recent)  # as they came
+        self._ascending = sorted(recent)  # the same: a snapshot sorts nothing
+        self._latency: ToolLatency | None = None if count else UNKNOWN  # what is known; None: it has changed
 
     def add(self, seconds: float) -> None:
         if len(self._recent) == RECENT:
@@ -155,8 +148,16 @@ class LatencyBook:
         if not tools:
             return
         key = (tenant, tools)
-        tally = self._tools.pop(key) if key in self._tools else Tally()
+        tally = self._tools.get(key) or Tally()
         tally.add(seconds)
+        self.put(key, tally)
+
+    def put(self, key: ToolKey | None, tally: Tally) -> None:
+        """Go on from what another process has of a set of tools; None: of all."""
+        if key is None:
+            self._overall = tally
+            return
+        self._tools.pop(key, None)
         self._tools[key] = tally  # the last one
         if len(self._tools) > self._most:
             del self._tools[next(iter(self._tools))]

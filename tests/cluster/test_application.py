@@ -12,7 +12,8 @@ from ray.serve._private.build_app import build_app
 
 from holdfast.cluster import application
 from holdfast.cluster.application import ROUTER, Ingress
-from holdfast.cluster.config import Settings
+from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.store import RedisAddress
@@ -114,4 +115,23 @@ def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
     for path, kept in ((None, DEPLOYED), (file_of(tmp_path, "leaked"), replace(DEPLOYED, tenants=()))):
         built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
         (router,) = [each for each in built.deployments if each.name == ROUTER]
-        assert router.init_args[1:] == (kept, REDIS, path)
+        assert router.init_args[1:] == (kept, replace(REDIS, namespace=application.namespace(kept)), path)
+
+
+def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch) -> None:
+    def named(**changes: Any) -> str:
+        return application.namespace(replace(Settings(), **changes))
+
+    own = named()
+    assert own.startswith("holdfast/pocket/")
+    assert named(engine=EngineConfig(model="org/other")).startswith("holdfast/other/")
+    assert named(engine=EngineConfig(served_name="mine")).startswith("holdfast/mine/")
+    assert named(redis=RedisConfig(namespace="blue")).startswith("blue/pocket/")
+    monkeypatch.setattr(application, "version", lambda name: "99.0")
+    assert named() == "holdfast/pocket/99.0"
+
+
+def test_as_many_routers_as_are_asked_for() -> None:
+    settings = replace(Settings(), server=ServerConfig(routers=3))
+    built = application.build(settings, REDIS, 0.0)
+    assert built._bound_deployment.num_replicas == 3

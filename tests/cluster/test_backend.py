@@ -22,7 +22,7 @@ from holdfast.replicas.requests import (
     TextDelta,
 )
 from holdfast.router.affinity import HINT
-from holdfast.router.backend import Batch, Routed
+from holdfast.router.backend import Batch, Place, Routed
 
 REQUEST = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id="t/p")
 TIMING = Timing(0.0)
@@ -86,16 +86,16 @@ def run(work: Callable[[], Any]) -> Any:
 
 def collect(handle: Handle) -> list[Batch]:
     async def work() -> list[Batch]:
-        return [batch async for batch in ServeBackend(handle).stream(REQUEST, "a")]  # type: ignore[arg-type]
+        return [batch async for batch in ServeBackend(handle).stream(REQUEST, Place("a"))]  # type: ignore[arg-type]
 
     return asyncio.run(work())
 
 
 def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     handle = Handle([ANSWER])
-    assert run(lambda: ServeBackend(handle).generate(REQUEST, "a")) == ANSWER  # type: ignore[arg-type]
+    assert run(lambda: ServeBackend(handle).generate(REQUEST, Place("a"))) == ANSWER  # type: ignore[arg-type]
     assert {"session_id": "t/p"} in handle.options_given
-    assert handle.kwargs == [{HINT: "a"}]
+    assert handle.kwargs == [{HINT: Place("a")}]
 
 
 @pytest.mark.parametrize("lost", [DIED, UNAVAILABLE])

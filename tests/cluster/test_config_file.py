@@ -103,6 +103,10 @@ def test_overrides_are_above_the_file() -> None:
     settings = config.apply(Settings(), Overrides(port=9, model="m", replicas=3))
     assert (settings.server.port, settings.engine.model, settings.replicas.count) == (9, "m", 3)
     assert settings.server.host == Settings().server.host
+    assert config.apply(Settings(), Overrides(routers=2)).server.routers == 2
+    with pytest.raises(ConfigError) as caught:
+        config.apply(Settings(), Overrides(routers=0))
+    assert caught.value.field == "server.routers"
     with pytest.raises(ConfigError) as caught:
         config.apply(Settings(), Overrides(port=0))
     assert caught.value.field == "server.port"
@@ -114,6 +118,17 @@ def test_cores_are_shared_out(cores: int, replicas: int, threads: int) -> None:
     assert config.share_threads(settings, cores).engine.threads == threads
     chosen = replace(settings, engine=EngineConfig(threads=5))
     assert config.share_threads(chosen, cores).engine.threads == 5
+
+
+def test_headers_that_name_programs_are_names_of_headers() -> None:
+    found = config_file.parse("router: {program_headers: [x-mine], placement_headers: []}").router
+    assert (found.program_headers, found.placement_headers) == (("x-mine",), ())
+    with pytest.raises(ConfigError) as caught:
+        config_file.parse("router: {program_headers: ['x mine']}")
+    assert caught.value.field == "router.program_headers"
+    with pytest.raises(ConfigError) as caught:
+        config_file.parse("router: {program_rest_s: 0}")
+    assert caught.value.field == "router.program_rest_s"
 
 
 def test_a_server_open_to_others_needs_keys() -> None:

@@ -17,6 +17,7 @@ from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
+from holdfast.router.backend import Place
 from holdfast.router.line_stats import line_stats
 
 numbers = count()
@@ -161,18 +162,61 @@ def test_a_routed_program_stays_when_others_come_and_moves_once_when_its_replica
     asyncio.run(live())
 
 
-def test_the_hint_is_taken_out_of_the_call_and_believed_until_more_is_known() -> None:
+def test_the_clusters_record_is_taken_out_of_the_call_and_counts_more_than_what_one_router_remembers() -> None:
     async def live() -> None:
         made = affinity()
         replicas = [replica(name) for name in "abcdef"]
-        for name in "abcdef":
-            request = pending(f"t/{name}", **{HINT: name})
-            assert await first_choice(made, replicas, request) == name
-            assert request.kwargs == {}
-            other = pending(f"t/{name}", **{HINT: "a"})
-            assert await first_choice(made, replicas, other) == name
+        made.on_request_routed(pending("t/p"), ReplicaID("a", DEPLOYMENT), None)
+        request = pending("t/p", **{HINT: Place("b")})  # it was moved by another router
+        assert await first_choice(made, replicas, request) == "b"
+        assert request.kwargs == {}
+        assert await first_choice(made, replicas, request) == "b", "ranked again, while it waits"
+        assert await first_choice(made, replicas, pending("t/p", **{HINT: Place("gone")})) == "b"
 
     asyncio.run(live())
+
+
+def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> None:
+    async def live() -> None:
+        made = affinity()
+        replicas = [replica(name) for name in "abcdef"]
+        for home in "abcdef":
+            made.on_request_routed(pending(f"t/{home}"), ReplicaID(home, DEPLOYMENT), None)
+            child = pending(f"t/child of {home}", **{HINT: Place(near=f"t/{home}")})
+            assert await first_choice(made, replicas, child) == home
+            assert await first_choice(made, replicas, child) == home, "ranked again, while it waits"
+            moved = Place(near=f"t/{home}", near_replica="c")  # by another router
+            assert await first_choice(made, replicas, pending("t/new", **{HINT: moved})) == "c"
+            own = pending("t/a", **{HINT: Place("a", near=f"t/{home}")})
+            assert await first_choice(made, replicas, own) == "a"
+
+    asyncio.run(live())
+
+
+def test_conversations_with_one_key_do_not_all_go_to_one_replica() -> None:
+    """Eight replicas, 1,024 programs that name one key, one after the other: none is loaded when the next comes."""
+
+    async def live() -> None:
+        made = affinity()
+        replicas = [replica(name) for name in "abcdefgh"]
+        for i in range(1024):
+            request = pending(f"t/{i}", **{HINT: Place(near="t/shared")})
+            chosen = await first_choice(made, replicas, request)
+            made.on_request_routed(request, ReplicaID(chosen, DEPLOYMENT), None)
+        counts = made._pins.programs
+        assert sum(counts.values()) == 1024
+        assert max(counts.values()) <= 1.35 * 1024 / 8
+        assert min(counts.values()) >= 64
+
+    asyncio.run(live())
+
+
+def test_what_is_pinned_is_counted_by_replica() -> None:
+    pins = Pins(2)
+    for program, home in (("p", "a"), ("q", "a"), ("p", "b"), ("r", "b")):
+        pins.put(program, home)
+    assert dict(pins.programs) == {"b": 2}
+    assert pins.get("q") is None
 
 
 def test_a_full_replica_is_waited_for_and_then_left() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from fake_backend import World
 from starlette.routing import Route
 
-from holdfast.router import identity
+from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
 from holdfast.router.http import AnswerHeaders
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
@@ -57,4 +57,4 @@ def test_every_header_of_an_answer_is_on_it() -> None:
 
 def test_the_ways_to_name_a_program_are_on_it() -> None:
     text = section("Which program is it?").lower()
-    assert all(f"`{name}`" in text for name in identity.HEADERS)
+    assert all(f"`{name}`" in text for name in (*PROGRAM_HEADERS, *PLACEMENT_HEADERS))

@@ -105,7 +105,7 @@ def test_the_next_turn_carries_the_arrival_and_the_last_replica():
     world.chat(program_id="p", seed=2)
     one, two = world.backend.requests
     assert one.program_arrival == two.program_arrival
-    assert world.backend.hints == [None, "r1"]
+    assert [place.last_replica for place in world.backend.places] == [None, "r1"]
 
 
 def test_who_goes_past_the_cache_is_told_so():

@@ -72,9 +72,9 @@ def test_what_is_being_served_is_running() -> None:
     seen = []
 
     class Looks(FakeBackend):
-        async def generate(self, request, last_replica=None):
+        async def generate(self, request, place=None):
             seen.extend((facts.program, facts.tenant, facts.model) for facts in world.reports.live)
-            return await super().generate(request, last_replica)
+            return await super().generate(request, place)
 
     world = World(Looks())
     world.chat(program_id="now")

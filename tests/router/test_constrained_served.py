@@ -12,7 +12,7 @@ from fake_backend import FakeBackend, World
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.service import Service
-from holdfast.router.backend import Batch
+from holdfast.router.backend import ANYWHERE, Batch, Place
 
 CONFIG = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
@@ -40,7 +40,7 @@ class ServiceBackend(FakeBackend):
 
     service: Service | None = None
 
-    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         if self.service is None:
             self.service = Service.load(CONFIG)
         async for pieces in self.service.stream(request):

@@ -4,61 +4,69 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import ChatPrompt, RawPrompt
-from holdfast.router.identity import HEADERS, program_key
+from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
+from holdfast.router.identity import neighbour, program_named, unnamed_program
 from holdfast.router.protocol.turn import ClaimedIds
 
 NOBODY = ClaimedIds(None, None, None)
-SYSTEM = {"role": "system", "content": "be brief"}
-ASK = {"role": "user", "content": "hello"}
-TOOL = {"type": "function", "function": {"name": "f"}}
-PROMPT = ChatPrompt([SYSTEM, ASK])
 NAMES = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=40)
 
 
-def key(ids=NOBODY, headers=None, prompt=PROMPT, tenant="acme"):
-    return program_key(tenant, ids, httpx.Headers(headers or {}), prompt)
+def key(ids=NOBODY, headers=None, tenant="acme"):
+    return program_named(tenant, ids, httpx.Headers(headers or {}), PROGRAM_HEADERS)
+
+
+def near(ids=NOBODY, headers=None, tenant="acme"):
+    return neighbour(tenant, ids, httpx.Headers(headers or {}), PLACEMENT_HEADERS)
 
 
 def test_the_first_name_in_the_documented_order_counts():
-    headers = {"X-Program-ID": "1", "X-Session-ID": "2", "X-Session-Affinity": "3", "X-Correlation-ID": "4"}
-    ids = ClaimedIds("0", "5", "6")
-    expected = ["acme/0", "acme/1", "acme/2", "acme/3", "acme/4", "acme/5", "acme/6"]
-    seen = [key(ids, headers)]
-    ids = ClaimedIds(None, "5", "6")
-    for name in HEADERS:
-        seen.append(key(ids, headers))
-        headers = {other: value for other, value in headers.items() if other.lower() != name}
-    seen += [key(ids), key(ClaimedIds(None, None, "6"))]
-    assert seen == expected
-
-
-def test_an_empty_header_names_nobody():
-    assert key(headers={"X-Session-ID": ""}) == key()
-
-
-def test_a_growing_conversation_stays_one_program():
-    later = [SYSTEM, ASK, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
-    assert key(prompt=ChatPrompt(later)) == key()
+    headers = {name: f"h{i}" for i, name in enumerate(PROGRAM_HEADERS)}
+    assert key(ClaimedIds("body", "response", "cache"), headers) == "acme/body"
+    seen = []
+    for name in PROGRAM_HEADERS:
+        seen.append(key(ClaimedIds(None, "response", "cache"), headers))
+        headers = {other: value for other, value in headers.items() if other != name}
+    assert seen == [f"acme/h{i}" for i in range(len(PROGRAM_HEADERS))]
+    assert key(ClaimedIds(None, "response", "cache")) == "acme/response"
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    "name",
     [
-        ChatPrompt([ASK]),
-        ChatPrompt([SYSTEM, {"role": "user", "content": "other"}]),
-        ChatPrompt([SYSTEM, ASK], tools=(TOOL,)),
-        RawPrompt("hello"),
+        "X-Program-ID",
+        "X-Session-ID",
+        "X-Session-Affinity",
+        "X-Claude-Code-Session-Id",
+        "x-opencode-session",
+        "session-id",
+        "session_id",
+        "conversation_id",
     ],
 )
-def test_another_beginning_is_another_program(prompt):
-    assert key(prompt=prompt) != key()
+def test_the_session_headers_of_known_agents_name_the_program(name):
+    assert key(headers={name: "s"}) == "acme/s"
 
 
-def test_a_growing_plain_prompt_stays_one_program():
-    head = "x" * 300
-    assert key(prompt=RawPrompt(head)) == key(prompt=RawPrompt(head + "more"))
-    assert key(prompt=RawPrompt(tuple(range(300)))) == key(prompt=RawPrompt(tuple(range(400))))
+@pytest.mark.parametrize(
+    ("ids", "headers"),
+    [
+        (NOBODY, {}),
+        (NOBODY, {"X-Session-ID": ""}),
+        (NOBODY, {"X-Correlation-ID": "one of many"}),
+        (NOBODY, {"X-Parent-Session-ID": "parent"}),
+        (ClaimedIds(None, None, "shared"), {}),
+    ],
+)
+def test_what_names_no_program(ids, headers):
+    assert key(ids, headers) is None
+
+
+def test_a_parent_comes_before_a_key_of_a_cache_as_what_to_be_placed_with():
+    headers = {"x-parent-session-id": "parent", "x-correlation-id": "c"}
+    assert near(ClaimedIds(None, None, "shared"), headers) == key(ClaimedIds("parent", None, None))
+    assert near(ClaimedIds(None, None, "shared")) == "acme/shared"
+    assert near() == near(ClaimedIds(None, None, "a\nb")) == ""
 
 
 @given(NAMES, NAMES, st.sampled_from(["a", "a.b", "b"]), st.sampled_from(["a", "a.b", "b"]))
@@ -67,13 +75,14 @@ def test_equal_keys_mean_equal_tenant_and_name(one, two, first, second):
     assert same == (one == two and first == second)
 
 
-def test_no_name_meets_a_digest():
-    digest = key().removeprefix("acme/")
-    assert key(ClaimedIds(digest, None, None)) != key()
+@given(st.text("0123456789abcdef", min_size=1, max_size=24), st.sampled_from(["", "~", "~~"]))
+def test_no_name_meets_a_program_without_one(token, before):
+    """Tokens are digits in hexadecimal."""
+    assert key(ClaimedIds(f"{before}{token}", None, None)) != unnamed_program("acme", token)
 
 
 @pytest.mark.parametrize("value", ["x" * 257, "a\nb", "a\x00b"])
 def test_an_id_that_is_too_long_or_unprintable_is_refused(value):
     with pytest.raises(InvalidRequestError) as refused:
-        key(ClaimedIds(None, None, value))
-    assert refused.value.field == "prompt_cache_key"
+        key(ClaimedIds(None, value, None))
+    assert refused.value.field == "previous_response_id"

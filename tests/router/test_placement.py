@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.placement import PlacementConfig, ReplicaView, rank
+from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
 
 CONFIG = PlacementConfig()
 LONG = CONFIG.patience_s + 1.0
@@ -98,3 +98,25 @@ def test_impossible_settings_name_their_field(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
         PlacementConfig(**wrong)  # type: ignore[arg-type]
     assert caught.value.field == next(iter(wrong))
+
+
+def test_a_group_is_served_together_while_there_is_room() -> None:
+    group = Group("parent", "b")
+    assert rank("p", idle("a", "b", "c"), None, 0.0, CONFIG, group)[0] == "b"
+    assert rank("p", idle("a", "b", "c"), "a", 0.0, CONFIG, group) == ("a",), "what it has counts more"
+    crowded = [ReplicaView("a", 0, 100), ReplicaView("b", CONFIG.imbalance, 100)]
+    assert rank("p", crowded, None, 0.0, CONFIG, group)[0] == "a"
+    many = [ReplicaView("a", 0, 100, 10), ReplicaView("b", 0, 100, 20)]
+    assert set(rank("p", many, None, 0.0, CONFIG, group)) == {"a", "b"}
+    assert [rank(f"p{i}", many, None, 0.0, CONFIG, group)[0] for i in range(50)].count("b") < 50
+
+
+def test_routers_that_know_nothing_of_a_group_agree_on_its_place() -> None:
+    places = {rank(f"p{i}", idle("a", "b", "c", "d"), None, 0.0, CONFIG, Group("key"))[0] for i in range(50)}
+    assert len(places) == 1
+
+
+def test_a_share_below_the_mean_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        PlacementConfig(group_load=0.5)
+    assert refused.value.field == "group_load"

@@ -1,5 +1,7 @@
 """Programs over HTTP: their pauses are measured, shown to whom they belong, and a program can be ended."""
 
+import asyncio
+
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import UnavailableError
@@ -61,8 +63,8 @@ def test_turns_at_once_end_a_pause_once():
     world = make()
     chat(world)
     world.now += 1.0
-    pauses = [world.programs.resume("default/p") for _ in range(3)]
-    assert [pause is None for pause in pauses] == [False, True, True]
+    begun = [asyncio.run(world.programs.begin("default/p")) for _ in range(3)]
+    assert [turn.pause is None for turn in begun] == [False, True, True]
 
 
 def test_replicas_are_told_how_many_turns_a_program_had_and_when_it_ends():
@@ -90,7 +92,7 @@ def test_an_answer_from_the_cache_says_nothing_of_the_program_that_it_was_made_f
     world.chat(program_id="goes on", seed=1)
     hit = world.chat(program_id="goes on")
     assert hit.headers["x-holdfast-cache"] == "hit"
-    assert world.programs.over("default/goes on") is not None, "its run is not over"
+    assert dict(world.programs.latest(9))["default/goes on"].run_turns == 2, "its run is not over"
 
 
 def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
@@ -101,7 +103,7 @@ def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
     hit, _ = world.calls([last, ("GET", "/health", {})])
     assert hit.headers["x-holdfast-cache"] == "hit"
     assert world.backend.ended_programs == [("default", "default/p")]
-    assert world.programs.over("default/p") is None, "its run is over"
+    assert dict(world.programs.latest(9))["default/p"].run_turns == 0, "its run is over"
 
 
 def test_a_response_from_the_cache_ends_a_pause_too():
@@ -165,3 +167,59 @@ def test_a_programs_name_may_hold_anything_that_a_url_can_say():
     world.chat(program_id="a/b c~")
     assert world.call("DELETE", "/v1/programs/a%2Fb%20c~").status_code == 200
     assert world.call("DELETE", "/v1/programs/" + "x" * 999).status_code == 400
+
+
+def test_seniority_is_a_runs():
+    """A name that is used for ever does not outrank the others for ever."""
+    world = make()
+    arrivals = []
+    for last in (False, True, False, True):
+        world.backend.script = calling("ls", last=last)
+        world.now += 10.0
+        chat(world)
+        arrivals.append(world.backend.requests[-1].program_arrival - 1_000_000.0)
+    assert arrivals == [10.0, 10.0, 30.0, 30.0]
+
+
+def test_a_program_that_has_rested_begins_anew():
+    world = make()
+    chat(world)
+    world.now += 3601.0
+    chat(world)
+    request = world.backend.requests[-1]
+    assert (request.program_arrival, request.program_turns, request.answered_turns) == (world.now, 1, 1)
+    assert shown(world)["data"] == [], "nobody waited for a tool so long"
+
+
+def test_what_has_no_name_goes_on_with_its_conversation():
+    world = make()
+    first = [{"role": "user", "content": "list the files"}]
+    reply = world.chat(messages=first).json()["choices"][0]["message"]
+    calls = [{"id": call["id"], "type": "function", "function": call["function"]} for call in reply["tool_calls"]]
+    said = {"role": "assistant", "content": reply["content"], "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "a b"}
+    world.chat(messages=first)  # another run of the task
+    world.chat(messages=[*first, said, result])
+    world.chat(messages=[*first, said, {**result, "content": "c"}])  # a branch
+    told = [(request.program_id, request.program_turns) for request in world.backend.requests]
+    one, two, then, branch = (program for program, _ in told)
+    assert one != two
+    assert then in (one, two)
+    assert [turns for _, turns in told] == [0, 0, 1, 1], "both runs stood there, and the calls of both have the same id"
+    assert branch == ({one, two} - {then}).pop()
+    world.chat(messages=[*first, said, {**result, "content": "d"}])
+    assert world.backend.requests[-1].program_turns == 0, "nobody stands there any more"
+
+
+def test_a_key_of_a_cache_and_a_parent_are_places_and_no_programs():
+    world = make()
+    world.chat(prompt_cache_key="all")
+    world.chat(prompt_cache_key="all")
+    headers = {"x-session-id": "child", "x-parent-session-id": "parent", "x-correlation-id": "fresh"}
+    world.call("POST", "/v1/chat/completions", json=chat_body(), headers=headers)
+    assert len({request.program_id for request in world.backend.requests}) == 3
+    assert [place.near for place in world.backend.places] == ["default/all", "default/all", "default/parent"]
+    assert world.backend.requests[-1].program_id == "default/child"
+    world.chat(program_id="parent")
+    world.call("POST", "/v1/chat/completions", json=chat_body(program_id="another"), headers=headers)
+    assert world.backend.places[-1].near_replica == "r1"

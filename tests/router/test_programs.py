@@ -1,235 +1,294 @@
+"""The program table against a real Redis: one record whichever router a turn comes to, and what becomes of a loss."""
+
 import asyncio
+import math
+import random
+import time
+from dataclasses import asdict
 
-from holdfast.router.programs import Pause, Program, ProgramTable
-from holdfast.router.store import MemoryStore
+import pytest
+from redis_server import RedisServer
 
+from holdfast.router.programs import Begun, ProgramTable, Run
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
-class SlowStore(MemoryStore):
-    """Counts what it is asked, and answers only when it is let."""
-
-    def __init__(self):
-        super().__init__(100, 2**20)
-        self.reads = 0
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def set_if_absent(self, key, value, ttl_s):
-        self.reads += 1
-        await self.open.wait()
-        return await super().set_if_absent(key, value, ttl_s)
-
-    async def set(self, key, value, ttl_s):
-        await self.open.wait()
-        await super().set(key, value, ttl_s)
+PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
+RETRY = 0.01
+DAY = 86400.0
 
 
-def table(store, now):
-    return ProgramTable(store, 100, 3600.0, clock=lambda: now)
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
 
 
-def test_the_first_router_to_see_a_program_sets_its_arrival():
+class Router:
+    """A program table with a connection of its own, its machine's clock off by `clock_off` seconds."""
+
+    def __init__(self, server, clock_off=0.0, rest_s=3600.0, namespace="holdfast"):
+        address = RedisAddress(server.url, namespace=namespace)
+        self.store = RedisStore(address, MemoryStore(10, 1000), PATIENT, RETRY)
+        self.table = ProgramTable(self.store, 100, DAY, rest_s, RETRY, lambda: time.time() + clock_off)
+
+    async def __aenter__(self):
+        return self.table
+
+    async def __aexit__(self, *_):
+        await self.table.close()
+        await self.store.close()
+
+
+def alone(clock, rest_s=3600.0):
+    return ProgramTable(None, 100, DAY, rest_s, clock=clock)
+
+
+async def turn(table: ProgramTable, key: str, replica="r1", tools="", over=False) -> Begun:
+    begun = await table.begin(key)
+    await table.end(begun, replica, tools, over=over)
+    return begun
+
+
+class Dated:
+    """A store whose scripts are told that what happens now happened `ago()` seconds before."""
+
+    degraded = False
+
+    def __init__(self, store, ago):
+        self.store, self.ago = store, ago
+
+    async def script(self, source, keys, arguments):
+        return await self.store.script(source, keys, [arguments[0], self.ago(), *arguments[2:]])
+
+
+def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica(server):
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        assert await table(store, 5.0).begin("acme/p") == Program(5.0)
-        assert (await table(store, 9.0).begin("acme/p")).arrival == 5.0
-        assert (await table(store, 9.0).begin("acme/q")).arrival == 9.0
+        async with Router(server) as one, Router(server) as two:
+            seen = []
+            for i in range(8):
+                begun = await turn((one, two)[i % 2], "acme/p", f"r{i}", "ls")
+                seen.append((begun.program.turns, begun.program.last_replica, begun.program.arrival))
+            arrival = seen[0][2]
+            assert seen == [(i, f"r{i - 1}" if i else None, arrival) for i in range(8)]
 
     asyncio.run(scenario())
 
 
-def test_turns_and_the_last_replica_are_kept_and_shared():
+def test_a_pause_is_measured_by_one_clock_and_told_once(server):
+    """The routers' own clocks differ by two hours."""
+
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        programs = table(store, 5.0)
-        await programs.begin("acme/p")
-        programs.finish("acme/p", "r1")
-        programs.finish("acme/p", "r2")
-        assert await programs.begin("acme/p") == Program(5.0, 2, "r2")
-        await programs.drain()
-        assert await table(store, 9.0).begin("acme/p") == Program(5.0, 2, "r2")
+        async with Router(server, 3600.0) as one, Router(server, -3600.0) as two:
+            begun = await one.begin("acme/p")
+            one._scripts = Dated(one._scripts, lambda: 2.0)
+            await one.end(begun, "r1", "grep,sed")
+            one._scripts = one._scripts.store
+            both = await asyncio.gather(two.begin("acme/p"), one.begin("acme/p"))
+            told = [each.pause for each in both if each.pause is not None]
+            assert len(told) == 1
+            assert told[0].tools == "grep,sed"
+            assert told[0].seconds == pytest.approx(2.0, abs=0.5)
 
     asyncio.run(scenario())
 
 
-def test_a_known_program_waits_for_no_store():
+def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts(server):
     async def scenario():
-        store = SlowStore()
-        programs = table(store, 5.0)
-        await programs.begin("acme/p")
-        store.open.clear()
-        programs.finish("acme/p", "r1")
-        assert await programs.begin("acme/p") == Program(5.0, 1, "r1")
-        assert store.reads == 1
-        store.open.set()
-        await programs.drain()
+        async with Router(server) as one, Router(server) as two:
+            first = await one.begin("acme/p")
+            second = await two.begin("acme/p")
+            await two.end(second, "r2", "ls")
+            await one.end(first, "r1", "sed")
+            third = await one.begin("acme/p")
+            assert third.pause is not None
+            assert third.pause.tools == "ls"
+            assert (third.program.turns, third.program.last_replica) == (2, "r2")
 
     asyncio.run(scenario())
 
 
-def test_two_first_turns_at_once_agree():
+def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings_back(server):
     async def scenario():
-        store = SlowStore()
-        store.open.clear()
-        programs = ProgramTable(store, 100, 3600.0, clock=iter(range(100)).__next__)
-        both = asyncio.gather(programs.begin("acme/p"), programs.begin("acme/p"))
-        await asyncio.sleep(0)
-        store.open.set()
-        one, two = await both
-        assert one == two
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            running = await one.begin("acme/p")
+            assert await two.forget("acme/p")
+            await one.end(running, "r1", "ls")
+            assert not await one.forget("acme/p")
+            assert not await two.forget("acme/never seen")
+            again = await one.begin("acme/p")
+            assert (again.program.turns, again.program.last_replica, again.pause) == (0, None, None)
+            assert again.program.arrival > running.program.arrival
+            await one.end(running, "r1", "ls")  # of its earlier life
+            assert (await two.begin("acme/p")).program.turns == 0
 
     asyncio.run(scenario())
 
 
-def test_a_turn_without_a_replica_enters_its_program_behind_the_request():
+def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own(server):
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        programs = table(store, 5.0)
-        programs.note("acme/p")
-        await programs.drain()
-        assert (await table(store, 9.0).begin("acme/p")).arrival == 5.0
+        async with Router(server) as one, Router(server) as two:
+            first = await turn(one, "acme/p", tools="ls")
+            second = await two.begin("acme/p")
+            run = await two.end(second, "r1", over=True)
+            assert run is not None
+            assert run.turns == 2
+            third = await one.begin("acme/p")
+            assert first.program.arrival == second.program.arrival < third.program.arrival
+            assert (third.program.turns, third.program.answered_turns) == (2, 2)
 
     asyncio.run(scenario())
 
 
-def test_ending_a_program_waits_for_no_later_turn_of_another():
-    """Turns end all the time: each write is under way until the next one is."""
-
-    class Busy(MemoryStore):
-        programs: ProgramTable
-        writes = 0
-
-        async def set(self, key, value, ttl_s):
-            await super().set(key, value, ttl_s)
-            self.writes += 1
-            if self.writes < 100:
-                self.programs.finish("acme/other", "r1")
-
+def test_a_claim_on_a_conversation_is_granted_once(server):
     async def scenario():
-        store = Busy(100, 2**20)
-        programs = store.programs = table(store, 5.0)
-        await programs.begin("acme/p")
-        programs.finish("acme/p", "r1")
-        assert await programs.end("acme/p")
-        assert store.writes < 100
-        await programs.drain()
-        assert await store.get("program/acme/p") is None
+        async with Router(server) as one, Router(server) as two:
+            await one.begin("acme/~p", "head 1")
+            both = await asyncio.gather(*(each.go_on("acme/~p", "head 2", "head 1") for each in (one, two)))
+            assert [each is None for each in both].count(True) == 1
+            assert await two.go_on("acme/~q", "head 2", "head 1") is None
+            assert await two.go_on("acme/~p", "head 3", "head 2") is not None
 
     asyncio.run(scenario())
 
 
-def test_turns_up_to_the_last_answer_are_told_from_those_since():
+def test_two_deployments_at_one_redis_do_not_meet(server):
     async def scenario():
-        programs = table(MemoryStore(100, 2**20), 5.0)
-        found = []
-        for last in (False, True, True, False, True, False):
-            found.append((await programs.begin("acme/p")).answered_turns)
-            programs.resume("acme/p")
-            programs.finish("acme/p", "r1", "" if last else "ls")
-            if last:
-                programs.over("acme/p")
-        assert found == [0, 0, 2, 3, 3, 5]
-        for _ in range(20):
-            programs.resume("acme/p")  # turns that no replica has served, as yet
-        assert (await programs.begin("acme/p")).answered_turns == 0
+        async with Router(server) as one, Router(server, namespace="holdfast/other/2.0") as two:
+            await turn(one, "acme/p")
+            assert (await two.begin("acme/p")).program.turns == 0
+            assert not await two.forget("acme/q")
 
     asyncio.run(scenario())
 
 
-def test_foreign_bytes_in_the_store_do_not_fail_a_turn():
+def test_memory_does_what_the_scripts_do(server):
+    """The same random story, told to Redis and to a table that has none, at the same times."""
+    rng, start, now = random.Random(5), math.floor(time.time() - 1e6) + 0.25, [0.0]
+
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        await store.set("program/acme/p", b'{"not": "ours"}', 60.0)
-        assert await table(store, 5.0).begin("acme/p") == Program(5.0)
+        lone = ProgramTable(None, 100, 2e6, 1000.5, clock=lambda: start + now[0])
+        async with Router(server, rest_s=1000.5) as shared:
+            shared._scripts = Dated(shared._scripts, lambda: time.time() - start - now[0])
+            running: list[tuple[Begun, Begun]] = []
+            for _ in range(500):
+                now[0] += rng.choice([1.0, 10.0, 10.0, 1500.0])
+                key, what = f"acme/p{rng.randrange(3)}", rng.random()
+                if what < 0.5 or not running:
+                    running.append((await shared.begin(key), await lone.begin(key)))
+                    assert told(running[-1][0]) == told(running[-1][1])
+                elif what < 0.95:
+                    one, two = running.pop(rng.randrange(len(running)))
+                    tools, over = rng.choice([("ls", False), ("", False), ("", True), ("sed", False)])
+                    replica = rng.choice(["", "r1", "r2"])
+                    ended = await shared.end(one, replica, tools, over=over)
+                    assert told(ended) == told(await lone.end(two, replica, tools, over=over))
+                else:
+                    assert await shared.forget(key) == await lone.forget(key)
 
     asyncio.run(scenario())
 
 
-def test_a_program_is_forgotten_a_while_after_its_last_turn():
+def told(found: Begun | Run | None) -> object:
+    """What can be compared: times to half a second, and nothing that is drawn."""
+    if found is None:
+        return None
+    drawn = {"life", "version", "told", "shared"}
+    names = {name: value for name, value in asdict(found).items() if name not in drawn}
+    program = {name: value for name, value in names.pop("program", {}).items() if name not in drawn}
+    pause = names.pop("pause", None) or {}
+    return [
+        [(name, round(value) if isinstance(value, float) else value) for name, value in each.items()]
+        for each in (names, program, pause)
+    ]
+
+
+def test_turns_without_redis_are_counted_and_told_when_it_is_back(server):
     async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            await turn(two, "acme/p", "r2", "ls")
+            server.kill()
+            begun = [await turn(two, "acme/p", f"r{i}", "ls") for i in range(3)]
+            assert [each.program.turns for each in begun] == [2, 3, 4], "what this process knows"
+            assert await two.forget("acme/q") is False
+            server.socket.unlink(missing_ok=True)
+            server.start()  # and has lost what it had
+            async with asyncio.timeout(PATIENT):
+                while two._untold:  # noqa: ASYNC110 (a real server has no event to wait for)
+                    await asyncio.sleep(RETRY)
+            after = await one.begin("acme/p")
+            assert (after.program.turns, after.program.last_replica) == (5, "r2")
+            assert after.pause is not None
+            assert after.program.arrival == begun[0].program.arrival
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
+    """The router that took it had never met its program, which another one had."""
+
+    class Away:
+        degraded = True
+
+        async def script(self, source, keys, arguments):
+            return None
+
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            scripts, two._scripts = two._scripts, Away()
+            begun = await two.begin("acme/p")
+            two._scripts = scripts
+            async with asyncio.timeout(PATIENT):
+                while two._untold:  # noqa: ASYNC110
+                    await asyncio.sleep(RETRY)
+            await two.end(begun, "r2", "sed")
+            after = await one.begin("acme/p")
+            assert (after.program.turns, after.program.last_replica) == (2, "r2")
+            assert after.pause is not None
+            assert after.pause.tools == "sed"
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_ran_although_its_answer_was_lost_counts_once(server):
+    class LosesAnswers:
+        degraded = False
+
+        def __init__(self, store, lost):
+            self.store, self.lost = store, lost
+
+        async def script(self, source, keys, arguments):
+            answer = await self.store.script(source, keys, arguments)
+            self.lost -= 1
+            return None if self.lost >= 0 else answer
+
+    async def scenario():
+        router = Router(server)
+        async with router as one:
+            table = ProgramTable(LosesAnswers(router.store, 2), 100, DAY, 3600.0, RETRY)
+            await turn(table, "acme/p", "r1", "ls")
+            await turn(table, "acme/p", "r1", "ls")
+            await table.close()
+            assert (await one.begin("acme/p")).program.turns == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_program_is_forgotten_a_while_after_its_last_turn(server):
+    async def scenario():
+        router = Router(server)
+        async with router as one:
+            await turn(one, "acme/p")
+            (key,) = await router.store._redis.keys("*programs*")
+            assert DAY - 60 < await router.store._redis.ttl(key) <= DAY
         now = [0.0]
-        store = MemoryStore(100, 2**20, clock=lambda: now[0])
-        programs = ProgramTable(store, 100, 10.0, clock=lambda: now[0])
-        await programs.begin("acme/p")
-        now[0] = 8.0
-        programs.finish("acme/p", "r1")
-        await programs.drain()
-        now[0] = 17.0
-        assert (await programs.begin("acme/p")).turns == 1
-        now[0] = 18.0
-        assert await programs.begin("acme/p") == Program(18.0)
-
-    asyncio.run(scenario())
-
-
-def test_the_arrival_stays_the_clusters_when_a_process_forgets_it_or_learns_it_late():
-    async def scenario():
-        store = MemoryStore(100, 2**20)
-        first = ProgramTable(store, 1, 3600.0, clock=lambda: 5.0)
-        await first.begin("acme/p")
-        later = ProgramTable(store, 1, 3600.0, clock=lambda: 9.0)
-        later.finish("acme/p", "r1")  # began elsewhere, or was forgotten while its turn ran
-        await later.drain()
-        assert await later.begin("acme/p") == Program(5.0, 1, "r1")
-        assert await table(store, 12.0).begin("acme/p") == Program(5.0, 1, "r1")
-
-    asyncio.run(scenario())
-
-
-def test_a_program_keeps_its_arrival_on_whatever_replica_and_ingress():
-    async def scenario():
-        store = MemoryStore(100, 2**20)
-        arrivals = []
-        for turn, ingress in enumerate([table(store, 5.0), table(store, 7.0), table(store, 9.0)]):
-            arrivals.append((await ingress.begin("acme/p")).arrival)
-            ingress.finish("acme/p", f"r{turn}")
-            await ingress.drain()
-        assert arrivals == [5.0, 5.0, 5.0]
-
-    asyncio.run(scenario())
-
-
-def test_a_pause_is_told_once_and_to_whichever_router_the_next_turn_comes():
-    async def scenario():
-        store = MemoryStore(100, 2**20)
-        here = table(store, 5.0)
-        await here.begin("acme/p")
-        assert here.resume("acme/p") is None, "its first turn waited for nothing"
-        here.finish("acme/p", "r1", tools="grep,sed")
-        await here.drain()
-        there = table(store, 8.5)
-        await there.begin("acme/p")
-        assert there.resume("acme/p") == Pause("grep,sed", 3.5)
-        assert there.resume("acme/p") is None
-        assert here.resume("acme/unknown") is None
-        behind = table(store, 4.0)
-        await behind.begin("acme/p")
-        assert behind.resume("acme/p") == Pause("grep,sed", 0.0), "its clock is late"
-
-    asyncio.run(scenario())
-
-
-def test_a_turn_that_called_nothing_begins_no_pause():
-    async def scenario():
-        programs = table(MemoryStore(100, 2**20), 5.0)
-        await programs.begin("acme/p")
-        programs.finish("acme/p", "r1", tools="ls")
-        programs.finish("acme/p", "r1")
-        assert programs.resume("acme/p") is None
-
-    asyncio.run(scenario())
-
-
-def test_a_program_that_is_over_is_forgotten_even_while_its_turn_is_written():
-    async def scenario():
-        store = MemoryStore(100, 2**20)
-        programs = table(store, 5.0)
-        await programs.begin("acme/p")
-        programs.finish("acme/p", "r1")
-        assert await programs.end("acme/p")
-        assert not await programs.end("acme/p")
-        assert await table(store, 9.0).begin("acme/p") == Program(9.0)
-        there = table(store, 9.0)
-        await there.begin("acme/q")
-        assert await programs.end("acme/q"), "another router has seen it"
+        table = alone(lambda: now[0])
+        await turn(table, "acme/p")
+        now[0] = DAY + 1
+        assert (await table.begin("acme/p")).program.turns == 0
 
     asyncio.run(scenario())

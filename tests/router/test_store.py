@@ -42,8 +42,7 @@ async def same_behaviour(store):
     assert await store.get("a") is None
     await store.set("a", b"\x00\xff", 60.0)
     assert await store.get("a") == b"\x00\xff"
-    assert await store.set_if_absent("a", b"other", 60.0) == b"\x00\xff"
-    assert await store.set_if_absent("b", b"first", 60.0) == b"first"
+    await store.set("b", b"first", 60.0)
     assert await store.get("b") == b"first"
     assert not store.degraded
 
@@ -80,8 +79,22 @@ def test_redis_keeps_values_under_a_prefix_with_a_time_to_live(server):
 def test_routers_share_values(server):
     async def scenario():
         async with redis_store(server) as one, redis_store(server) as two:
-            assert await one.set_if_absent("p", b"one", 60.0) == b"one"
-            assert await two.set_if_absent("p", b"two", 60.0) == b"one"
+            await one.set("p", b"one", 60.0)
+            assert await two.get("p") == b"one"
+
+    asyncio.run(scenario())
+
+
+def test_namespaces_at_one_server_do_not_meet(server):
+    async def scenario():
+        async with redis_store(server) as one:
+            other = RedisStore(RedisAddress(server.url, namespace="blue/pocket/1.0"), memory(), PATIENT, 0.01)
+            await one.set("p", b"one", 60.0)
+            assert await other.get("p") is None
+            await other.set("p", b"two", 60.0)
+            assert await one.get("p") == b"one"
+            assert sorted(await one._redis.keys()) == [b"blue/pocket/1.0/p", b"holdfast/p"]
+            await other.close()
 
     asyncio.run(scenario())
 
@@ -95,7 +108,6 @@ def test_a_killed_server_fails_nothing_and_is_used_again_when_it_is_back(server)
             assert store.degraded
             await store.set("during", b"2", 60.0)
             assert await store.get("during") == b"2"
-            assert await store.set_if_absent("during", b"3", 60.0) == b"2"
             server.socket.unlink(missing_ok=True)
             server.start()
             await recovered(store)

@@ -120,6 +120,80 @@ def test_a_reader_reads_what_has_changed(server, monkeypatch):
     asyncio.run(scenario())
 
 
+class Counts:
+    """A store that counts the bytes of what its scripts answer."""
+
+    degraded = False
+
+    def __init__(self, store: RedisStore):
+        self.store, self.size = store, 0
+
+    async def script(self, source, keys, arguments):
+        answer = await self.store.script(source, keys, arguments)
+        self.size += size_of(answer)
+        return answer
+
+
+def size_of(answer) -> int:
+    return sum(map(size_of, answer)) if isinstance(answer, list) else len(answer or b"")
+
+
+def test_a_reader_that_follows_fetches_the_new_intervals_and_no_windows(server):
+    """With 200 sets of tools whose windows are full."""
+
+    async def scenario():
+        store = store_at(server)
+        latencies, counts = ToolLatencies(store, RETRY), Counts(store)
+        for seconds in range(RECENT):
+            for tool in range(200):
+                latencies.record("a", f"tool {tool}", float(seconds))
+            await written(latencies)
+        reader = Reader(counts)
+        assert await reader.refresh()
+        everything = counts.size
+        for tool in range(200):
+            latencies.record("a", f"tool {tool}", 7.5)
+        await written(latencies)
+        counts.size = 0
+        assert await reader.refresh()
+        assert counts.size < everything / 20
+        assert counts.size < 200 * 50
+        fresh = Reader(store)
+        await fresh.refresh()
+        for key, latency in fresh.snapshot.tools.items():
+            assert close_to(reader.snapshot.tools[key], latency)
+        assert len(reader.snapshot.tools) == len(fresh.snapshot.tools) == 200
+        assert close_to(reader.snapshot.overall, fresh.snapshot.overall)
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_was_away_for_longer_than_the_log_reaches_back_reads_whole_statistics(server, monkeypatch):
+    monkeypatch.setattr(tool_latency, "LOG", 3)
+    monkeypatch.setattr(tool_latency, "BATCH", 2)
+
+    async def scenario():
+        store = store_at(server)
+        latencies, reader = ToolLatencies(store, RETRY), Reader(store)
+        rng, sizes = random.Random(2), [1, 2, 9, 3, 4, 1, 30, 2]
+        for size in sizes:
+            for _ in range(size):
+                latencies.record("a", f"tool {rng.randrange(6)}", rng.expovariate(1.0))
+            await written(latencies)
+            assert await reader.refresh()
+            fresh = Reader(store)
+            await fresh.refresh()
+            assert set(reader.snapshot.tools) == set(fresh.snapshot.tools)
+            assert all(close_to(reader.snapshot.tools[key], each) for key, each in fresh.snapshot.tools.items())
+            assert close_to(reader.snapshot.overall, fresh.snapshot.overall)
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_the_sets_of_tools_are_bounded(server, monkeypatch):
     monkeypatch.setattr(tool_latency, "MOST_SETS", 3)
 

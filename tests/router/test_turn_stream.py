@@ -29,7 +29,7 @@ class Opened:
         self.stream = TurnStream(self.batches, encoder, Meter(RouterMetrics(self.registry), "chat"), self.answered)
         self.stream.held.callback(self.give_back)
 
-    def answered(self, replica_id, answer):
+    async def answered(self, replica_id, answer):
         self.answers.append((replica_id, answer.text))
 
     def give_back(self):

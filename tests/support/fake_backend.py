@@ -28,7 +28,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.app import create_app
-from holdfast.router.backend import Batch, Routed
+from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
@@ -61,7 +61,7 @@ class FakeBackend:
         self.cards: tuple[ModelCard, ...] = (CARD,)
         self.ready = True
         self.requests: list[GenerateRequest] = []
-        self.hints: list[str | None] = []
+        self.places: list[Place] = []
         self.texts: list[str] = []
         self.statuses: list[ReplicaStatus] = []
         self.started = threading.Event()
@@ -69,9 +69,9 @@ class FakeBackend:
         self.open_streams = 0
         self.ended_programs: list[tuple[str, str]] = []
 
-    async def generate(self, request: GenerateRequest, last_replica: str | None = None) -> Routed:
+    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
         built = AnswerBuilder()
-        async with contextlib.aclosing(self.stream(request, last_replica)) as batches:
+        async with contextlib.aclosing(self.stream(request, place)) as batches:
             async for batch in batches:
                 built.add(batch.pieces)
         reply: Answer | Errored | None = built.answer()
@@ -80,9 +80,9 @@ class FakeBackend:
             reply = built.terminal
         return Routed("r1", reply)
 
-    async def stream(self, request: GenerateRequest, last_replica: str | None = None) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.requests.append(request)
-        self.hints.append(last_replica)
+        self.places.append(place)
         self.open_streams += 1
         finished = False
         try:
@@ -138,7 +138,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.programs = ProgramTable(self.store, 1000, 3600.0, clock=lambda: self.now)
+        self.programs = ProgramTable(None, 1000, 7200.0, 3600.0, clock=lambda: self.now)
         self.cache = ResponseCache(self.store, self.config, "weights-1")
         metrics = self.metrics = RouterMetrics(self.registry)
         self.latencies = ToolLatencies()
@@ -164,7 +164,6 @@ class World:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
                 answers = [await client.request(method, path, **arguments) for method, path, arguments in calls]
                 await self.cache.drain()
-                await self.programs.drain()
                 return answers
 
         return asyncio.run(run())

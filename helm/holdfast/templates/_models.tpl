@@ -55,7 +55,8 @@
 {{- $_ := set $server "drain_s" $root.Values.drainSeconds -}}
 {{- end -}}
 {{- $_ := set $config "server" $server -}}
-{{- $redis := merge (dict "url" (include "holdfast.redisUrl" $root)) ($config.redis | default dict) -}}
+{{- $own := dict "namespace" (printf "%s/%s" $root.Release.Namespace $root.Release.Name) -}}
+{{- $redis := merge (dict "url" (include "holdfast.redisUrl" $root)) ($config.redis | default dict) $own -}}
 {{- $_ := set $config "redis" $redis -}}
 {{- toYaml $config -}}
 {{- end -}}

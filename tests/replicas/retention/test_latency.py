@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.latency import RECENT, LatencyBook, LatencySnapshot, Tally, ToolLatency, tool_set
+from holdfast.replicas.retention.latency import RECENT, LatencyBook, Tally, ToolLatency, tool_set
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,3 @@ def test_a_book_forgets_the_tools_that_nobody_calls():
     for tool in ("one", "two", "one", "three"):
         book.record("a", tool, 1.0)
     assert set(book.snapshot().tools) == {("a", "one"), ("a", "three")}
-
-
-def test_a_snapshot_takes_changes_in_and_stays_as_it_is():
-    old = LatencySnapshot(ToolLatency(1), {("a", "x"): ToolLatency(1)})
-    new = old.updated(ToolLatency(2), {("a", "y"): ToolLatency(1)}, most=2)
-    assert (old.overall.count, set(old.tools)) == (1, {("a", "x")})
-    assert (new.overall.count, set(new.tools)) == (2, {("a", "x"), ("a", "y")})
-    again = new.updated(ToolLatency(4), {("a", "x"): ToolLatency(2), ("a", "z"): ToolLatency(1)}, most=2)
-    assert list(again.tools.items()) == [(("a", "x"), ToolLatency(2)), (("a", "z"), ToolLatency(1))]

@@ -178,3 +178,14 @@ def test_who_comes_next_is_decided_when_a_row_is_free_and_not_before():
     world.submit("b next", words(4, 4), 5, scope="b", weight=0.25)
     world.run()
     assert finished(world) == ["b warm", "a long", "b next", "a next"], "a has had more than b by then"
+
+
+def test_a_program_that_began_long_ago_does_not_outrank_another_tenants():
+    """Whoever keeps a program going for ever has its own share, and no more."""
+    world = one_row()
+    for i in range(6):
+        world.submit(f"a{i}", words(i, 4), 5, scope="a", program="old", began=0.001)
+        world.submit(f"b{i}", words(10 + i, 4), 5, scope="b", program=f"b{i}", began=50.0 + i)
+    world.run()
+    ends = [name[0] for name in finished(world)]
+    assert all(abs(ends[:n].count("a") - ends[:n].count("b")) <= 1 for n in range(len(ends)))

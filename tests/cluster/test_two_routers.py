@@ -1,0 +1,212 @@
+"""Two routers, real replicas and a real Redis: programs whose turns alternate between the routers stay one truth.
+
+A replica is killed while turns run, and a router between two turns. `HOLDFAST_TEST_PROGRAMS=200` runs the full count:
+
+    HOLDFAST_TEST_PROGRAMS=200 .venv/bin/pytest -s tests/cluster/test_two_routers.py
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+from redis_server import RedisServer
+
+PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
+TURNS = 6
+AT_ONCE = 8
+TOOL_S = 3.0  # what a tool takes at least
+REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
+FRESH = {"cache-control": "no-cache"}
+
+
+@dataclass
+class Program:
+    """One agent with a tool of its own, so that its pauses are told apart from all others."""
+
+    name: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    replied: float | None = None
+
+    def turn(self, router: str) -> None:
+        """The next turn, asked of this router; raises where it has no answer."""
+        if not self.messages:
+            self.messages.append({"role": "user", "content": f"Run {self.name}."})
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        tool = {"type": "function", "function": {"name": self.name, "parameters": nothing, "strict": True}}
+        body = {"model": "pocket", "messages": self.messages, "tools": [tool], "tool_choice": "required"}
+        body |= {"program_id": self.name, "max_tokens": 64, "parallel_tool_calls": False}
+        if self.replied is not None:
+            time.sleep(max(0.0, self.replied + TOOL_S - time.monotonic()))  # its tool runs
+            self.pauses.append(time.monotonic() - self.replied)
+        answer = httpx.post(f"{router}/v1/chat/completions", json=body, headers=FRESH, timeout=120.0, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        self.replied = time.monotonic()
+        self.replicas.append(answer.headers["x-holdfast-replica"])
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls", answer.text
+        message = answer.json()["choices"][0]["message"]
+        self.messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}]
+
+    @property
+    def moves(self) -> int:
+        return sum(one != two for one, two in zip(self.replicas, self.replicas[1:], strict=False))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: RedisServer, start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    # A Redis operation may wait for a core here: a router that took that for a loss would work from its own memory.
+    settings = (
+        f"engine: {{threads: 1, kv_memory: 0.1}}\nredis: {{url: '{shared.url}'}}\nrouter: {{store_timeout_s: 5.0}}"
+    )
+    started = start(tmp_path_factory.mktemp("cluster"), settings, "--replicas", "2", "--routers", "2")
+    try:
+        yield started
+        started.stop(signal.SIGINT)
+    finally:
+        started.process.kill()
+
+
+def test_programs_that_alternate_between_two_routers(
+    cluster: Any, shared: RedisServer, eventually: Callable[..., None]
+) -> None:
+    programs = [Program(f"tool_{i}") for i in range(PROGRAMS)]
+    routers = Routers(cluster, eventually)
+    began = time.monotonic()
+    for turn in range(TURNS):
+        if turn == 4:
+            routers.restart_one()
+        served = Countdown(PROGRAMS // 2)
+        if turn == 2:
+            threading.Thread(target=kill_one_replica, args=(cluster, served), daemon=True).start()
+        to = [routers.urls[(i + turn) % 2] for i in range(PROGRAMS)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(ask, programs, to, [served] * PROGRAMS))
+    seconds = time.monotonic() - began
+
+    with redis.Redis(unix_socket_path=str(shared.socket)) as client:
+        keys = [client.keys(f"*/programs/default/{program.name}") for program in programs]
+        records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
+    assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
+    for program in programs:
+        assert records[program.name][b"last_replica"].decode() == program.replicas[-1]
+
+    told = httpx.get(f"{routers.urls[0]}/v1/tools/latency", timeout=60.0, trust_env=False).json()["data"]
+    recorded = {each["tools"][0]: each for each in told}
+    worst = 0.0
+    for program in programs:
+        mean = sum(program.pauses) / len(program.pauses)
+        assert recorded[program.name]["count"] == TURNS - 1
+        worst = max(worst, abs(recorded[program.name]["mean_s"] / mean - 1))
+    assert worst < 0.1, f"a recorded pause is off by {worst:.1%}"
+
+    moved = [program for program in programs if program.moves]
+    assert moved, "a replica was killed"
+    assert max(program.moves for program in programs) == 1
+    assert len({program.replicas[0] for program in moved}) == 1, "only those of the replica that was killed"
+    print(
+        f"{PROGRAMS} programs, {PROGRAMS * TURNS} turns in {seconds:.0f} s: all answered and counted; "
+        f"{len(moved)} moved, each once; recorded pauses off by {worst:.1%} at most"
+    )
+
+
+def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, eventually: Callable[..., None]) -> None:
+    one, two = Routers(cluster, eventually).urls
+    program = Program("ends")
+    program.turn(one)
+    program.turn(two)
+    assert httpx.delete(f"{one}/v1/programs/ends", trust_env=False).status_code == 200
+    assert httpx.delete(f"{two}/v1/programs/ends", trust_env=False).status_code == 404
+    program.turn(two)
+    told = httpx.get(f"{two}/v1/cluster/status", params={"programs": 1000}, trust_env=False).json()["programs"]
+    assert [each["turns"] for each in told if each["program"] == "ends"] == [1]
+
+
+def ask(program: Program, router: str, served: "Countdown") -> None:
+    program.turn(router)
+    served.one()
+
+
+def kill_one_replica(cluster: Any, served: "Countdown") -> None:
+    """Kill it when half of the programs have had this turn; the others' are running or to come."""
+    served.over.wait(120.0)
+    os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
+
+
+class Countdown:
+    """Says when so many turns have been served."""
+
+    def __init__(self, left: int) -> None:
+        self.over = threading.Event()
+        self._left = left
+        self._lock = threading.Lock()
+
+    def one(self) -> None:
+        with self._lock:
+            self._left -= 1
+        if self._left <= 0:
+            self.over.set()
+
+
+class Routers:
+    """The two routers of a cluster, each at its own address: what a proxy in front of them would choose from."""
+
+    def __init__(self, cluster: Any, eventually: Callable[..., None]) -> None:
+        self._cluster = cluster
+        self._eventually = eventually
+        self.urls: list[str] = []
+        self._eventually(self._found, 120.0)
+
+    def restart_one(self) -> None:
+        """Kill a router and wait for the one that Serve starts in its place."""
+        gone = pids(self._cluster, ROUTER)[0]
+        os.kill(gone, signal.SIGKILL)
+        self._eventually(lambda: gone not in pids(self._cluster, ROUTER) and self._found(), 120.0)
+
+    def _found(self) -> bool:
+        urls = [url for pid in pids(self._cluster, ROUTER) for url in listening(pid) if answers(url)]
+        self.urls = sorted(urls)
+        return len(urls) == 2
+
+
+def pids(cluster: Any, name: str) -> list[int]:
+    return sorted(pid for pid, command in cluster.processes().items() if name in command)
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses at which a process takes TCP connections."""
+    sockets = set()
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        columns = line.split()
+        if columns[3] == "0A" and columns[9] in sockets:
+            found.append(f"http://127.0.0.1:{int(columns[1].split(':')[1], 16)}")
+    return found
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/version", timeout=5.0, trust_env=False).status_code == 200
+    return False

@@ -1,0 +1,209 @@
+"""Whose turn a request without a name is: continuations, second runs, branches, retries; against a real Redis."""
+
+import asyncio
+from itertools import count
+
+import pytest
+from redis_server import RedisServer
+
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, ToolCall
+from holdfast.router.conversations import MOST, REPLIES, Conversations, conversation, mark_of
+from holdfast.router.programs import ProgramTable
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+
+PATIENT = 5.0
+TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
+TOOLS = ({"type": "function", "function": {"name": "ls"}},)
+numbers = count()
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+class Routers:
+    """So many routers at one Redis; without a server one router alone. Requests go to them in turn."""
+
+    def __init__(self, server, n=2):
+        self.n = n
+        self.stores = []
+        if server is not None:
+            address = RedisAddress(server.url)
+            self.stores = [RedisStore(address, MemoryStore(10, 1000), PATIENT, 0.01) for _ in range(n)]
+        self.tables = [ProgramTable(store, 1000, 1e5, 1e4) for store in self.stores or [None]]
+        scripts = self.stores or [None]
+        self.all = [Conversations(table, store, 1000, 1e5) for table, store in zip(self.tables, scripts, strict=True)]
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        for each in (*self.tables, *self.stores):
+            await each.close()
+
+    async def ask(self, *messages, reply=True, prompt=None, tenant="acme"):
+        """The key of the program, how many turns it had, and the assistant's message."""
+        at = next(numbers) % len(self.all)
+        sent = conversation("pocket", prompt or ChatPrompt(messages, TOOLS))
+        begun, standing = await self.all[at].begin(tenant, sent)
+        said, answer = answered()
+        if reply:
+            await self.tables[at].end(begun, "r1", "ls")
+            await self.all[at].replied(standing, mark_of(answer))
+        return begun.key, begun.program.turns, said
+
+
+def answered():
+    """A reply that calls a tool, as the client sends it back and as it was."""
+    call = ToolCall(f"call_{next(numbers)}", "ls", "{}")
+    function = {"name": "ls", "arguments": "{}"}
+    said = {
+        "role": "assistant",
+        "content": " Looking.\n",
+        "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+    }
+    return said, Answer("Looking.", (call,), (), "tool_calls", Usage(), Timing(0.0))
+
+
+def result(said, text="files"):
+    return {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": text}
+
+
+def everywhere(scenario, server):
+    """With two routers at one Redis, and with one that has none."""
+    for each in (server, None):
+
+        async def run(each=each):
+            async with Routers(each) as routers:
+                await scenario(routers)
+
+        asyncio.run(run())
+
+
+def test_a_conversation_that_goes_on_stays_one_program(server):
+    async def scenario(routers):
+        messages, seen = list(TASK), []
+        for _ in range(6):
+            key, turns, said = await routers.ask(*messages)
+            seen.append((key, turns))
+            messages += [{**said, "reasoning_content": "thoughts"}, result(said)]
+            if len(seen) > 2:
+                messages += [{"role": "user", "content": "go on"}]
+                messages[2] = {name: value for name, value in messages[2].items() if name != "reasoning_content"}
+        assert seen == [(seen[0][0], i) for i in range(6)]
+
+    everywhere(scenario, server)
+
+
+def test_two_runs_of_one_task_are_two_programs_and_each_goes_on_as_itself(server):
+    async def scenario(routers):
+        runs = [await routers.ask(*TASK) for _ in range(5)]
+        assert len({key for key, _, _ in runs}) == 5
+        for key, _, said in (runs[3], runs[0], runs[4], runs[2], runs[1]):
+            then, turns, _ = await routers.ask(*TASK, said, result(said))
+            assert (then, turns) == (key, 1)
+
+    everywhere(scenario, server)
+
+
+def test_a_branch_is_its_own(server):
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        then, _, more = await routers.ask(*TASK, said, result(said))
+        assert then == key
+        branch, turns, _ = await routers.ask(*TASK, said, result(said, "others"))
+        assert branch != key
+        assert turns == 0
+        other, _, _ = await routers.ask(*TASK, answered()[0], result(answered()[0]))
+        assert other not in (key, branch)
+        assert (await routers.ask(*TASK, said, result(said), more, result(more)))[0] == key
+
+    everywhere(scenario, server)
+
+
+def test_a_branch_does_not_take_over_another_run_that_stands_at_the_same_place(server):
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        await routers.ask(*TASK, said, result(said))
+        other, _, waits = await routers.ask(*TASK)
+        branch, _, _ = await routers.ask(*TASK, said, result(said, "others"))
+        assert len({key, other, branch}) == 3
+        assert (await routers.ask(*TASK, waits, result(waits)))[0] == other
+
+    everywhere(scenario, server)
+
+
+def test_a_turn_that_had_no_reply_may_be_sent_again_and_a_first_one_is_another_run(server):
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        follow_up = (*TASK, said, result(said))
+        assert (await routers.ask(*follow_up, reply=False))[0] == key
+        assert (await routers.ask(*follow_up))[0] == key
+        assert (await routers.ask(*follow_up))[0] != key, "it had its reply"
+        assert (await routers.ask(*TASK, reply=False))[0] != (await routers.ask(*TASK))[0]
+
+    everywhere(scenario, server)
+
+
+def test_tenants_models_and_tools_do_not_meet(server):
+    async def scenario(routers):
+        _, _, said = await routers.ask(*TASK)
+        more = (*TASK, said, result(said))
+        _, turns, _ = await routers.ask(*more, tenant="other")
+        assert turns == 0
+        _, turns, _ = await routers.ask(prompt=ChatPrompt(more))
+        assert turns == 0
+        assert conversation("one", ChatPrompt(more)).head != conversation("two", ChatPrompt(more)).head
+
+    everywhere(scenario, server)
+
+
+def test_of_two_requests_that_find_one_program_one_goes_on_with_it(server):
+    async def scenario():
+        async with Routers(server, 8) as routers:
+            key, _, said = await routers.ask(*TASK)
+            asked = (routers.ask(*TASK, said, result(said, f"result {i}")) for i in range(8))
+            keys = [found for found, _, _ in await asyncio.gather(*asked)]
+            assert keys.count(key) == 1
+            assert len(set(keys)) == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_plain_prompt_that_grows_stays_one_program(server):
+    async def scenario(routers):
+        for text in ("x" * 300, "short: ", tuple(range(300)), (1, 2)):
+            more = (*text, 5, 6) if isinstance(text, tuple) else text + " and more"
+            key, _, _ = await routers.ask(prompt=RawPrompt(text))
+            again, _, _ = await routers.ask(prompt=RawPrompt(text))
+            assert again != key
+            then, turns, _ = await routers.ask(prompt=RawPrompt(more))
+            assert then in (key, again)
+            assert turns == 1
+            last = 4 if isinstance(text, tuple) else "y"
+            other = (*text[:-1], last, *more[-2:]) if isinstance(text, tuple) else text[:-1] + last + more[-9:]
+            if len(text) > 256:  # else it begins otherwise
+                assert (await routers.ask(prompt=RawPrompt(other)))[1] == 0
+
+    everywhere(scenario, server)
+
+
+def test_what_is_kept_and_looked_at_is_bounded(server):
+    async def scenario():
+        async with Routers(server, 1) as routers:
+            for _ in range(MOST + 9):
+                last, _, said = await routers.ask(*TASK)
+            (store,) = routers.stores
+            (key,) = await store._redis.keys("*heads*")
+            assert await store._redis.hlen(key) == MOST
+            assert 0 < await store._redis.pttl(key) <= 1e8
+            assert (await routers.ask(*TASK, said, result(said)))[0] == last, "the latest are kept"
+        long = [*TASK, *(each for _ in range(99) for each in ({"role": "assistant", "content": "a"}, TASK[1]))]
+        assert len(conversation("pocket", ChatPrompt(long)).places) == REPLIES + 1
+
+    asyncio.run(scenario())

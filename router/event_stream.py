@@ -1,6 +1,7 @@
 """The HTTP response that carries a stream of events and always closes its source, also when the client goes."""
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -33,13 +34,18 @@ class Source(Protocol):
 
 
 class EventStream(Response):
-    """Sends what `source` gives until it ends or the client goes, then closes it."""
+    """Sends what `source` gives until it ends or the client goes, then closes it.
 
-    def __init__(self, source: Source) -> None:
+    A client that takes nothing for `stall_s` counts as gone: it would hold what its request holds for as long as it
+    likes.
+    """
+
+    def __init__(self, source: Source, stall_s: float = math.inf) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(EVENT_HEADERS)
         self._source = source
+        self._stall_s = None if stall_s == math.inf else stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -52,7 +58,8 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while (data := await self._source.next()) is not None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with asyncio.timeout(self._stall_s):  # TimeoutError is an OSError
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored
 from holdfast.router.backend import Batch
+from holdfast.router.drain import Drain
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.streaming import Encoder, error_event
@@ -28,6 +29,7 @@ class TurnStream:
         meter: Meter,
         on_answer: Callable[[str, Answer], None],
         note: Callable[[str, Answer], None] | None = None,
+        drain: Drain | None = None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -36,6 +38,7 @@ class TurnStream:
         self._meter = meter
         self._on_answer = on_answer
         self._note = note
+        self._drain = drain or Drain()
         self._built = AnswerBuilder()
         self._opening = b""
 
@@ -45,7 +48,8 @@ class TurnStream:
         Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP
         error then, and whoever called gives everything back.
         """
-        batch = await anext(self._batches, None)
+        async with self._drain.bounded():
+            batch = await anext(self._batches, None)
         if batch is None:
             raise _ended_early()
         self.replica_id = batch.replica_id
@@ -71,7 +75,8 @@ class TurnStream:
 
     async def _receive(self) -> bytes:
         try:
-            batch = await anext(self._batches, None)
+            async with self._drain.bounded():
+                batch = await anext(self._batches, None)
         except HoldfastError as error:
             return self._fail(error)
         except Exception as error:  # a bug in the backend: the client gets the usual event, the log the traceback

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 
 import httpx
 import openai
@@ -10,6 +11,7 @@ from fake_backend import CALL, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
+from holdfast.router.config import RouterConfig
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}]
@@ -116,6 +118,20 @@ def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
     assert backend.open_streams == 0
     assert world.outcomes() == {"aborted": 1}
     assert world.in_flight() == 0
+
+
+def test_a_client_that_never_reads_is_ended():
+    lines = 2**14  # of a kilobyte: more than sockets and the server keep for a reader
+    world = World(FakeBackend([(TextDelta("x" * 1000),)] * lines), config=RouterConfig(stall_s=0.2))
+    body = json.dumps(chat_body(stream=True)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with world.served() as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+        client.sendall(head + body)
+        assert world.backend.aborted.wait(PATIENT)
+    assert world.outcomes() == {"aborted": 1}
+    assert world.backend.open_streams == 0
 
 
 def test_a_long_body_is_refused_over_a_socket(world):

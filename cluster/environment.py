@@ -6,6 +6,7 @@ them. So `for_ray` is computed first, put into `os.environ`, and only then is `r
 
 import math
 import os
+import resource
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Machine:
 
     cores: int
     temporary: Path
+    files: int  # that a process may have open
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class InternalPorts:
 
 
 def machine() -> Machine:
-    return Machine(len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()))
+    return Machine(
+        len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
 
 
 def for_ray(
@@ -56,7 +60,7 @@ def for_ray(
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Trap: HAProxy's metrics and statistics listen on every interface, on fixed ports by default.
+        # Trap: HAProxy's metrics and statistics have fixed ports by default.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.stats),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.metrics),

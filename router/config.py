@@ -22,6 +22,10 @@ class RouterConfig:
     cache_memory: int = 64 * 2**20  # bytes of the answers in this process
     cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
+    cache_share: float = 0.5  # of this process's answers that one tenant keeps once they are full and others want some
+    cache_tenant_bytes: int = 2**27  # of the answers that one tenant may put into Redis in `cache_ttl_s`
+
+    cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
     program_entries: int = 65536  # programs in this process
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
@@ -35,5 +39,5 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if name not in ("response_cache", "hosts") and getattr(self, name) <= 0:
+            if name not in ("response_cache", "cache_key_file", "hosts") and getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
-    `on_answer` after that.
+    `on_answer` after that. `on_left` is called where the client leaves before the end.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
     """
@@ -30,6 +30,7 @@ class TurnStream:
         on_answer: Callable[[str, Answer], None],
         note: Callable[[str, Answer], None] | None = None,
         drain: Drain | None = None,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -39,6 +40,7 @@ class TurnStream:
         self._on_answer = on_answer
         self._note = note
         self._drain = drain or Drain()
+        self._on_left = on_left
         self._built = AnswerBuilder()
         self._opening = b""
 
@@ -70,7 +72,9 @@ class TurnStream:
         try:
             await self._batches.aclose()
         finally:
-            self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+            if self._built.terminal is None:
+                self._meter.end(Outcome.ABORTED)
+                self._on_left()
             self.held.close()
 
     async def _receive(self) -> bytes:

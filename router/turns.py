@@ -4,10 +4,11 @@ The order is that of the architecture: limits come before the body, and a cache 
 happens, a request ends in exactly one outcome and gives back what it holds.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +24,7 @@ from holdfast.router.backend import Backend
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
-from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
+from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.identity import program_key
@@ -200,8 +201,9 @@ class Turns:
     async def _whole(
         self, request: Request, accepted: Accepted, command: GenerateRequest, last_replica: str | None
     ) -> Response:
-        async with self._drain.bounded():
-            routed = await until_disconnect(request.receive, self._backend.generate(command, last_replica))
+        with self._paid(accepted):
+            async with self._drain.bounded():
+                routed = await until_disconnect(request.receive, self._backend.generate(command, last_replica))
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
@@ -220,14 +222,35 @@ class Turns:
         batches = self._backend.stream(command, last_replica)
         told = accepted.report.answered
         settle = partial(self._settle, accepted)
-        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, told, self._drain)
-        try:
-            await until_disconnect(request.receive, stream.start())
-        except BaseException:
-            await batches.aclose()
-            raise
+        left = partial(self._left, accepted)
+        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, told, self._drain, left)
+        with self._paid(accepted):
+            try:
+                await until_disconnect(request.receive, stream.start())
+            except BaseException:
+                await batches.aclose()
+                raise
         answer_headers(request).replica = stream.replica_id
         return stream
+
+    @contextmanager
+    def _paid(self, accepted: Accepted) -> Iterator[None]:
+        """A client that leaves while this is done has left."""
+        try:
+            yield
+        except (ClientGoneError, asyncio.CancelledError):
+            self._left(accepted)
+            raise
+
+    def _left(self, accepted: Accepted) -> None:
+        """The client has gone before the end: its tenant pays for what was drawn until then."""
+        self._background.start(self._count(accepted))
+
+    async def _count(self, accepted: Accepted) -> None:
+        used = await self._backend.drawn(accepted.unique)
+        if used is not None:
+            accepted.meter.used(used)
+            accepted.report.used(used)
 
     def _resumed(self, accepted: Accepted) -> None:
         """A turn has come: what its program waited for took so long."""

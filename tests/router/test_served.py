@@ -10,6 +10,7 @@ import pytest
 from fake_backend import CALL, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Errored, TextDelta
 from holdfast.router.config import RouterConfig
 
@@ -100,6 +101,34 @@ def test_openai_errors(world, client):
     world.backend.script = [(TextDelta("half"),), (Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),)]
     with pytest.raises(openai.APIError, match="broke"):
         list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_pays_for_what_was_drawn(stream):
+    backend = FakeBackend()
+    backend.stall, backend.used = 1, Usage(prompt=10, cached=4, completion=2)
+    world = World(backend)
+    with world.served() as address:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/chat/completions", json.dumps(chat_body(stream=stream)))
+        assert backend.started.wait(PATIENT)
+        connection.close()
+        assert backend.counted.wait(PATIENT)
+        told = httpx.get(f"{address}/v1/cluster/status", timeout=PATIENT).json()
+    assert backend.asked == [backend.requests[0].request_id]
+    assert world.outcomes() == {"aborted": 1}
+    for kind, n in (("prompt", 10), ("cached", 4), ("completion", 2)):
+        labels = {"tenant": "default", "model": "pocket", "kind": kind}
+        assert world.registry.get_sample_value("holdfast_tenant_tokens_total", labels) == n
+    [tenant] = told["tenants"]
+    assert (tenant["prompt_tokens"], tenant["completion_tokens"]) == (10, 2)
+
+
+def test_who_stays_to_the_end_pays_once(world, client):
+    world.backend.used = Usage(prompt=999)
+    client.chat.completions.create(model="pocket", messages=MESSAGES)
+    list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True, temperature=0.5))
+    assert world.backend.asked == []
 
 
 @pytest.mark.parametrize("stalled_before", [0, 1])

@@ -274,7 +274,7 @@ def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
         if n < was:
             yield f"{was - n} of {was} process(es) of '{name}' died or hang; what can be is started again"
         elif n > was:
-            yield f"{n} process(es) of '{name}' serve again"
+            yield f"{n - was} process(es) of '{name}' serve again: {n} in all"
 
 
 def _up() -> Mapping[str, int]:

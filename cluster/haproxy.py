@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MARK = "# Holdfast's limits are in this.\n"
+SMALL = 65536  # bytes of a body where none is expected
 RETRY_S = 2  # after which a client may try again where nobody serves
 
 
@@ -34,6 +35,7 @@ class Limits:
     connections: int = 0  # of all clients; 0: as Serve says
     client_connections: int = 1024  # of one address, as long as its requests show no key
     internal_host: str = ""  # where statistics and metrics listen; "": on every interface
+    body_bytes: int = 32 * 2**20  # of a request that says how long it is; the router measures those that do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ ANSWERS = (
     Answer(403, "403 Forbidden", "permission_error", "forbidden", "The request is not allowed"),
     Answer(405, "405 Method Not Allowed", INVALID, "method_not_allowed", "The method is not allowed"),
     Answer(408, "408 Request Timeout", INVALID, "request_timeout", "The request did not come in time"),
-    Answer(413, "413 Content Too Large", INVALID, "request_too_large", "The request is too large"),
+    Answer(413, "413 Content Too Large", INVALID, "request_too_large", "The request body is too long, or not expected"),
     Answer(
         429,
         "429 Too Many Requests",
@@ -133,6 +135,10 @@ def _frontend(limits: Limits) -> str:
         "stick-table type ipv6 size 100k expire 60s store conn_cur",
         "tcp-request connection track-sc0 src",
         f"http-request deny deny_status 429 if {crowd} !{{ req.hdr(authorization) -m found }}",
+        f"http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {limits.body_bytes} }}",
+        # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
+        f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
+        "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
     ]
     return "".join(f"    {line}\n" for line in lines)
 

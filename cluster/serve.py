@@ -328,6 +328,7 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
         connections,
         server.client_connections,
         server.internal_host,
+        settings.router.max_body_bytes,
     )
 
 

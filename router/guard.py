@@ -4,7 +4,7 @@ In this order, so that a caller who is refused costs no body: key or address, th
 declared length, and only then the bytes. A place that a call takes here is kept until its answer is complete.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from holdfast.router.drain import Drain
 from holdfast.router.http import caller, read_body
 from holdfast.router.limits import Limiter
 from holdfast.router.metrics import RouterMetrics
-from holdfast.router.protocol.body import check_size
+from holdfast.router.protocol.body import parse_long
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.watching import watch_tenants
 
@@ -69,9 +69,4 @@ class Guard:
         body = await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
         if len(body) <= self._config.beside_bytes:
             return parse(body, *arguments)
-        return await self._beside.call(_checked, body, self._config.max_body_values, parse, arguments)
-
-
-def _checked(body: bytes, most: int, parse: Callable[..., T], arguments: Sequence[object]) -> T:
-    check_size(body, most)
-    return parse(body, *arguments)
+        return await self._beside.call(parse_long, body, self._config.max_body_values, parse, arguments)

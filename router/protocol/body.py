@@ -5,7 +5,7 @@ The supported fields themselves are in `chat`, `completions` and `tokens`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
 Model = TypeVar("Model", bound="Body")
+T = TypeVar("T")
 
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
 
@@ -101,15 +102,15 @@ def decode(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_size(raw: bytes, most: int) -> None:
-    """Raises RefusedError (413) for JSON with more than `most` values in it, before any of them is made.
+def parse_long(raw: bytes, most: int, parse: Callable[..., T], arguments: Sequence[object]) -> T:
+    """What `parse` makes of a long body.
 
-    A value is a few bytes long and takes a hundred in memory. What stands between values is counted, outside of texts.
+    Raises RefusedError (413) for JSON with more than `most` values in it, before any of them is made: a value of two
+    bytes takes a hundred in memory. What stands between values is counted, outside of texts.
     """
-    if _signs(raw) <= most:
-        return
-    if _signs(TEXT.sub(b"", raw)) > most:
+    if _signs(raw) > most and _signs(TEXT.sub(b"", raw)) > most:
         raise RefusedError(Refusal.TOO_LARGE, f"The request body has more than {most} values")
+    return parse(raw, *arguments)
 
 
 def _signs(raw: bytes) -> int:

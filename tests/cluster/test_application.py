@@ -11,8 +11,9 @@ import pytest
 from ray.serve._private.build_app import build_app
 
 from holdfast.cluster import application
-from holdfast.cluster.application import ROUTER, Ingress
-from holdfast.cluster.config import Settings
+from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
+from holdfast.cluster.config import ServerConfig, Settings
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.store import RedisAddress
@@ -115,3 +116,13 @@ def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
         built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
         (router,) = [each for each in built.deployments if each.name == ROUTER]
         assert router.init_args[1:] == (kept, REDIS, path)
+
+
+def test_engines_say_their_memory_and_routers_outlive_the_drain() -> None:
+    settings = Settings(server=ServerConfig(drain_s=7.0), engine=EngineConfig(kv_memory=2.0))
+    built = build_app(application.build(settings, REDIS, gpus=0), name="a")
+    found = {each.name: each for each in built.deployments}
+    engine, router = found[REPLICAS], found[ROUTER]
+    assert 3 * 2**30 < engine.ray_actor_options["memory"] < 5 * 2**30
+    assert engine._deployment_config.graceful_shutdown_timeout_s == 7.0
+    assert router._deployment_config.graceful_shutdown_timeout_s > 7.0

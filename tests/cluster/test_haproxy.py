@@ -234,6 +234,25 @@ def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, be
             assert client.get(url).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("POST", "Content-Length: 1001", 413),
+        ("DELETE", "Content-Length: 99999", 413),
+        ("GET", "Transfer-Encoding: chunked", 413),
+        ("GET", "Content-Length: 0", 200),
+    ],
+)
+def test_bodies_that_are_too_long_or_not_expected_do_not_get_through(
+    folder: Path, behind: int, method: str, headers: str, status: int
+) -> None:
+    with ExitStack() as stack:
+        taken = stack.enter_context(running(folder, Limits(body_bytes=1000), behind))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", taken.fallback), timeout=PATIENT))
+        client.sendall(f"{method} / HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n".encode())
+        assert int(client.recv(4096).split()[1]) == status
+
+
 def test_without_an_application_it_says_when_to_come_again(folder: Path) -> None:
     with running(folder, Limits(), None) as taken:
         answer = httpx.post(f"http://127.0.0.1:{taken.fallback}/v1/chat/completions", json={}, trust_env=False)

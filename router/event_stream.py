@@ -1,7 +1,6 @@
 """The HTTP response that carries a stream of events and always closes its source, also when the client goes."""
 
 import asyncio
-import math
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -36,16 +35,16 @@ class Source(Protocol):
 class EventStream(Response):
     """Sends what `source` gives until it ends or the client goes, then closes it.
 
-    A client that takes nothing for `stall_s` counts as gone: it would hold what its request holds for as long as it
-    likes.
+    A client that takes nothing for `stall_s` seconds counts as gone: it would hold what its request holds for as long
+    as it likes.
     """
 
-    def __init__(self, source: Source, stall_s: float = math.inf) -> None:
+    def __init__(self, source: Source, stall_s: float | None = None) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(EVENT_HEADERS)
         self._source = source
-        self._stall_s = None if stall_s == math.inf else stall_s
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -72,8 +72,8 @@ class TurnStream:
         try:
             await self._batches.aclose()
         finally:
+            self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
             if self._built.terminal is None:
-                self._meter.end(Outcome.ABORTED)
                 self._on_left()
             self.held.close()
 

@@ -8,6 +8,9 @@ after an hour, one address may have every connection, statistics and metrics lis
 or plain text, and a stopping cluster says 404. With `option splice-request` (off by `-dS`) a request whose body comes
 after its headers is spliced, and `option abortonclose` does not see its client go: the engine writes on for nobody.
 
+Two answers stay HAProxy's own, in HTML: its parser gives them before there is a request that rules could look at. These
+are 400 for what is no HTTP (or longer than 64 KiB before its body), and 408 for headers that do not come.
+
 `python -m holdfast.cluster.haproxy FILE` writes the script with the default limits: images are built with one. The
 script runs this file alone, without Holdfast or its packages: it imports the standard library only.
 """
@@ -21,6 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MARK = "# Holdfast's limits are in this.\n"
+LINE = 8192  # bytes of a path and query
+HEADERS = 16384  # bytes of all headers
+BUFFER = 65536  # bytes of line and headers that HAProxy reads: what is longer it does not take for a request
 SMALL = 65536  # bytes of a body where none is expected
 RETRY_S = 2  # after which a client may try again where nobody serves
 
@@ -49,18 +55,27 @@ class Answer:
     message: str
     retry: bool = False
 
-    def encode(self) -> bytes:
+    @property
+    def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": None, "code": self.code}
-        body = json.dumps({"error": error}).encode()
+        return json.dumps({"error": error}).encode()
+
+    def encode(self) -> bytes:
+        """The whole answer as it goes over the wire."""
+        body = self.body
         head = [f"HTTP/1.1 {self.status}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         head += ["Cache-Control: no-cache", *([f"Retry-After: {RETRY_S}"] if self.retry else [])]
         return "\r\n".join([*head, "", ""]).encode() + body
 
 
 INVALID, SERVER = "invalid_request_error", "server_error"
+LONG_LINE = Answer(414, "414 URI Too Long", INVALID, None, f"The request's path is longer than {LINE} bytes")
+LONG_HEADERS = Answer(
+    431, "431 Request Header Fields Too Large", INVALID, None, f"The headers have more than {HEADERS} bytes"
+)
 LOST = "The router that served this request was lost, or none is there"
 ANSWERS = (
-    Answer(400, "400 Bad Request", INVALID, None, "This is not HTTP, or its line and headers are longer than 16 KiB"),
+    Answer(400, "400 Bad Request", INVALID, None, "This is no request"),
     Answer(403, "403 Forbidden", "permission_error", "forbidden", "The request is not allowed"),
     Answer(405, "405 Method Not Allowed", INVALID, "method_not_allowed", "The method is not allowed"),
     Answer(408, "408 Request Timeout", INVALID, "request_timeout", "The request did not come in time"),
@@ -107,13 +122,14 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
     if found is None:
         raise ValueError("HAProxy's configuration has no http_frontend with an address")
     place = found.end()
-    text = text[:place] + _frontend(limits) + text[place:]
+    text = text[:place] + _frontend(limits, errors) + text[place:]
     text = re.sub(r"^ +(errorfile|timeout (client|http-request|http-keep-alive)) .*\n", "", text, flags=re.MULTILINE)
     text = _replaced(r"^defaults\n    mode http\n", rf"\g<0>{_defaults(limits, errors)}", text)
     text = _replaced(r"^    http-request return status 404 .*$", "    http-request deny deny_status 503", text)
     if limits.internal_host:
         text = _replaced(r"^(frontend prometheus\n    bind ):", rf"\g<1>{limits.internal_host}:", text)
         text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
+    text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
     if limits.connections:
         text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
     return MARK + text
@@ -129,7 +145,7 @@ def _defaults(limits: Limits, errors: Path) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _frontend(limits: Limits) -> str:
+def _frontend(limits: Limits, errors: Path) -> str:
     crowd = f"{{ sc0_conn_cur gt {limits.client_connections} }}"
     lines = [
         "stick-table type ipv6 size 100k expire 60s store conn_cur",
@@ -139,6 +155,11 @@ def _frontend(limits: Limits) -> str:
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
         "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
+        *(
+            f"http-request return status {each.caught} content-type application/json"
+            f" file {errors / f'{each.caught}.json'} if {{ {what} }}"
+            for each, what in ((LONG_LINE, f"url,length gt {LINE}"), (LONG_HEADERS, f"req.hdrs,length gt {HEADERS}"))
+        ),
     ]
     return "".join(f"    {line}\n" for line in lines)
 
@@ -162,6 +183,8 @@ def become(binary: str, limits: Limits, arguments: list[str]) -> None:
         errors.mkdir(exist_ok=True)
         for each in ANSWERS:
             _write(errors / f"{each.caught}.http", each.encode())
+        for each in (LONG_LINE, LONG_HEADERS):
+            _write(errors / f"{each.caught}.json", each.body)
         text = path.read_text()
         _write(path, shape(text, limits, errors).encode())
     os.execv(binary, [binary, "-dS", *arguments])

@@ -1,6 +1,6 @@
 """A bounded map with deadlines: least recently used first out. One thread, time comes in as `now`."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -20,7 +20,7 @@ class Lru(Generic[V]):
         self._share = share
         self._entries: OrderedDict[str, tuple[V, float, int, str]] = OrderedDict()
         self._owned: dict[str, OrderedDict[str, None]] = {}  # the keys of each owner, the least recently used first
-        self._owners: Counter[str] = Counter()  # how much each has, as a part of what there may be in all
+        self._owners: defaultdict[str, float] = defaultdict(float)  # how much each has, as a part of all there may be
         self._weight = 0
 
     def __len__(self) -> int:

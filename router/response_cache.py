@@ -114,7 +114,7 @@ class ResponseCache:
 
 def _tenant(key: str) -> str:
     """Whose answer is kept under `key`."""
-    return key.split("/")[1]
+    return key.partition("/")[2].partition("/")[0]
 
 
 def _plain(value: object) -> object:

@@ -37,7 +37,7 @@ class Seal:
         for key in self._keys:
             try:
                 return key.decrypt(sealed[:NONCE], sealed[NONCE:], name.encode())
-            except self._invalid:
+            except (self._invalid, ValueError):  # ValueError: shorter than a nonce
                 continue
         raise ValueError("not encrypted by any of the keys")
 

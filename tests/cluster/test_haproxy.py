@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -175,41 +174,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(name)
 
 
-def raw(port: int, data: bytes) -> tuple[int, dict[str, str], Any]:
-    """Status, headers and JSON of what is answered to these bytes."""
+def raw(port: int, data: bytes) -> tuple[int, bytes]:
+    """Status and body of what is answered to these bytes, up to the end of the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENT) as client:
         client.sendall(data)
         found = b""
         while part := client.recv(65536):
             found += part
     head, _, body = found.partition(b"\r\n\r\n")
-    lines = head.decode().split("\r\n")
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
-    return int(lines[0].split()[1]), headers, json.loads(body)
+    return int(head.split()[1]), body
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 def test_headers_that_trickle_are_not_waited_for(folder: Path, behind: int, sent: bytes) -> None:
     with running(folder, Limits(header_s=0.3), behind) as taken:
-        status, _, told = raw(taken.fallback, sent)
-    assert (status, told["error"]["code"]) == (408, "request_timeout")
+        assert raw(taken.fallback, sent)[0] == 408
 
 
 @pytest.mark.parametrize(
-    "sent",
+    ("sent", "status"),
     [
-        b"nonsense\r\n\r\n",
-        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
     ],
 )
-def test_what_is_no_request_is_answered_in_json(folder: Path, behind: int, sent: bytes) -> None:
+def test_a_request_whose_head_is_too_long_is_told_in_json(folder: Path, behind: int, sent: bytes, status: int) -> None:
+    with running(folder, Limits(), behind) as taken:
+        found, body = raw(taken.fallback, sent)
+    assert (found, json.loads(body)["error"]["type"]) == (status, "invalid_request_error")
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000])
+def test_what_is_no_request_is_refused(folder: Path, behind: int, sent: bytes) -> None:
     with running(folder, Limits(), behind) as taken, socket.create_connection(("127.0.0.1", taken.fallback)) as client:
-        client.sendall(sent[:30_000])
-        answer = client.recv(4096)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        client.sendall(sent)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: int) -> None:

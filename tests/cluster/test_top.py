@@ -132,7 +132,10 @@ def test_keys_come_from_a_file_or_the_environment(
     assert cli.main(["status", "--api-key-file", str(tmp_path / "none")]) == cli.MISUSE
 
 
-def test_names_that_look_like_markup_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_look_like_markup_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     world = World(Busy())
     names = ["[/bold]", "[red]x[/red]", "[link=http://evil.example]y", "a\\[b]"]
     with world.served() as address:

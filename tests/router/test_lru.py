@@ -66,9 +66,9 @@ def test_a_full_map_takes_from_whoever_has_more_than_a_share():
         lru.put(f"big{number}", number, 10.0, 10, "big")
     assert [lru.get(f"small{number}", 0.0) for number in range(3)] == [0, 1, 2]
     assert [number for number in range(50) if lru.get(f"big{number}", 0.0) is not None] == list(range(43, 50))
-    for number in range(3, 6):  # up to half the others get room, and then the oldest goes, whosever it is
+    for number in range(3, 6):  # up to half of it; beyond that the new owner has more than a share
         lru.put(f"small{number}", number, 10.0, 10, "small")
-    assert [number for number in range(6) if lru.get(f"small{number}", 0.0) is not None] == [0, 1, 2, 3, 4, 5]
+    assert [number for number in range(6) if lru.get(f"small{number}", 0.0) is not None] == [1, 2, 3, 4, 5]
     assert lru.weight == 100
 
 

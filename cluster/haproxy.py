@@ -23,6 +23,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+OURS = re.compile(r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n", re.MULTILINE)
 MARK = "# Holdfast's limits are in this.\n"
 LINE = 8192  # bytes of a path and query
 HEADERS = 16384  # bytes of all headers
@@ -69,10 +70,8 @@ class Answer:
 
 
 INVALID, SERVER = "invalid_request_error", "server_error"
-LONG_LINE = Answer(414, "414 URI Too Long", INVALID, None, f"The request's path is longer than {LINE} bytes")
-LONG_HEADERS = Answer(
-    431, "431 Request Header Fields Too Large", INVALID, None, f"The headers have more than {HEADERS} bytes"
-)
+LONG_LINE = Answer(414, "414", INVALID, None, f"The request's path is longer than {LINE} bytes")
+LONG_HEADERS = Answer(431, "431", INVALID, None, f"The headers are longer than {HEADERS} bytes")
 LOST = "The router that served this request was lost, or none is there"
 ANSWERS = (
     Answer(400, "400 Bad Request", INVALID, None, "This is no request"),
@@ -123,7 +122,12 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
         raise ValueError("HAProxy's configuration has no http_frontend with an address")
     place = found.end()
     text = text[:place] + _frontend(limits, errors) + text[place:]
-    text = re.sub(r"^ +(errorfile|timeout (client|http-request|http-keep-alive)) .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
     text = _replaced(r"^defaults\n    mode http\n", rf"\g<0>{_defaults(limits, errors)}", text)
     text = _replaced(r"^    http-request return status 404 .*$", "    http-request deny deny_status 503", text)
     if limits.internal_host:
@@ -155,6 +159,9 @@ def _frontend(limits: Limits, errors: Path) -> str:
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
         "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
+        # From Serve's own proxy, which stands in where no router is there.
+        "http-response return status 503 default-errorfiles"
+        " if { status 404 503 } { res.hdr(content-type) -m beg text/ }",
         *(
             f"http-request return status {each.caught} content-type application/json"
             f" file {errors / f'{each.caught}.json'} if {{ {what} }}"

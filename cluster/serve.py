@@ -4,6 +4,7 @@ Order of a start: checks, Redis, Ray, Serve, the application, one real request. 
 for processes that are left. What is deployed is `application`'s.
 """
 
+import asyncio
 import logging
 import os
 import random
@@ -35,6 +36,7 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.router.store import RedisAddress
 
 Say = Callable[[str], None]
+TELL_S = 5.0  # in which routers have to hear that the server stops
 WATCH_S = 2.0  # between two looks whether all processes are there
 MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
 OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
@@ -296,15 +298,26 @@ def _drain(drain_s: float) -> None:
     """
     from ray import serve
 
-    from holdfast.cluster.application import APPLICATION, ENDING_S, ROUTER
+    from holdfast.cluster.application import APPLICATION, ENDING_S
 
     deadline = time.monotonic() + drain_s + ENDING_S
     with suppress(Exception):  # a supervisor's, as for what follows
-        serve.get_deployment_handle(ROUTER, APPLICATION).broadcast("drain", drain_s).results(timeout_s=ENDING_S)
+        asyncio.run(_tell_routers(drain_s))
     with suppress(Exception):
         serve.delete(APPLICATION, _blocking=False)  # Trap: otherwise it raises TimeoutError after a minute
         while time.monotonic() < deadline and APPLICATION in serve.status().applications:
             time.sleep(0.1)
+
+
+async def _tell_routers(drain_s: float) -> None:
+    """Trap: as we have set Serve up, a handle needs an event loop."""
+    from ray import serve
+
+    from holdfast.cluster.application import APPLICATION, ROUTER
+    from holdfast.router.affinity import from_each
+
+    routers = serve.get_deployment_handle(ROUTER, APPLICATION)
+    await from_each(routers.broadcast("drain", drain_s), TELL_S)
 
 
 @contextmanager
@@ -320,7 +333,7 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
     """What clients may do to the proxy, where a process may have so many `files` open."""
     server = settings.server
     # Trap: HAProxy does not start where it is to have more connections than files. Each takes one to either side.
-    connections = server.connections or max(64, min(MOST_CONNECTIONS, (files - 256) // 2))
+    connections = server.connections or max(64, min(MOST_CONNECTIONS, (files - 512) // 2))
     return haproxy.Limits(
         server.header_s,
         settings.router.stall_s,

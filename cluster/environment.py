@@ -50,11 +50,12 @@ def for_ray(
     metrics: bool = False,
     drain_s: float = 0.0,
     proxy: Path | None = None,
+    alone: bool = False,
 ) -> Mapping[str, str]:
     """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
 
     `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops. `proxy`:
-    what to start as HAProxy; None: what comes with Ray.
+    what to start as HAProxy; None: what comes with Ray. `alone`: nothing of Ray is to listen beyond this machine.
     """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
@@ -73,6 +74,9 @@ def for_ray(
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         **({"RAY_SERVE_HAPROXY_BINARY_PATH": str(proxy)} if proxy else {}),
+        # Trap: Ray takes a loopback address for another one of this machine, and listens on all, unless told that there
+        # are no clusters; the name is that of the systems where it does so by default.
+        **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if alone else {}),
         # Trap: HAProxy is started anew when an ingress comes or goes; so long after that the old one cuts its streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(min(LONGEST_STOP_S, max(HARD_STOP_S, math.ceil(drain_s)))),
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.

@@ -125,7 +125,8 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     told = bool(settings.server.ray_metrics_port)
     proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
     token = secrets.token_hex(32)
-    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy))
+    alone = settings.server.local
+    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy, alone))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")

@@ -19,16 +19,19 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cluster import checks
+from holdfast.cluster import checks, doctor_checks
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
+from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
+from holdfast.router.beside import Beside
 from holdfast.router.conversations import Conversations
+from holdfast.router.drain import Drain
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
@@ -44,6 +47,7 @@ REPLICAS = "replicas"
 ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
 DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
+ENDING_S = 3.0  # for which a router outlives the time to drain, so that it can tell its clients
 INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
 
 
@@ -80,8 +84,9 @@ class Ingress:
         self._programs = ProgramTable(self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s)
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
-        tenants = TenantDirectory(found, exposed)
+        tenants = TenantDirectory(found, exposed, config.hosts)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
+        self._drain, self._beside = Drain(), Beside()
         model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
         self._app = create_app(
             backend,
@@ -94,6 +99,8 @@ class Ingress:
             TurnReports(self._spans),
             self._peers,
             Conversations(self._programs, self._store, entries, ttl_s),
+            self._drain,
+            self._beside,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -105,6 +112,10 @@ class Ingress:
         own = self._metrics.router
         return own, await self._metrics.exposition() if only in (None, own) else ""
 
+    async def drain(self, seconds: float) -> None:
+        """Let nothing new in, and end what has not ended after so many seconds with an error that says so."""
+        self._drain.begin(seconds)
+
     async def _peers(self, only: str | None) -> Mapping[str, str]:
         deployment, application = self._routers
         return await expositions(serve.get_deployment_handle(deployment, application), only)
@@ -112,6 +123,7 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         if self._tenants is not None:
             await self._tenants.close()
+        await self._beside.close()
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()
@@ -134,6 +146,14 @@ class OneRequestId:
         await self._app(scope, receive, without_id)
 
 
+def engine_memory(settings: Settings) -> int:
+    """Bytes that an engine says to Ray that it needs; 0 where its model tells no shape."""
+    try:
+        return int(doctor_checks.engine_bytes(settings, on_gpu=settings.engine.device.startswith("cuda")))
+    except HoldfastError:
+        return 0
+
+
 def build(
     settings: Settings, redis: RedisAddress, gpus: float, starts: int = 1, tenants_file: Path | None = None
 ) -> serve.Application:
@@ -151,7 +171,8 @@ def build(
         num_replicas=settings.replicas.count,
         max_ongoing_requests=settings.replicas.max_ongoing_requests + CONTROL_CALLS,
         # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        # With its memory said, Ray ends the newest engine where a machine runs out of it, and not Serve's controller.
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",
             request_router_kwargs={**asdict(settings.placement), "control_calls": CONTROL_CALLS},
@@ -167,7 +188,7 @@ def build(
         num_replicas=settings.server.routers,
         max_ongoing_requests=INGRESS_REQUESTS,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.server.drain_s,
+        graceful_shutdown_timeout_s=settings.server.drain_s + ENDING_S,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
     engines = replicas.bind(settings.engine, redis, settings.router, settings.logging, settings.tracing)

@@ -15,6 +15,7 @@ from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
+from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
@@ -99,6 +100,13 @@ class ServeBackend:
             ended = [error]
         if any(isinstance(each, UNANSWERED) for each in ended):  # one that has died keeps nothing
             raise UnavailableError("a replica did not answer; the program may not have ended there")
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        told: list[Any] = []
+        with own_request(), suppress(TimeoutError):
+            told = await from_each(self._handle.broadcast("drawn", request_id), CONTROL_S)
+        # Of several, where its first replica was lost to it, the last one: it got furthest.
+        return max((each for each in told if isinstance(each, Usage)), key=lambda each: each.completion, default=None)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self._call("tokenize", prompt)  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ def check(settings: Settings) -> None:
     model_folder(settings.engine.model)
     listening(settings)
     if settings.redis.url:
-        redis.ping(settings.redis.url, settings.redis.timeout_s)
+        redis.ping(settings.redis.url, settings.redis.timeout_s, settings.redis.ca_file)
 
 
 def listening(settings: Settings) -> None:

@@ -1,5 +1,6 @@
 """Every setting of a cluster, composed from the folders' own: frozen data. Reading YAML is `config_file`'s."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from holdfast.replicas.config import EngineConfig
@@ -23,6 +24,12 @@ class ServerConfig:
     ready_timeout_s: float = 300.0  # replicas that are not up by then fail the start
     drain_s: float = 30.0  # running requests have this long to end when a replica is stopped
     ray_metrics_port: int = 0  # of what Ray and Serve say of themselves, for Prometheus; 0: they are not asked
+    header_s: float = 10.0  # a request whose headers have not come in this time is refused (408)
+    idle_s: float = 60.0  # a connection between two requests is closed after this
+    connections: int = 0  # of all clients at once; 0: as many as this process may have files for, at most 16,384
+    client_connections: int = 1024  # of one address; beyond it, requests without a key are refused (429)
+    internal_host: str = "127.0.0.1"  # where the proxy's own statistics and metrics listen
+    refuse: bool = True  # what `holdfast doctor` says would fail is not started; false: it is tried all the same
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
@@ -33,8 +40,14 @@ class ServerConfig:
             raise ConfigError(f"ray_metrics_port must not be that of the server: {self.port}", "ray_metrics_port")
         if self.routers < 1:
             raise ConfigError(f"routers must be at least 1, not {self.routers}", "routers")
-        if not self.host or ":" in self.host:
-            raise ConfigError(f"host must be a name or an IPv4 address, not {self.host!r}", "host")
+        for name in ("host", "internal_host"):
+            if not getattr(self, name) or ":" in getattr(self, name):
+                raise ConfigError(f"{name} must be a name or an IPv4 address, not {getattr(self, name)!r}", name)
+        for name in ("header_s", "idle_s", "client_connections"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
+        if self.connections < 0:
+            raise ConfigError(f"connections must not be negative: {self.connections}", "connections")
 
     @property
     def local(self) -> bool:
@@ -59,7 +72,8 @@ class ReplicasConfig:
 class RedisConfig:
     """`url` empty: an embedded server of at most `memory_mb` MiB, which only this machine reaches."""
 
-    url: str = ""  # redis://HOST:PORT/DB or unix://PATH; a cluster of several machines needs one
+    url: str = ""  # redis://USER:PASSWORD@HOST:PORT/DB, rediss:// with TLS, or unix://PATH; several machines need one
+    ca_file: str = ""  # certificates that the server's must be signed with; empty: those that the system trusts
     timeout_s: float = 2.0  # of the check before a start
     memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
     namespace: str = "holdfast"  # begins every key, before model and version; deployments that share a server need two
@@ -69,6 +83,8 @@ class RedisConfig:
             raise ConfigError(f"timeout_s must be positive, not {self.timeout_s}", "timeout_s")
         if not self.namespace:
             raise ConfigError("namespace must not be empty", "namespace")
+        if self.ca_file and not self.url.startswith("rediss://"):
+            raise ConfigError("ca_file is for a server with TLS, whose url begins with rediss://", "ca_file")
         if self.memory_mb < 1:
             raise ConfigError(f"memory_mb must be at least 1, not {self.memory_mb}", "memory_mb")
 

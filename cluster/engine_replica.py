@@ -17,6 +17,7 @@ from holdfast.cluster import replica_spans
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.stats import ReplicaStatus
@@ -76,6 +77,9 @@ class EngineReplica:
 
     async def end_program(self, scope: str, program_id: str) -> None:
         await self._replica.end_program(scope, program_id)
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        return await self._replica.drawn(request_id)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self._replica.tokenize(prompt)

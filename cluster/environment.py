@@ -6,6 +6,7 @@ them. So `for_ray` is computed first, put into `os.environ`, and only then is `r
 
 import math
 import os
+import resource
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Machine:
 
     cores: int
     temporary: Path
+    files: int  # that a process may have open
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,9 @@ class InternalPorts:
 
 
 def machine() -> Machine:
-    return Machine(len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()))
+    return Machine(
+        len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
 
 
 def for_ray(
@@ -46,17 +50,18 @@ def for_ray(
     metrics: bool = False,
     drain_s: float = 0.0,
     proxy: Path | None = None,
+    alone: bool = False,
 ) -> Mapping[str, str]:
     """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
 
     `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops. `proxy`:
-    what to start as HAProxy; None: what comes with Ray.
+    what to start as HAProxy; None: what comes with Ray. `alone`: nothing of Ray is to listen beyond this machine.
     """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Trap: HAProxy's metrics and statistics listen on every interface, on fixed ports by default.
+        # Trap: HAProxy's metrics and statistics have fixed ports by default.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.stats),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.metrics),
@@ -69,6 +74,9 @@ def for_ray(
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         **({"RAY_SERVE_HAPROXY_BINARY_PATH": str(proxy)} if proxy else {}),
+        # Trap: Ray takes a loopback address for another one of this machine, and listens on all, unless told that there
+        # are no clusters; the name is that of the systems where it does so by default.
+        **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if alone else {}),
         # Trap: HAProxy is started anew when an ingress comes or goes; so long after that the old one cuts its streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(min(LONGEST_STOP_S, max(HARD_STOP_S, math.ceil(drain_s)))),
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.

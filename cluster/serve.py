@@ -4,6 +4,7 @@ Order of a start: checks, Redis, Ray, Serve, the application, one real request. 
 for processes that are left. What is deployed is `application`'s.
 """
 
+import asyncio
 import logging
 import os
 import random
@@ -12,19 +13,32 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from holdfast.cluster import checks, environment, haproxy, ports, processes, warmup
+from holdfast.cluster import (
+    checks,
+    doctor_checks,
+    environment,
+    haproxy,
+    machine_facts,
+    ports,
+    processes,
+    warmup,
+)
 from holdfast.cluster.config import Settings, share_threads
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.replicas.errors import UnavailableError
+from holdfast.router.store import RedisAddress
 
 Say = Callable[[str], None]
+TELL_S = 5.0  # in which routers have to hear that the server stops
+WATCH_S = 2.0  # between two looks whether all processes are there
+MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
 OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
 
 
@@ -45,6 +59,8 @@ def run(settings: Settings, say: Say) -> None:
     machine = environment.machine()
     settings = share_threads(settings, machine.cores)
     checks.check(settings)
+    if settings.server.refuse:
+        doctor_checks.refuse(settings, machine_facts.gather(machine.temporary, machine.cores))
     processes.adopt_orphans()
     started = time.monotonic()
     signals = Signals()
@@ -54,13 +70,14 @@ def run(settings: Settings, say: Say) -> None:
         try:
             running = _start(settings, stack, signals, say)
             say(warmup.banner(running.url, running.model, time.monotonic() - started, bool(settings.tenants)))
-            _wait(running, say)
+            _watch(running, say)
         except KeyboardInterrupt:
             signals.stopping = True
-            drain_s = settings.server.drain_s if running else 0.0
-            say(f"stopping{f': what runs has {drain_s:g} s to end' if drain_s else ''}; once more to stop at once")
+            drain_s = settings.server.drain_s
+            runs = f": what runs has {drain_s:g} s to end" if drain_s and running else ""
+            say(f"stopping{runs}; once more to stop at once")
             around.enter_context(_unheard())
-            if drain_s:
+            if running:
                 _drain(drain_s)
         except BaseException:
             around.enter_context(_unheard())
@@ -106,14 +123,17 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
         redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
     internal = ports.internal(random.Random())
     told = bool(settings.server.ray_metrics_port)
-    proxy, token = haproxy.unspliced(folder / "haproxy"), secrets.token_hex(32)
-    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy))
+    proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
+    token = secrets.token_hex(32)
+    alone = settings.server.local
+    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy, alone))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")
     stack.enter_context(_serve(settings, signals))
     say(f"loading {settings.engine.model} into {settings.replicas.count} replica(s)")
-    _deploy(settings, redis.url if redis else settings.redis.url, say)
+    ca_file = Path(settings.redis.ca_file) if settings.redis.ca_file else None
+    _deploy(settings, RedisAddress(redis.url if redis else settings.redis.url, ca_file=ca_file), say)
     url = _url(settings)
     say("sending a first request")
     return Running(url, warmup.first_request(settings, url), redis)
@@ -140,6 +160,8 @@ def _private_folder() -> Iterator[Path]:
 def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
     import ray
 
+    from holdfast.cluster import application
+
     try:
         ray.init(
             address="local",
@@ -147,6 +169,8 @@ def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
             log_to_driver=False,
             logging_level="error",
             object_store_memory=OBJECT_STORE,
+            # What the engines say that they need: whether there is so much has been checked.
+            _memory=settings.replicas.count * application.engine_memory(settings) or None,
             _node_ip_address=_node_address(settings),
             _temp_dir=str(folder / "ray"),
             _metrics_export_port=settings.server.ray_metrics_port or None,
@@ -188,17 +212,16 @@ def _unheard() -> Iterator[None]:
         yield
 
 
-def _deploy(settings: Settings, redis_url: str, say: Say) -> None:
+def _deploy(settings: Settings, redis: RedisAddress, say: Say) -> None:
     """Deploy the application and wait until every replica answers; raises UnavailableError when that fails."""
     import ray
     from ray import serve
 
     from holdfast.cluster import application
-    from holdfast.router.store import RedisAddress
 
     gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
     share = min(1.0, gpus / settings.replicas.count)
-    built = application.build(settings, RedisAddress(redis_url), share)
+    built = application.build(settings, redis, share)
     # Trap: what Serve is started with holds for its controller and proxies, not for replicas.
     target = serve.RunTarget(built, name=application.APPLICATION, logging_config=_quiet(settings))
     serve.run_many([target], wait_for_applications_running=False)
@@ -234,26 +257,68 @@ def _reason(overview: Any) -> str:
     return str((errors or lines or ["no reason given"])[-1])
 
 
-def _wait(running: Running, say: Say) -> NoReturn:
-    told = False
+def _watch(running: Running, say: Say) -> NoReturn:
+    """Say what dies and what is back, until a signal asks to stop."""
+    told, up = False, _up()
     while True:
-        time.sleep(1.0)
+        time.sleep(WATCH_S)
         if running.redis is not None and not running.redis.alive and not told:
             told = True
             say("the embedded Redis has ended; serving goes on from memory")
+        before, up = up, _up() or up
+        for line in changes(before, up):
+            say(line)
 
 
-def _drain(drain_s: float) -> None:
-    """Take nothing new and wait until what runs has ended, for `drain_s` at most. Serve's own shutdown cuts it off."""
+def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
+    """What to say of deployments that have fewer or more processes than before."""
+    for name, n in now.items():
+        was = before.get(name, n)
+        if n < was:
+            yield f"{was - n} of {was} process(es) of '{name}' died or hang; what can be is started again"
+        elif n > was:
+            yield f"{n - was} process(es) of '{name}' serve again: {n} in all"
+
+
+def _up() -> Mapping[str, int]:
+    """Processes that serve, by deployment; empty where Serve's controller does not answer: it comes back by itself."""
     from ray import serve
 
     from holdfast.cluster.application import APPLICATION
 
-    deadline = time.monotonic() + drain_s
+    with suppress(Exception):  # a supervisor's: whatever a dying cluster raises
+        overview = serve.status().applications[APPLICATION]
+        return {name: each.replica_states.get("RUNNING", 0) for name, each in overview.deployments.items()}
+    return {}
+
+
+def _drain(drain_s: float) -> None:
+    """Take nothing new and wait until what runs has ended, for `drain_s` at most: then it is told so, and ended.
+
+    Serve's own shutdown cuts off what is left.
+    """
+    from ray import serve
+
+    from holdfast.cluster.application import APPLICATION, ENDING_S
+
+    deadline = time.monotonic() + drain_s + ENDING_S
     with suppress(Exception):  # a supervisor's, as for what follows
+        asyncio.run(_tell_routers(drain_s))
+    with suppress(Exception):
         serve.delete(APPLICATION, _blocking=False)  # Trap: otherwise it raises TimeoutError after a minute
         while time.monotonic() < deadline and APPLICATION in serve.status().applications:
             time.sleep(0.1)
+
+
+async def _tell_routers(drain_s: float) -> None:
+    """Trap: as we have set Serve up, a handle needs an event loop."""
+    from ray import serve
+
+    from holdfast.cluster.application import APPLICATION, ROUTER
+    from holdfast.router.affinity import from_each
+
+    routers = serve.get_deployment_handle(ROUTER, APPLICATION)
+    await from_each(routers.broadcast("drain", drain_s), TELL_S)
 
 
 @contextmanager
@@ -263,6 +328,22 @@ def _leave_nothing(say: Say) -> Iterator[None]:
     finally:
         processes.stop_all()
         say("stopped")
+
+
+def _limits(settings: Settings, files: int) -> haproxy.Limits:
+    """What clients may do to the proxy, where a process may have so many `files` open."""
+    server = settings.server
+    # Trap: HAProxy does not start where it is to have more connections than files. Each takes one to either side.
+    connections = server.connections or max(64, min(MOST_CONNECTIONS, (files - 512) // 2))
+    return haproxy.Limits(
+        server.header_s,
+        settings.router.stall_s,
+        server.idle_s,
+        connections,
+        server.client_connections,
+        server.internal_host,
+        settings.router.max_body_bytes,
+    )
 
 
 def _node_address(settings: Settings) -> str:

@@ -37,7 +37,8 @@ class Arguments(BaseModel):
 def application(arguments: Arguments) -> serve.Application:
     """What Serve deploys. Raises ConfigError naming the field, which ends the deployment with that message."""
     found = settings(arguments)
-    address = RedisAddress(found.redis.url, arguments.redis_password_file)
+    ca_file = Path(found.redis.ca_file) if found.redis.ca_file else None
+    address = RedisAddress(found.redis.url, arguments.redis_password_file, ca_file)
     return graph.build(found, address, gpus=0, starts=STARTS, tenants_file=arguments.tenants_file)
 
 
@@ -52,6 +53,8 @@ def settings(arguments: Arguments) -> Settings:
         raise ConfigError("a cluster of several machines needs a Redis that all of them reach", "redis.url")
     if arguments.redis_password_file is not None:
         _readable(arguments.redis_password_file, "redis_password_file")
+    if found.redis.ca_file:
+        _readable(Path(found.redis.ca_file), "redis.ca_file")
     check_tenants(found)
     return found
 

@@ -1,6 +1,7 @@
 """A status as tables for a terminal: replicas with their cells, tenants, programs. Pure: status in, renderable out.
 
-Rates need two looks at one router; a single one shows totals.
+Rates need two looks at one router; a single one shows totals. What clients and configurations name stands in a `Text`:
+rich would read a plain string for markup.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _replicas(status: Status, before: Status | None) -> Table:
         past = earlier.get(each["replica_id"])
         seconds = status["time"] - before["time"] if before and past else 0.0
         table.add_row(
-            each["replica_id"],
+            Text(each["replica_id"]),
             str(each["running"]),
             str(each["waiting"]),
             bar(each),
@@ -78,7 +79,7 @@ def _tenants(status: Status, before: Status | None) -> Table:
         seconds = status["time"] - before["time"] if before else 0.0
         tokens = each.get("prompt_tokens", 0)
         table.add_row(
-            each["name"],
+            Text(each["name"]),
             str(each["running"]),
             str(each.get("ended", 0)),
             str(each.get("failed", 0)),
@@ -96,14 +97,14 @@ def _programs(status: Status, room: int | None) -> Table:
     shown = rows if room is None or len(rows) <= room else rows[: max(0, room - 1)]
     for each in shown:
         table.add_row(
-            each["program"],
-            each["tenant"],
+            Text(each["program"]),
+            Text(each["tenant"]),
             Text(each["state"], STATES.get(each["state"], "")),
             "" if each["since_s"] is None else duration(each["since_s"]),
             str(each["turns"]),
             duration(each["age_s"]),
-            each["replica"],
-            each["tools"],
+            Text(each["replica"]),
+            Text(each["tools"]),
         )
     if len(shown) < len(rows):
         table.add_row(Text(f"and {len(rows) - len(shown)} more", "dim"))

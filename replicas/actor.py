@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import ProgramEnded, ToolLatencies
+from holdfast.replicas.events import ProgramEnded, ToolLatencies, Usage
 from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
@@ -64,6 +64,10 @@ class Replica:
         """A program is over: nothing is kept for it any more. Nothing, where this replica does not know it."""
         self._service.notice(ProgramEnded(scope, program_id))
 
+    async def drawn(self, request_id: str) -> Usage | None:
+        """What was done for a request whose client has left, once it has ended; None where it never came here."""
+        return await self._service.drawn(request_id)
+
     def record_routing_stats(self) -> dict[str, float]:
         """Load, polled by Serve for the request router."""
         now = self._service.engine.occupancy()
@@ -72,6 +76,8 @@ class Replica:
     async def check_health(self) -> None:
         if not self._service.alive:
             raise UnavailableError("the engine thread has died")
+        if self._service.hung:
+            raise UnavailableError("a step of the engine does not end")
 
     async def shutdown(self) -> None:
         await self._service.close()

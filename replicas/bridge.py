@@ -16,13 +16,15 @@ from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal
+from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal, Usage
 
 log = logging.getLogger(__name__)
 
 Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent; None: the thread is to end
 
 _LONGEST_WAIT_S = 3600.0
+FADING = 0.999  # of the longest step, with each one after it: a thousand steps later it counts a third
+LEFT = 4096  # requests whose callers have left, of which it is remembered what was drawn for them
 
 
 class EngineThread:
@@ -45,11 +47,19 @@ class EngineThread:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._step_began: float | None = None  # of the step that runs
+        self._longest_s = 0.0  # of the steps so far, the old ones fading
         self.error: BaseException | None = None
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def hung(self) -> bool:
+        """Whether a step has run for so long that it will hardly end: see `EngineConfig.hung_s`."""
+        began, config = self._step_began, self._engine.config
+        return began is not None and self._clock() - began > max(config.hung_s, config.hung_factor * self._longest_s)
 
     def start(self) -> None:
         self._thread.start()
@@ -90,7 +100,10 @@ class EngineThread:
                 if events:
                     self._deliver(events)
             if self._idle_s() == 0.0:
-                events = engine.step(clock(), clock)
+                self._step_began = began = clock()
+                events = engine.step(began, clock)
+                self._step_began = None
+                self._longest_s = max(clock() - began, self._longest_s * FADING)
                 if events:
                     self._deliver(events)
 
@@ -193,6 +206,7 @@ class Bridge:
         self._interval = engine.config.stream_interval_s
         self._mailboxes: dict[str, Mailbox] = {}
         self._unended: set[str] = set()  # ids whose terminal event is on its way, also where its reader has left
+        self._left: dict[str, asyncio.Future[Usage]] = {}  # what was drawn for requests whose callers have left
         self._closed = False
         self._thread = EngineThread(engine, self._deliver, self._thread_ended)
         self._thread.start()
@@ -200,6 +214,10 @@ class Bridge:
     @property
     def alive(self) -> bool:
         return self._thread.alive
+
+    @property
+    def hung(self) -> bool:
+        return self._thread.hung
 
     @property
     def n_live(self) -> int:
@@ -231,7 +249,18 @@ class Bridge:
         finally:
             del self._mailboxes[request_id]
             if not ended:
+                self._leaving(request_id)
                 self._thread.send(Abort(request_id))
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        """What was computed and drawn for a request whose caller has left or is leaving, once the engine has ended it.
+
+        None for one that is not known, or was so long ago that it is forgotten.
+        """
+        if request_id in self._mailboxes:
+            self._leaving(request_id)
+        left = self._left.get(request_id)
+        return None if left is None else await asyncio.shield(left)
 
     def stop(self, request_id: str, completion: int | None = None) -> None:
         """End a request as finished, with so many tokens drawn; its terminal event still comes."""
@@ -271,14 +300,27 @@ class Bridge:
         for request_id, batch in by_request.items():
             if isinstance(batch[-1], Terminal):
                 self._unended.discard(request_id)
+                if (left := self._left.get(request_id)) is not None and not left.done():
+                    left.set_result(getattr(batch[-1], "usage", Usage()))  # nothing was done for one that was rejected
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(batch)
+
+    def _leaving(self, request_id: str) -> None:
+        """Remember what the request will have cost; of too many the one that left first is forgotten."""
+        self._left.setdefault(request_id, self._loop.create_future())
+        if len(self._left) > LEFT:
+            forgotten = self._left.pop(next(iter(self._left)))
+            if not forgotten.done():
+                forgotten.set_result(Usage())
 
     def _fail_the_rest(self) -> None:
         """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
         self._closed = True
         info = UnavailableError("the engine has stopped").info
         self._unended.clear()
+        for left in self._left.values():
+            if not left.done():
+                left.set_result(Usage())
         for request_id, mailbox in self._mailboxes.items():
             mailbox.put([Failed(request_id, info)])

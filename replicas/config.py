@@ -122,6 +122,8 @@ class EngineConfig:
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
+    hung_factor: float = 20.0  # a step that takes so many times the longest one so far, and `hung_s`, is taken to hang
+    hung_s: float = 180.0  # a shorter step never hangs; its replica is then replaced, and what it had begun moves
 
     # Stateful inference, section 3.2.
     admission_ceiling: float = 0.75  # share of all cells that admitted requests may have at their ends
@@ -187,7 +189,7 @@ class EngineConfig:
         _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting")
         _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor")
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
-        _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory")
+        _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
         _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")

@@ -109,6 +109,11 @@ class Service:
         return self._bridge.alive
 
     @property
+    def hung(self) -> bool:
+        """Whether a step of the engine seems not to end."""
+        return self._bridge.hung
+
+    @property
     def n_live(self) -> int:
         return self._bridge.n_live
 
@@ -124,6 +129,10 @@ class Service:
         self._compiling.close()
         self._text.close()
         await self._bridge.close()
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        """What was done for a request whose caller has left; None where it is not known here."""
+        return await self._bridge.drawn(request_id)
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine what the cluster knows of programs and tools."""

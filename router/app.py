@@ -14,33 +14,26 @@ from holdfast.replicas.errors import HoldfastError, InvalidRequestError, Unavail
 from holdfast.replicas.requests import ModelCard
 from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
+from holdfast.router.beside import Beside
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations
+from holdfast.router.drain import Drain
+from holdfast.router.guard import Guard
 from holdfast.router.http import (
     AnswerHeadersMiddleware,
     Handler,
-    caller,
     error_response,
     json_response,
-    read_body,
     supervised,
 )
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
-from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import model_reply, models_reply
-from holdfast.router.protocol.tokens import (
-    DetokenizeBody,
-    TokenizeBody,
-    detokenize_reply,
-    detokenize_tokens,
-    tokenize_prompt,
-    tokenize_reply,
-)
+from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
@@ -60,6 +53,8 @@ def create_app(
     reports: TurnReports | None = None,
     peers: Peers | None = None,
     conversations: Conversations | None = None,
+    drain: Drain | None = None,
+    beside: Beside | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
@@ -67,9 +62,11 @@ def create_app(
     metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
     reports = reports or TurnReports()
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
-    turns = Turns(backend, tenants, programs, conversations, cache, metrics, config, latencies, reports)
-    agents = ProgramEndpoints(backend, tenants, programs, latencies)
-    small = SmallEndpoints(backend, tenants, config)
+    drain = drain or Drain()
+    guard = Guard(tenants, metrics, config, drain, beside or Beside())
+    turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
+    agents = ProgramEndpoints(backend, guard, programs, latencies)
+    small = SmallEndpoints(backend, guard, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
 
@@ -107,56 +104,48 @@ def create_app(
 class SmallEndpoints:
     """Everything that generates nothing."""
 
-    def __init__(self, backend: Backend, tenants: TenantDirectory, config: RouterConfig) -> None:
+    def __init__(self, backend: Backend, guard: Guard, drain: Drain) -> None:
         self._backend = backend
-        self._tenants = tenants
-        self._config = config
+        self._guard = guard
+        self._drain = drain
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        body = validate(TokenizeBody, await self._body(request))
-        card = await self._card(body.model)
-        tokens = await self._backend.tokenize(tokenize_prompt(body, card))
-        return json_response(tokenize_reply(tokens, card))
+        with self._guard.entered(request):
+            prompt, card = await self._guard.read(request, read_tokenize, await self._models())
+            return json_response(tokenize_reply(await self._backend.tokenize(prompt), card))
 
     async def detokenize(self, request: Request) -> Response:
-        body = validate(DetokenizeBody, await self._body(request))
-        card = await self._card(body.model)
-        text = await self._backend.detokenize(detokenize_tokens(body, card))
-        return json_response(detokenize_reply(text))
+        with self._guard.entered(request):
+            tokens = await self._guard.read(request, read_detokenize, await self._models())
+            return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
-        self._tenants.authenticate(caller(request))
-        return json_response(models_reply(await self._backend.models(), self._started))
+        with self._guard.entered(request):
+            return json_response(models_reply(await self._backend.models(), self._started))
 
     async def model(self, request: Request) -> Response:
-        self._tenants.authenticate(caller(request))
-        card = find_model(request.path_params["name"], await self._backend.models())
-        return json_response(model_reply(card, self._started))
+        with self._guard.entered(request):
+            card = find_model(request.path_params["name"], await self._backend.models())
+            return json_response(model_reply(card, self._started))
 
     async def version(self, request: Request) -> Response:
         """What runs here, as vLLM tells it."""
-        self._tenants.authenticate(caller(request))
-        return json_response(orjson.dumps({"version": metadata.version("holdfast")}))
+        with self._guard.entered(request):
+            return json_response(orjson.dumps({"version": metadata.version("holdfast")}))
 
     async def health(self, request: Request) -> Response:
-        """Open to everybody: it tells nothing but whether there is a replica."""
+        """Open to everybody: it tells nothing but whether there is a replica, and that this router takes requests."""
+        self._drain.check()
         if not await self._backend.healthy():
             raise UnavailableError("No replica is ready")
         return json_response(b'{"status":"ok"}')
 
-    async def _body(self, request: Request) -> dict[str, object]:
-        self._tenants.authenticate(caller(request))
-        return decode(await read_body(request, self._config.max_body_bytes))
-
-    async def _card(self, name: str | None) -> ModelCard:
-        """The model called `name`; where it is left out, the only one."""
+    async def _models(self) -> Sequence[ModelCard]:
         models = await self._backend.models()
         if not models:
             raise UnavailableError("No model is loaded yet")
-        if name is None and len(models) > 1:
-            raise InvalidRequestError("Missing required parameter: 'model'", "model")
-        return models[0] if name is None else find_model(name, models)
+        return models
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

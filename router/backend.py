@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
 from holdfast.replicas.stats import ReplicaStatus
 
@@ -64,6 +65,10 @@ class Backend(Protocol):
 
     async def end_program(self, scope: str, program_id: str) -> None:
         """A program is over: the replicas keep nothing for it any more. What runs of it goes on."""
+        ...
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        """What was done for a request that was aborted, once its replica has ended it; None where none knows it."""
         ...
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:

@@ -24,13 +24,22 @@ class RouterConfig:
     """Every knob of the HTTP layer. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = 32 * 2**20  # a larger request body is refused (413)
-    max_in_flight: int = 4096  # generation requests of all tenants at once; one more is refused (429)
+    max_in_flight: int = 4096  # requests of all tenants at once; one more is refused (429)
+    body_timeout_s: float = 60.0  # a request body that has not come in this time is refused (408)
+    beside_bytes: int = 2**20  # a longer body is parsed in a process beside the router's
+    max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)
+    stall_s: float = 30.0  # a stream whose client takes nothing for so long is ended
+    hosts: tuple[str, ...] = ()  # without keys: names besides this machine's own by which requests may call it
 
     response_cache: bool = True  # exact repeats are answered without an engine
     cache_entries: int = 1024  # answers in this process
     cache_memory: int = 64 * 2**20  # bytes of the answers in this process
     cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
+    cache_share: float = 0.5  # of this process's answers that one tenant keeps once they are full and others want some
+    cache_tenant_bytes: int = 2**27  # of the answers that one tenant may put into Redis in `cache_ttl_s`
+
+    cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
     program_entries: int = 65536  # programs in this process
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
@@ -48,8 +57,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if isinstance(value, tuple):
+            if name.endswith("_headers"):
                 if not all(HEADER.fullmatch(each) for each in value):
                     raise ConfigError(f"{name} must be names of headers, not {list(value)}", name)
-            elif not isinstance(value, bool) and value <= 0:
+            elif isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"{name} must be positive, not {value}", name)

@@ -33,13 +33,18 @@ class Source(Protocol):
 
 
 class EventStream(Response):
-    """Sends what `source` gives until it ends or the client goes, then closes it."""
+    """Sends what `source` gives until it ends or the client goes, then closes it.
 
-    def __init__(self, source: Source) -> None:
+    A client that takes nothing for `stall_s` seconds counts as gone: it would hold what its request holds for as long
+    as it likes.
+    """
+
+    def __init__(self, source: Source, stall_s: float | None = None) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(EVENT_HEADERS)
         self._source = source
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -52,7 +57,8 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while (data := await self._source.next()) is not None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            async with asyncio.timeout(self._stall_s):  # TimeoutError is an OSError
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

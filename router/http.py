@@ -87,24 +87,32 @@ def caller(request: Request) -> Caller:
         peer=client[0] if client else None,
         server=server[0] if server else None,
         forwarded=",".join(request.headers.getlist("x-forwarded-for")),
+        host=request.headers.get("host"),
+        origin=request.headers.get("origin"),
     )
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body of `request`. Raises RefusedError (413) as soon as it is longer than `limit` bytes."""
+async def read_body(request: Request, limit: int, patience_s: float) -> bytes:
+    """The body of `request`. Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where the whole
+    of it has not come after `patience_s`.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
+        async with asyncio.timeout(patience_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
     except ClientDisconnect:
         raise ClientGoneError from None
+    except TimeoutError:
+        message = f"The request body has not come within {patience_s:g} s"
+        raise RefusedError(Refusal.SLOW_BODY, message) from None
     return b"".join(parts)
 
 

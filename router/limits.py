@@ -1,6 +1,7 @@
 """How much a tenant, and all tenants together, may ask of the replicas at once and in a minute.
 
-Counts are this process's own. Answers from the response cache do not count.
+Counts are this process's own. Every call of a tenant counts, before its body is read: also one that turns out to be
+wrong, or to be answered by the response cache.
 """
 
 from collections import Counter

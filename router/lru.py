@@ -1,6 +1,6 @@
 """A bounded map with deadlines: least recently used first out. One thread, time comes in as `now`."""
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -8,12 +8,19 @@ V = TypeVar("V")
 
 
 class Lru(Generic[V]):
-    """At most `max_entries` values of together at most `max_weight`; a value is gone at its deadline."""
+    """At most `max_entries` values of together at most `max_weight`; a value is gone at its deadline.
 
-    def __init__(self, max_entries: int, max_weight: int | None = None) -> None:
+    Where it is full, values of the owner that has most of it go first as long as that is more than its `share`, so that
+    no owner can push out what the others have within theirs.
+    """
+
+    def __init__(self, max_entries: int, max_weight: int | None = None, share: float = 1.0) -> None:
         self._max_entries = max_entries
         self._max_weight = max_weight
-        self._entries: OrderedDict[str, tuple[V, float, int]] = OrderedDict()
+        self._share = share
+        self._entries: OrderedDict[str, tuple[V, float, int, str]] = OrderedDict()
+        self._owned: dict[str, OrderedDict[str, None]] = {}  # the keys of each owner, the least recently used first
+        self._owners: defaultdict[str, float] = defaultdict(float)  # how much each has, as a part of all there may be
         self._weight = 0
 
     def __len__(self) -> int:
@@ -32,29 +39,48 @@ class Lru(Generic[V]):
             self.remove(key)
             return None
         self._entries.move_to_end(key)
+        self._owned[entry[3]].move_to_end(key)
         return entry[0]
 
     def latest(self, now: float) -> Iterator[tuple[str, V]]:
         """Keys and values, the most recently used first; using one while this goes on is not allowed."""
         for key in reversed(self._entries):
-            value, deadline, _ = self._entries[key]
+            value, deadline, *_ = self._entries[key]
             if now < deadline:
                 yield key, value
 
-    def put(self, key: str, value: V, deadline: float, weight: int = 1) -> None:
+    def put(self, key: str, value: V, deadline: float, weight: int = 1, owner: str = "") -> None:
         """Keep `value` until `deadline`. One that is heavier than the whole map is not kept."""
         self.remove(key)
         if self._max_weight is not None and weight > self._max_weight:
             return
-        self._entries[key] = (value, deadline, weight)
+        self._entries[key] = (value, deadline, weight, owner)
+        self._owned.setdefault(owner, OrderedDict())[key] = None
+        self._owners[owner] += self._part(weight)
         self._weight += weight
         while len(self._entries) > self._max_entries or self._over_weight():
-            self.remove(next(iter(self._entries)))
+            self.remove(self._first_out())
 
     def remove(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._weight -= entry[2]
+            _, _, weight, owner = entry
+            self._weight -= weight
+            self._owners[owner] -= self._part(weight)
+            del self._owned[owner][key]
+            if not self._owned[owner]:
+                del self._owned[owner], self._owners[owner]
+
+    def _first_out(self) -> str:
+        if self._share < 1.0:
+            owner, parts = max(self._owners.items(), key=lambda each: each[1])
+            if parts > self._share:
+                return next(iter(self._owned[owner]))
+        return next(iter(self._entries))
+
+    def _part(self, weight: int) -> float:
+        """How much of the map a value takes: of its places, or of its weight where that is more."""
+        return max(1 / self._max_entries, weight / self._max_weight if self._max_weight else 0.0)
 
     def _over_weight(self) -> bool:
         return self._max_weight is not None and self._weight > self._max_weight

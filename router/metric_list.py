@@ -114,7 +114,7 @@ BUBBLE = _histogram(
 TENANT_TOKENS = _counter(
     "tenant_tokens",
     "tokens",
-    "Tokens of completed requests: `prompt`, of these `cached`, and `completion`",
+    "Tokens of requests that completed, or whose clients left: `prompt`, of these `cached`, and `completion`",
     "Who uses what; the base of a bill",
     *WHO,
     "kind",

@@ -145,13 +145,17 @@ class Meter:
             metrics.first_token.labels(*who).observe(first - self._started)
             if usage.completion > 1:
                 metrics.per_token.labels(*who).observe((now - first) / (usage.completion - 1))
-        for kind, n in (("prompt", usage.prompt), ("cached", usage.cached), ("completion", usage.completion)):
-            metrics.tokens.labels(*who, kind).inc(n)
+        self.used(usage)
         if timing.scheduled is not None:
             metrics.queue.labels(*who).observe(timing.scheduled - timing.arrived)
             if self._follows:
                 metrics.bubble.labels(*who).observe(max(self._unserved(timing, timing.scheduled, now), 0.0))
         self.end(Outcome.COMPLETED)
+
+    def used(self, usage: Usage) -> None:
+        """So many tokens were computed, cached and drawn for the request, however it ended."""
+        for kind, n in (("prompt", usage.prompt), ("cached", usage.cached), ("completion", usage.completion)):
+            self._metrics.tokens.labels(*self._who, kind).inc(n)
 
     def program_ended(self, run: Run) -> None:
         """The request was the last of its program's turns, for now."""

@@ -4,23 +4,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.router.backend import Backend
-from holdfast.router.http import caller, json_response
+from holdfast.router.guard import Guard
+from holdfast.router.http import json_response
 from holdfast.router.identity import named_program
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.programs import latency_reply, program_ended_reply
-from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 
 
 class ProgramEndpoints:
     """What a tenant may do with its programs besides asking them."""
 
-    def __init__(
-        self, backend: Backend, tenants: TenantDirectory, programs: ProgramTable, latencies: ToolLatencies
-    ) -> None:
+    def __init__(self, backend: Backend, guard: Guard, programs: ProgramTable, latencies: ToolLatencies) -> None:
         self._backend = backend
-        self._tenants = tenants
+        self._guard = guard
         self._programs = programs
         self._latencies = latencies
 
@@ -29,15 +27,15 @@ class ProgramEndpoints:
 
         Raises RefusedError for an unknown one, UnavailableError where a replica does not answer: to be tried again.
         """
-        tenant = self._tenants.authenticate(caller(request))
-        program_id = request.path_params["program_id"]
-        key = named_program(tenant.name, program_id)
-        await self._backend.end_program(tenant.name, key)  # first: where it fails, the program can be ended again
-        if not await self._programs.forget(key):
-            raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
-        return json_response(program_ended_reply(program_id))
+        with self._guard.entered(request) as tenant:
+            program_id = request.path_params["program_id"]
+            key = named_program(tenant.name, program_id)
+            await self._backend.end_program(tenant.name, key)  # first: where it fails, the program can be ended again
+            if not await self._programs.forget(key):
+                raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
+            return json_response(program_ended_reply(program_id))
 
     async def tool_latency(self, request: Request) -> Response:
         """The caller's own tools, and all tenants' together."""
-        tenant = self._tenants.authenticate(caller(request))
-        return json_response(latency_reply(tenant.name, await self._latencies.known()))
+        with self._guard.entered(request) as tenant:
+            return json_response(latency_reply(tenant.name, await self._latencies.known()))

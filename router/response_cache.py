@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 
 import orjson
 
@@ -19,6 +20,7 @@ from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.lru import Lru
 from holdfast.router.protocol.turn import Turn
+from holdfast.router.seal import Seal
 from holdfast.router.store import Store
 
 FORMAT = 3  # of stored answers; part of every key
@@ -42,7 +44,8 @@ class ResponseCache:
         self._config = config
         self._fingerprint = fingerprint
         self._clock = clock
-        self._near: Lru[Answer] = Lru(config.cache_entries, config.cache_memory)
+        self._near: Lru[Answer] = Lru(config.cache_entries, config.cache_memory, config.cache_share)
+        self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
         self._background = Background()
 
     @property
@@ -82,8 +85,8 @@ class ResponseCache:
         if value is None:
             return None
         try:
-            answer = decode_answer(value)
-        except ValueError:  # written by another version: as good as absent
+            answer = decode_answer(self._seal.open(key, value) if self._seal else value)
+        except ValueError:  # written by another version, or with another key: as good as absent
             return None
         return self._remember(key, answer, len(value))
 
@@ -93,7 +96,10 @@ class ResponseCache:
         if len(value) > self._config.cache_answer_bytes:
             return
         self._remember(key, answer, len(value))
-        self._background.start(self._store.set(key, value, self._config.cache_ttl_s))
+        config = self._config
+        value = self._seal.close(key, value) if self._seal else value
+        put = self._store.set_shared(key, value, config.cache_ttl_s, _tenant(key), config.cache_tenant_bytes)
+        self._background.start(put)
 
     async def drain(self) -> None:
         """Wait until the store has everything."""
@@ -102,8 +108,13 @@ class ResponseCache:
     def _remember(self, key: str, answer: Answer, size: int) -> Answer:
         usage = replace(answer.usage, cached=answer.usage.prompt)
         repeat = replace(answer, usage=usage, timing=Timing(arrived=0.0))  # no engine worked for it
-        self._near.put(key, repeat, self._clock() + self._config.cache_ttl_s, size)
+        self._near.put(key, repeat, self._clock() + self._config.cache_ttl_s, size, _tenant(key))
         return repeat
+
+
+def _tenant(key: str) -> str:
+    """Whose answer is kept under `key`."""
+    return key.partition("/")[2].partition("/")[0]
 
 
 def _plain(value: object) -> object:

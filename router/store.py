@@ -26,6 +26,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 32
+SHARE = 0.5  # of a full memory store that one owner may keep while others want to put something
+
+# What an owner has put since the first value of its window; the window is as long as values live. Beyond the allowance
+# nothing is put. KEYS: the value's, the count's. ARGV: the value, milliseconds, the allowance in bytes.
+SET_SHARED = """
+local used = redis.call('INCRBY', KEYS[2], #ARGV[1])
+if used == #ARGV[1] then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
+if used > tonumber(ARGV[3]) then return {0} end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {1}
+"""
 
 
 class Store(Protocol):
@@ -40,16 +51,20 @@ class Store(Protocol):
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
+        """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`."""
+        ...
+
     async def delete(self, key: str) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class MemoryStore:
-    """The store of one process: bounded in entries and bytes."""
+    """The store of one process: bounded in entries and bytes. Where it is full, who has most of it gives way."""
 
     def __init__(self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._values: Lru[bytes] = Lru(max_entries, max_bytes)
+        self._values: Lru[bytes] = Lru(max_entries, max_bytes, SHARE)
         self._clock = clock
 
     @property
@@ -61,6 +76,9 @@ class MemoryStore:
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
+
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
+        self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value), owner)
 
     async def delete(self, key: str) -> None:
         self._values.remove(key)
@@ -74,11 +92,18 @@ class RedisAddress:
     """Where Redis is. With a `password_file` the password is the one there, whatever `url` has.
 
     Every key begins with `namespace`: what has another one does not meet there.
+    `ca_file` has the certificates that a `rediss://` server's must be signed with; None: those that the system trusts.
     """
 
     url: str
     password_file: Path | None = None
+    ca_file: Path | None = None
     namespace: str = "holdfast"
+
+    @property
+    def trusted(self) -> dict[str, str]:
+        """What a client is told besides the URL."""
+        return {} if self.ca_file is None else {"ssl_ca_certs": str(self.ca_file)}
 
 
 class PasswordFile(CredentialProvider):
@@ -125,6 +150,7 @@ class RedisStore:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
+            **address.trusted,
         )
         if address.password_file is not None:
             # Trap: a user or password in the URL and a provider are not taken together.
@@ -164,6 +190,11 @@ class RedisStore:
 
         if not await self._guarded(work):
             await self._fallback.set(key, value, ttl_s)
+
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
+        done = await self.script(SET_SHARED, [key, f"put/{owner}"], [value, _milliseconds(ttl_s), most])
+        if done is None:
+            await self._fallback.set_shared(key, value, ttl_s, owner, most)
 
     async def delete(self, key: str) -> None:
         async def work() -> bool:

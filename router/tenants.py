@@ -62,13 +62,16 @@ DEFAULT_TENANT = Tenant("default")
 class Caller:
     """What authentication may look at: the key, and where the connection comes from.
 
-    `peer` and `server` are the two addresses of the connection, `forwarded` the value of `X-Forwarded-For`.
+    `peer` and `server` are the two addresses of the connection, `forwarded` the value of `X-Forwarded-For`; `host` is
+    the name that the request calls, `origin` the page that a browser sends it for.
     """
 
     authorization: str | None
     peer: str | None
     server: str | None
     forwarded: str | None
+    host: str | None = None
+    origin: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -82,11 +85,13 @@ class TenantDirectory:
     """Maps API keys to tenants; without any keys there is one tenant, for local callers only.
 
     `exposed` says that a proxy in front listens on an address that others can reach. Such a proxy hides where a
-    request comes from, so without keys nobody is served then.
+    request comes from, so without keys nobody is served then. Requests without a key must call this machine by its own
+    name, or by one of `hosts`: a browser on it calls for any page, also under a name that the page's owner points here.
     """
 
-    def __init__(self, tenants: Sequence[Tenant] = (), exposed: bool = False) -> None:
+    def __init__(self, tenants: Sequence[Tenant] = (), exposed: bool = False, hosts: Sequence[str] = ()) -> None:
         self._exposed = exposed
+        self._hosts = frozenset(name.lower() for name in hosts)
         self._told: list[Callable[[Sequence[Tenant]], None]] = []
         self.replace(tenants)
 
@@ -130,7 +135,7 @@ class TenantDirectory:
 
     def authorize_metrics(self, caller: Caller) -> None:
         """Metrics tell of every tenant: for local callers and operators. Raises RefusedError."""
-        if caller.is_local and not self._exposed:
+        if caller.is_local and not self._exposed and self._foreign(caller) is None:
             return
         if not self.authenticate(caller).operator:
             raise RefusedError(Refusal.FORBIDDEN, "Metrics need the API key of a tenant with 'operator: true'")
@@ -155,6 +160,29 @@ class TenantDirectory:
                 "Configure 'tenants' with 'key_hashes' (made by `holdfast key`)"
             )
             raise RefusedError(Refusal.FORBIDDEN, message)
+        if (foreign := self._foreign(caller)) is not None:
+            message = (
+                f"Without API keys only programs on this machine are served, not '{foreign}'. Call it localhost, "
+                "name the host in 'router.hosts', or configure 'tenants' with 'key_hashes'"
+            )
+            raise RefusedError(Refusal.FORBIDDEN, message)
+
+    def _foreign(self, caller: Caller) -> str | None:
+        """The name in `Host` or `Origin` that is none of this machine's; None where there is none."""
+        if caller.host is not None and not self._own(caller.host):
+            return caller.host
+        if caller.origin is not None and not self._own(caller.origin.partition("://")[2]):
+            return caller.origin
+        return None
+
+    def _own(self, authority: str) -> bool:
+        name = _without_port(authority).lower()
+        return name == "localhost" or name.endswith(".localhost") or name in self._hosts or _is_loopback(name)
+
+
+def _without_port(authority: str) -> str:
+    name, colon, port = authority.rpartition(":")
+    return name if colon and port.isdigit() and (name.endswith("]") or ":" not in name) else authority
 
 
 def _is_loopback(address: str) -> bool:

@@ -64,6 +64,11 @@ class Totals:
     cached_tokens: int = 0
     completion_tokens: int = 0
 
+    def add(self, usage: Usage) -> None:
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        self.completion_tokens += usage.completion
+
 
 class TurnReports:
     """Opens reports; `live` are those of the requests being served, `totals` count those that ended, by tenant.
@@ -108,9 +113,7 @@ class TurnReports:
         totals.failed += outcome is Outcome.FAILED
         totals.rejected += outcome is Outcome.REJECTED
         if usage := report.facts.usage:
-            totals.prompt_tokens += usage.prompt
-            totals.cached_tokens += usage.cached
-            totals.completion_tokens += usage.completion
+            totals.add(usage)
 
 
 class TurnReport:
@@ -150,6 +153,13 @@ class TurnReport:
         facts = self.facts
         facts.replica, facts.usage, facts.reason = replica_id, answer.usage, answer.reason
         facts.stages_ms = stages(answer.timing)
+
+    def used(self, usage: Usage) -> None:
+        """So much was done for it although its client had left: known only after it has ended."""
+        self._home.totals.setdefault(self.facts.tenant, Totals()).add(usage)
+        if log.isEnabledFor(logging.INFO):
+            told = {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "completion_tokens": usage.completion}
+            log.info("aborted turn counted", extra=logs.fields(http_id=self.facts.http_id, **told))
 
     def ended(self, outcome: Outcome) -> None:
         self._home.closed(self, outcome)

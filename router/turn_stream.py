@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored
 from holdfast.router.backend import Batch
+from holdfast.router.drain import Drain
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.streaming import Encoder, error_event
@@ -16,7 +17,8 @@ log = logging.getLogger(__name__)
 
 class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
-    `on_answer` after that; its client learns of the end when that is done.
+    `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
+    before the end.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
     """
@@ -28,6 +30,8 @@ class TurnStream:
         meter: Meter,
         on_answer: Callable[[str, Answer], Awaitable[None]],
         note: Callable[[str, Answer], None] | None = None,
+        drain: Drain | None = None,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -36,6 +40,8 @@ class TurnStream:
         self._meter = meter
         self._on_answer = on_answer
         self._note = note
+        self._drain = drain or Drain()
+        self._on_left = on_left
         self._built = AnswerBuilder()
         self._opening = b""
 
@@ -45,7 +51,8 @@ class TurnStream:
         Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP
         error then, and whoever called gives everything back.
         """
-        batch = await anext(self._batches, None)
+        async with self._drain.bounded():
+            batch = await anext(self._batches, None)
         if batch is None:
             raise _ended_early()
         self.replica_id = batch.replica_id
@@ -67,11 +74,14 @@ class TurnStream:
             await self._batches.aclose()
         finally:
             self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+            if self._built.terminal is None:
+                self._on_left()
             self.held.close()
 
     async def _receive(self) -> bytes:
         try:
-            batch = await anext(self._batches, None)
+            async with self._drain.bounded():
+                batch = await anext(self._batches, None)
         except HoldfastError as error:
             return self._fail(error)
         except Exception as error:  # a bug in the backend: the client gets the usual event, the log the traceback

@@ -1,15 +1,16 @@
-"""One generation request from its arrival to its answer: authenticate, validate, look in the cache, ask a replica.
+"""One generation request from its arrival to its answer: let it in, read it, look in the cache, ask a replica.
 
-The order is that of the architecture: a cache hit counts against no limit and reaches no replica. Whatever
+The order is that of the architecture: limits come before the body, and a cache hit reaches no replica. Whatever
 happens, a request ends in exactly one outcome and gives back what it holds.
 """
 
+import asyncio
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,49 +24,41 @@ from holdfast.router.backend import Backend, Place
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversation, Conversations, Standing, conversation, mark_of
-from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
-from holdfast.router.http import answer_headers, caller, json_response, read_body
+from holdfast.router.drain import Drain
+from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
+from holdfast.router.guard import Guard
+from holdfast.router.http import answer_headers, json_response
 from holdfast.router.identity import neighbour, program_named
-from holdfast.router.limits import Limiter
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import Begun, ProgramTable
-from holdfast.router.protocol.body import decode, validate
-from holdfast.router.protocol.chat import ChatBody, chat_reply, chat_turn
-from holdfast.router.protocol.completions import CompletionBody, completion_reply, completion_turn
+from holdfast.router.protocol.chat import chat_reply, read_chat
+from holdfast.router.protocol.completions import completion_reply, read_completion
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.protocol.turn import Turn, find_model
+from holdfast.router.protocol.turn import Turn
 from holdfast.router.response_cache import CacheResult, ResponseCache
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
-from holdfast.router.tenants import Tenant, TenantDirectory
+from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
 from holdfast.router.turn_stream import TurnStream
-from holdfast.router.watching import watch_tenants
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """How one endpoint reads requests and writes answers. `prefix` begins the ids of its replies."""
+    """How one endpoint reads requests, beside the event loop where they are long, and writes answers.
+
+    `prefix` begins the ids of its replies.
+    """
 
     name: str
     prefix: str
-    turn: Callable[[dict[str, Any], Callable[[str], ModelCard]], Turn]
+    turn: Callable[[bytes, Sequence[ModelCard]], Turn]
     reply: Callable[[str, int, str, Answer], bytes]
     encoder: Callable[[str, int, str, bool], Encoder]
 
 
-def _chat(body: dict[str, Any], card: Callable[[str], ModelCard]) -> Turn:
-    parsed = validate(ChatBody, body)
-    return chat_turn(parsed, card(parsed.model))
-
-
-def _completion(body: dict[str, Any], card: Callable[[str], ModelCard]) -> Turn:
-    parsed = validate(CompletionBody, body)
-    return completion_turn(parsed, card(parsed.model))
-
-
-CHAT = Endpoint("chat", "chatcmpl-", _chat, chat_reply, ChatEncoder)
-COMPLETION = Endpoint("completion", "cmpl-", _completion, completion_reply, CompletionEncoder)
+CHAT = Endpoint("chat", "chatcmpl-", read_chat, chat_reply, ChatEncoder)
+COMPLETION = Endpoint("completion", "cmpl-", read_completion, completion_reply, CompletionEncoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,7 @@ class Turns:
     def __init__(
         self,
         backend: Backend,
-        tenants: TenantDirectory,
+        guard: Guard,
         programs: ProgramTable,
         conversations: Conversations,
         cache: ResponseCache,
@@ -125,16 +118,16 @@ class Turns:
         config: RouterConfig,
         latencies: ToolLatencies,
         reports: TurnReports | None = None,
+        drain: Drain | None = None,
     ) -> None:
         self._backend = backend
-        self._tenants = tenants
+        self._guard = guard
+        self._drain = drain or Drain()
         self._programs = programs
         self._conversations = conversations
         self._cache = cache
         self._metrics = metrics
         self._config = config
-        self._limiter = Limiter(config.max_in_flight)
-        watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
         self._latencies = latencies
         self._reports = reports or TurnReports()
         self._background = Background()
@@ -145,21 +138,24 @@ class Turns:
         report = self._reports.begin(request, endpoint.name, answer_headers(request).request_id)
         meter.on_end = report.ended
         try:
-            accepted = await self._accept(request, endpoint, meter, report)
-            repeat = await self._look_up(request, accepted)
-            return await self._ask(request, accepted) if repeat is None else repeat
+            tenant = self._guard.authenticate(request)
+            meter.tenant = report.facts.tenant = tenant.name
+            with ExitStack() as held:
+                held.enter_context(self._guard.admitted(tenant))
+                accepted = await self._accept(request, endpoint, tenant, meter, report)
+                repeat = await self._look_up(request, accepted)
+                return await self._ask(request, accepted, held) if repeat is None else repeat
         except BaseException as error:
             meter.failed(error)
             raise
 
-    async def _accept(self, request: Request, endpoint: Endpoint, meter: Meter, report: TurnReport) -> Accepted:
-        tenant = self._tenants.authenticate(caller(request))
-        meter.tenant = report.facts.tenant = tenant.name
-        body = decode(await read_body(request, self._config.max_body_bytes))
+    async def _accept(
+        self, request: Request, endpoint: Endpoint, tenant: Tenant, meter: Meter, report: TurnReport
+    ) -> Accepted:
         models = await self._backend.models()
         if not models:
             raise UnavailableError("No model is loaded yet")
-        turn = endpoint.turn(body, lambda name: find_model(name, models))
+        turn = await self._guard.read(request, endpoint.turn, models)
         meter.model = turn.model.name
         config, headers = self._config, request.headers
         named = program_named(tenant.name, turn.ids, headers, config.program_headers)
@@ -200,36 +196,36 @@ class Turns:
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
         return response
 
-    async def _ask(self, request: Request, accepted: Accepted) -> Response:
-        with ExitStack() as held:
-            self._limiter.enter(accepted.tenant, self._metrics.clock())
-            held.callback(self._limiter.leave, accepted.tenant)
-            served = await self._begin(accepted)
-            program = served.begun.program
-            command = GenerateRequest(
-                request_id=accepted.unique,
-                prompt=accepted.turn.prompt,
-                sampling=accepted.turn.sampling,
-                stop=accepted.turn.stop,
-                scope=accepted.tenant.name,
-                program_id=served.key,
-                program_arrival=program.arrival,
-                program_turns=program.turns,
-                answered_turns=program.answered_turns,
-                program_end=accepted.turn.program_end,
-                weight=accepted.tenant.weight,
-            )
-            command = accepted.report.asking(command)
-            place = await self._place(program.last_replica, accepted.near)
-            if not accepted.turn.stream:
-                return await self._whole(request, served, command, place)
-            stream = await self._begin_stream(request, served, command, place)
-            stream.held = held.pop_all()
-            return EventStream(stream)
+    async def _ask(self, request: Request, accepted: Accepted, held: ExitStack) -> Response:
+        """The answer of a replica; a stream takes with it what is `held`."""
+        served = await self._begin(accepted)
+        program = served.begun.program
+        command = GenerateRequest(
+            request_id=accepted.unique,
+            prompt=accepted.turn.prompt,
+            sampling=accepted.turn.sampling,
+            stop=accepted.turn.stop,
+            scope=accepted.tenant.name,
+            program_id=served.key,
+            program_arrival=program.arrival,
+            program_turns=program.turns,
+            answered_turns=program.answered_turns,
+            program_end=accepted.turn.program_end,
+            weight=accepted.tenant.weight,
+        )
+        command = accepted.report.asking(command)
+        place = await self._place(program.last_replica, accepted.near)
+        if not accepted.turn.stream:
+            return await self._whole(request, served, command, place)
+        stream = await self._begin_stream(request, served, command, place)
+        stream.held = held.pop_all()
+        return EventStream(stream, self._config.stall_s)
 
     async def _whole(self, request: Request, served: Served, command: GenerateRequest, place: Place) -> Response:
         accepted = served.accepted
-        routed = await until_disconnect(request.receive, self._backend.generate(command, place))
+        with self._paid(accepted):
+            async with self._drain.bounded():
+                routed = await until_disconnect(request.receive, self._backend.generate(command, place))
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
@@ -253,14 +249,35 @@ class Turns:
             await self._settle(served, replica_id, answer)
 
         batches = self._backend.stream(command, place)
-        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, accepted.report.answered)
-        try:
-            await until_disconnect(request.receive, stream.start())
-        except BaseException:
-            await batches.aclose()
-            raise
+        told, left = accepted.report.answered, partial(self._left, accepted)
+        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, told, self._drain, left)
+        with self._paid(accepted):
+            try:
+                await until_disconnect(request.receive, stream.start())
+            except BaseException:
+                await batches.aclose()
+                raise
         answer_headers(request).replica = stream.replica_id
         return stream
+
+    @contextmanager
+    def _paid(self, accepted: Accepted) -> Iterator[None]:
+        """A client that leaves while this is done has left."""
+        try:
+            yield
+        except (ClientGoneError, asyncio.CancelledError):
+            self._left(accepted)
+            raise
+
+    def _left(self, accepted: Accepted) -> None:
+        """The client has gone before the end: its tenant pays for what was drawn until then."""
+        self._background.start(self._count(accepted))
+
+    async def _count(self, accepted: Accepted) -> None:
+        used = await self._backend.drawn(accepted.unique)
+        if used is not None:
+            accepted.meter.used(used)
+            accepted.report.used(used)
 
     async def _begin(self, accepted: Accepted) -> Served:
         """The request becomes a turn of its program; what that waited for took so long."""

@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -7,9 +8,10 @@ from pydantic import Field
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
+from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
 from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
-from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
+from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn, find_model
 from holdfast.router.protocol.usage import chat_logprobs, usage_object
 
 MAX_TOP_LOGPROBS = 20
@@ -27,6 +29,12 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
+    """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
+    body = validate(ChatBody, decode(raw))
+    return chat_turn(body, find_model(body.model, models))
 
 
 def chat_turn(body: ChatBody, card: ModelCard) -> Turn:

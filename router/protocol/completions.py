@@ -1,5 +1,6 @@
 """`/v1/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -7,8 +8,16 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ModelCard, RawPrompt
-from holdfast.router.protocol.body import one_or_many
-from holdfast.router.protocol.turn import GenerationBody, TokenId, Turn, build_sampling, build_turn, check_tokens
+from holdfast.router.protocol.body import decode, one_or_many, validate
+from holdfast.router.protocol.turn import (
+    GenerationBody,
+    TokenId,
+    Turn,
+    build_sampling,
+    build_turn,
+    check_tokens,
+    find_model,
+)
 from holdfast.router.protocol.usage import completion_logprobs, usage_object
 
 MAX_LOGPROBS = 20
@@ -28,6 +37,12 @@ class CompletionBody(GenerationBody):
         if len(given) > 1:
             raise ValueError("only one prompt a request is supported")
         return given[0]
+
+
+def read_completion(raw: bytes, models: Sequence[ModelCard]) -> Turn:
+    """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
+    body = validate(CompletionBody, decode(raw))
+    return completion_turn(body, find_model(body.model, models))
 
 
 def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:

@@ -24,6 +24,7 @@ class Refusal(StrEnum):
     NO_PATH = "not_found"
     NO_PROGRAM = "program_not_found"
     NO_METHOD = "method_not_allowed"
+    SLOW_BODY = "request_timeout"
     TOO_LARGE = "request_too_large"
     RATE_LIMITED = "rate_limit_exceeded"
 
@@ -74,6 +75,7 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
+    Refusal.SLOW_BODY: Row(408, "invalid_request_error", "request_timeout"),
     Refusal.TOO_LARGE: Row(413, "invalid_request_error", "request_too_large"),
     Refusal.RATE_LIMITED: Row(429, "rate_limit_error", "rate_limit_exceeded", 1.0),
     ErrorKind.OVERLOADED: Row(429, "rate_limit_error", "overloaded", 1.0),

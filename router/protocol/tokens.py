@@ -8,10 +8,10 @@ from pydantic import Field
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
-from holdfast.router.protocol.body import Body
+from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.completions import raw_prompt
 from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
-from holdfast.router.protocol.turn import TokenId, check_tokens
+from holdfast.router.protocol.turn import TokenId, check_tokens, find_model
 
 
 class TokenizeBody(Body):
@@ -27,6 +27,19 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     model: str | None = None
     tokens: list[TokenId]
+
+
+def read_tokenize(raw: bytes, models: Sequence[ModelCard]) -> tuple[ChatPrompt | RawPrompt, ModelCard]:
+    """The prompt that a request body wants tokenized, and by which model. Raises as `tokenize_prompt`."""
+    body = validate(TokenizeBody, decode(raw))
+    card = _card(body.model, models)
+    return tokenize_prompt(body, card), card
+
+
+def read_detokenize(raw: bytes, models: Sequence[ModelCard]) -> list[int]:
+    """The ids that a request body wants as text. Raises as `detokenize_tokens`."""
+    body = validate(DetokenizeBody, decode(raw))
+    return detokenize_tokens(body, _card(body.model, models))
 
 
 def tokenize_prompt(body: TokenizeBody, card: ModelCard) -> ChatPrompt | RawPrompt:
@@ -61,3 +74,10 @@ def detokenize_tokens(body: DetokenizeBody, card: ModelCard) -> list[int]:
 
 def detokenize_reply(text: str) -> bytes:
     return orjson.dumps({"prompt": text})
+
+
+def _card(name: str | None, models: Sequence[ModelCard]) -> ModelCard:
+    """The model called `name`; where it is left out, the only one. Raises RefusedError or InvalidRequestError."""
+    if name is None and len(models) > 1:
+        raise InvalidRequestError("Missing required parameter: 'model'", "model")
+    return models[0] if name is None else find_model(name, models)

@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.build_app import build_app
 
 from holdfast.cluster import application
-from holdfast.cluster.application import ROUTER, Ingress
+from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
@@ -135,3 +135,13 @@ def test_as_many_routers_as_are_asked_for() -> None:
     settings = replace(Settings(), server=ServerConfig(routers=3))
     built = application.build(settings, REDIS, 0.0)
     assert built._bound_deployment.num_replicas == 3
+
+
+def test_engines_say_their_memory_and_routers_outlive_the_drain() -> None:
+    settings = Settings(server=ServerConfig(drain_s=7.0), engine=EngineConfig(kv_memory=2.0))
+    built = build_app(application.build(settings, REDIS, gpus=0), name="a")
+    found = {each.name: each for each in built.deployments}
+    engine, router = found[REPLICAS], found[ROUTER]
+    assert 3 * 2**30 < engine.ray_actor_options["memory"] < 5 * 2**30
+    assert engine._deployment_config.graceful_shutdown_timeout_s == 7.0
+    assert router._deployment_config.graceful_shutdown_timeout_s > 7.0

@@ -18,6 +18,7 @@ from holdfast.cluster.doctor import Finding, State
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu
 from holdfast.cluster.redis import ServerFacts
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
 from holdfast.router.tracing import TracingConfig
 
@@ -46,6 +47,10 @@ def settings(**sections: Any) -> Settings:
     return Settings(**sections)
 
 
+def well() -> Settings:
+    return settings(engine=EngineConfig(cells=1000), server=ServerConfig(port=_free_port()))
+
+
 def states(found: Iterable[Finding]) -> list[State]:
     findings = list(found)
     assert all(bool(each.mend) != (each.state is State.OK) for each in findings), findings
@@ -63,7 +68,7 @@ def one(found: Iterable[Finding], state: State, *words: str) -> None:
 
 def test_a_machine_that_is_well() -> None:
     for facts in (WELL, WITH_GPU):
-        found = doctor.findings(doctor_checks.all_checks(settings(engine=EngineConfig(cells=1000)), facts))
+        found = doctor.findings(doctor_checks.all_checks(well(), facts))
         assert doctor.worst(found) is State.OK, found
         assert {each.check for each in found} >= {"python", "packages", "gpu", "model", "memory", "redis", "ports"}
 
@@ -81,10 +86,26 @@ def test_a_fault_is_an_exit_status_and_a_line_that_says_how_to_mend_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine_facts, "gather", lambda *_: WELL)
-    assert cli.main(["doctor", "--model", "/nowhere"]) == cli.FAILED
+    assert cli.main(["doctor", "--model", "/nowhere", "--port", str(_free_port())]) == cli.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("fail  model: ")
     assert lines[-1].strip().startswith("give a folder")
+
+
+def test_a_start_is_refused_for_what_would_fail_and_told_how_to_mend_it() -> None:
+    doctor_checks.refuse(well(), WELL)
+    with pytest.raises(ConfigError, match=r"memory: about .* GiB needed, 24.0 GiB free. To mend it: fewer --replicas"):
+        doctor_checks.refuse(replace(well(), replicas=ReplicasConfig(count=64)), replace(WELL, memory_free=24 * GIB))
+    doctor_checks.refuse(well(), replace(WELL, files=1024))  # a warning is none
+
+
+def test_serve_refuses_what_doctor_refuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "gather", lambda *_: replace(WELL, memory_free=24 * GIB))
+    assert cli.main(["serve", "--replicas", "64", "--port", str(_free_port())]) == cli.MISUSE
+    told = capsys.readouterr()
+    assert "starting" not in told.out
+    assert "GiB needed, 24.0 GiB free" in told.err
+    assert "fewer --replicas" in told.err
 
 
 def test_python_that_is_too_old() -> None:
@@ -299,7 +320,7 @@ def test_a_redis_that_is_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_redis_says(facts: ServerFacts, state: State, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis, "inspect", lambda url, timeout_s: facts)
+    monkeypatch.setattr(redis, "inspect", lambda url, timeout_s, ca_file: facts)
     found = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://:secret@host"))))
     one(found, state, word)
     assert "secret" not in str(found)

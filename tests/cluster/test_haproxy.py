@@ -1,16 +1,33 @@
-"""The script that Ray starts as HAProxy, and that Ray is told of it."""
+"""HAProxy as it is started for Ray Serve: what Serve writes for it, shaped by us, and a real one among rude clients."""
 
+import json
+import random
+import socket
 import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
 
-from holdfast.cluster import environment, haproxy
+from holdfast.cluster import environment, haproxy, ports
+from holdfast.cluster.config import ServerConfig as Server
+from holdfast.cluster.config import Settings
 from holdfast.cluster.environment import InternalPorts
+from holdfast.cluster.haproxy import Limits
+from holdfast.cluster.serve import _limits
 from holdfast.router.config import RouterConfig
 
 PORTS = InternalPorts(1, 2, 3, 4, 5)
 PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"
+PATIENT = 20.0  # seconds a slow machine may take
+CHUNK = b"x" * 65536
 
 
 def test_the_script_is_haproxy_without_splicing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +35,7 @@ def test_the_script_is_haproxy_without_splicing(tmp_path: Path, monkeypatch: pyt
     echo.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     echo.chmod(0o755)
     monkeypatch.setenv(PATH, str(echo))
-    script = haproxy.unspliced(tmp_path / "haproxy")
+    script = haproxy.write(tmp_path / "haproxy")
     assert script is not None
     done = subprocess.run([script, "-f", "a file"], capture_output=True, text=True, check=True)
     assert done.stdout == "-dS|-f|a file|"
@@ -26,7 +43,7 @@ def test_the_script_is_haproxy_without_splicing(tmp_path: Path, monkeypatch: pyt
 
 def test_the_one_that_comes_with_ray_knows_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PATH, raising=False)
-    script = haproxy.unspliced(tmp_path / "haproxy")
+    script = haproxy.write(tmp_path / "haproxy")
     assert script is not None
     assert "HAProxy" in subprocess.run([script, "-v"], capture_output=True, text=True, check=True).stdout
     assert "-dS" in subprocess.run([script, "-h"], capture_output=True, text=True, check=False).stderr
@@ -34,7 +51,7 @@ def test_the_one_that_comes_with_ray_knows_the_option(tmp_path: Path, monkeypatc
 
 def test_without_a_haproxy_there_is_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PATH, str(tmp_path / "nowhere"))
-    assert haproxy.unspliced(tmp_path / "haproxy") is None
+    assert haproxy.write(tmp_path / "haproxy") is None
 
 
 def test_ray_is_told_of_the_script_where_there_is_one(tmp_path: Path) -> None:
@@ -45,3 +62,240 @@ def test_ray_is_told_of_the_script_where_there_is_one(tmp_path: Path) -> None:
 def test_messages_between_router_and_engine_hold_the_longest_request(tmp_path: Path) -> None:
     longest = int(environment.for_ray(PORTS, "t", tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert longest >= 4 * RouterConfig().max_body_bytes
+
+
+def test_a_configuration_that_looks_different_is_not_taken_for_a_shaped_one(tmp_path: Path) -> None:
+    text = written(tmp_path, 1, None)
+    shaped = haproxy.shape(haproxy.shape(text, Limits(), tmp_path), Limits(), tmp_path)
+    assert shaped.count("stick-table") == 1
+    assert "splice" not in shaped  # HAProxy keeps files for it, also where it is switched off
+    for line in ("frontend http_frontend\n", "defaults\n", "listen stats\n"):
+        with pytest.raises(ValueError, match="HAProxy's configuration has"):
+            haproxy.shape(text.replace(line, "other\n"), Limits(internal_host="127.0.0.1"), tmp_path)
+
+
+def test_the_limits_are_the_configurations() -> None:
+    settings = Settings(server=Server(header_s=3.0, client_connections=7), router=RouterConfig(stall_s=5.0))
+    assert _limits(settings, files=1_000_000) == Limits(3.0, 5.0, 60.0, 16384, 7, "127.0.0.1")
+    assert _limits(settings, files=4096).connections == 1792
+    assert _limits(Settings(server=Server(connections=9)), files=4096).connections == 9
+
+
+# ---- a real one ----
+
+
+class Behind(BaseHTTPRequestHandler):
+    """Stands for the router."""
+
+    protocol_version = "HTTP/1.1"
+    flooded = threading.Event()  # a client's stream was cut
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        if self.path != "/flood":
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+            return
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(CHUNK), CHUNK))
+        except OSError:
+            self.close_connection = True
+            self.flooded.set()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def written(folder: Path, port: int, behind: int | None, stats: int = 8404, metrics: int = 9101) -> str:
+    """What Serve writes for its HAProxy, with one application behind it or none."""
+    file = folder / "haproxy.cfg"
+    options = HAProxyConfig(
+        socket_path=str(folder / "a.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "state"),
+        metrics_socket_path=str(folder / "m.sock"),
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        stats_port=stats,
+        metrics_port=metrics,
+        nbthread=1,
+        is_head=True,
+    )
+    servers = [ServerConfig(name="s", host="127.0.0.1", port=behind or 0)]
+    backends = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)} if behind else {}
+    api = HAProxyApi(options, backends, str(file))
+    api._generate_config_file_internal()
+    return file.read_text()
+
+
+@contextmanager
+def running(folder: Path, limits: Limits, behind: int | None) -> Iterator[InternalPorts]:
+    """A real HAProxy, started by the script as Ray starts it."""
+    taken = ports.internal(random.Random())
+    written(folder, taken.fallback, behind, taken.stats, taken.metrics)
+    script = haproxy.write(folder / "haproxy", limits)
+    assert script is not None
+    process = subprocess.Popen([script, "-db", "-f", str(folder / "haproxy.cfg")])
+    try:
+        deadline = time.monotonic() + PATIENT
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", taken.fallback)).close()
+                break
+            except OSError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        yield taken
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(name="behind")
+def behind_fixture() -> Iterator[int]:
+    Behind.flooded.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Behind)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One with a short name: sockets stand in it."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
+def raw(port: int, data: bytes) -> tuple[int, bytes]:
+    """Status and body of what is answered to these bytes, up to the end of the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENT) as client:
+        client.sendall(data)
+        found = b""
+        while part := client.recv(65536):
+            found += part
+    head, _, body = found.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_trickle_are_not_waited_for(folder: Path, behind: int, sent: bytes) -> None:
+    with running(folder, Limits(header_s=0.3), behind) as taken:
+        assert raw(taken.fallback, sent)[0] == 408
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 414),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
+    ],
+)
+def test_a_request_whose_head_is_too_long_is_told_in_json(folder: Path, behind: int, sent: bytes, status: int) -> None:
+    with running(folder, Limits(), behind) as taken:
+        found, body = raw(taken.fallback, sent)
+    assert (found, json.loads(body)["error"]["type"]) == (status, "invalid_request_error")
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000])
+def test_what_is_no_request_is_refused(folder: Path, behind: int, sent: bytes) -> None:
+    with running(folder, Limits(), behind) as taken, socket.create_connection(("127.0.0.1", taken.fallback)) as client:
+        client.sendall(sent)
+        assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: int) -> None:
+    with ExitStack() as stack:
+        taken = stack.enter_context(running(folder, Limits(stall_s=0.3), behind))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", taken.fallback)))
+        client.sendall(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert Behind.flooded.wait(PATIENT)
+
+
+def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, behind: int) -> None:
+    with running(folder, Limits(client_connections=5), behind) as taken, ExitStack() as open_ones:
+        for _ in range(5):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", taken.fallback)))
+        url = f"http://127.0.0.1:{taken.fallback}/"
+        refused = httpx.get(url, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(url, trust_env=False, headers={"Authorization": "Bearer k"}).status_code == 200
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(transport=other) as client:
+            assert client.get(url).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status"),
+    [
+        ("POST", "Content-Length: 1001", 413),
+        ("DELETE", "Content-Length: 99999", 413),
+        ("GET", "Transfer-Encoding: chunked", 413),
+        ("GET", "Content-Length: 0", 200),
+    ],
+)
+def test_bodies_that_are_too_long_or_not_expected_do_not_get_through(
+    folder: Path, behind: int, method: str, headers: str, status: int
+) -> None:
+    with ExitStack() as stack:
+        taken = stack.enter_context(running(folder, Limits(body_bytes=1000), behind))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", taken.fallback), timeout=PATIENT))
+        client.sendall(f"{method} / HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n".encode())
+        assert int(client.recv(4096).split()[1]) == status
+
+
+def test_without_an_application_it_says_when_to_come_again(folder: Path) -> None:
+    with running(folder, Limits(), None) as taken:
+        answer = httpx.post(f"http://127.0.0.1:{taken.fallback}/v1/chat/completions", json={}, trust_env=False)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after"]) > 0
+
+
+def test_a_router_that_is_gone_is_told_in_json(folder: Path) -> None:
+    with running(folder, Limits(), ports.internal(random.Random()).stats) as taken:
+        answer = httpx.get(f"http://127.0.0.1:{taken.fallback}/", trust_env=False, timeout=PATIENT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize(("host", "reached"), [("127.0.0.1", False), ("", True)])
+def test_statistics_and_metrics_listen_where_they_are_told_to(
+    folder: Path, behind: int, own_address: str, host: str, reached: bool
+) -> None:
+    def answers(address: str, port: int, path: str) -> bool:
+        try:
+            return httpx.get(f"http://{address}:{port}{path}", trust_env=False, timeout=PATIENT).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    with running(folder, Limits(internal_host=host), behind) as taken:
+        for port, path in ((taken.stats, "/stats"), (taken.metrics, "/metrics")):
+            assert answers("127.0.0.1", port, path)
+            assert answers(own_address, port, path) is reached
+
+
+def test_idle_connections_keep_nobody_out(folder: Path, behind: int) -> None:
+    """As many as one address may have, from another one: who comes after them is served, and they go by themselves."""
+    with running(folder, Limits(header_s=0.5, connections=400), behind) as taken:
+        url = f"http://127.0.0.1:{taken.fallback}/"
+        with ExitStack() as idle:
+            clients = [
+                idle.enter_context(
+                    socket.create_connection(("127.0.0.1", taken.fallback), source_address=("127.0.0.3", 0))
+                )
+                for _ in range(300)
+            ]
+            assert httpx.get(url, trust_env=False).status_code == 200
+            for client in clients:
+                client.settimeout(PATIENT)
+                assert client.recv(4096).startswith(b"HTTP/1.1 408 ")

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -36,6 +37,21 @@ def model(http: httpx.Client) -> str:
 
 def chat(model: str, text: str, **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 8, **more}
+
+
+def listening(pid: int) -> set[int]:
+    """The TCP ports that a process listens on, whatever the address."""
+    sockets = set()
+    with suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                sockets.add(os.readlink(entry.path))
+    found = set()
+    for line in [*open("/proc/net/tcp"), *open("/proc/net/tcp6")]:  # noqa: SIM115 (read at once)
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+            found.add(int(words[1].rpartition(":")[2], 16))
+    return found
 
 
 def ask(http: httpx.Client, model: str, text: str, **more: Any) -> httpx.Response:
@@ -106,6 +122,24 @@ def test_programs_stay_on_their_replicas_and_use_both(http: httpx.Client, model:
     assert homes(2) == first
 
 
+def test_rays_own_ports_listen_on_this_machine_only(server: Any, own_address: str) -> None:
+    """All but one of each router and engine, on which Serve has them talk to each other: its address is fixed."""
+    reached: dict[int, str] = {}
+    for pid, command in server.processes().items():
+        for port in listening(pid):
+            with suppress(OSError), socket.create_connection((own_address, port), timeout=5.0):
+                assert pid not in reached, (command, port)
+                reached[pid] = command
+    assert all(command.startswith("ray::ServeReplica:") for command in reached.values()), reached
+
+
+def test_the_console_says_what_died_and_that_it_is_back(server: Any, eventually: Any) -> None:
+    replicas = [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
+    os.kill(replicas[0], signal.SIGKILL)
+    eventually(lambda: "of 'replicas' died" in server.output.read_text(), 60.0)
+    eventually(lambda: "of 'replicas' serve again: 2 in all" in server.output.read_text(), 60.0)
+
+
 def test_a_killed_replica_costs_its_programs_one_move(server: Any, http: httpx.Client, model: str) -> None:
     def home(program: str, turn: int) -> str:
         return str(ask(http, model, f"turn {turn} of {program}", program_id=program).headers["x-holdfast-replica"])
@@ -160,13 +194,33 @@ def test_a_client_that_goes_aborts_its_request(eventually: Any, http: httpx.Clie
     assert counted(http, "holdfast_cells", state="held") == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_pays_for_what_was_drawn(
+    server: Any, eventually: Any, http: httpx.Client, model: str, stream: bool
+) -> None:
+    def paid(kind: str) -> float:
+        return counted(http, "holdfast_tenant_tokens_total", kind=kind)
+
+    eventually(lambda: counted(http, "holdfast_sequences_running") == 0)
+    prompt, completion = paid("prompt"), paid("completion")
+    body = chat(model, f"a long answer, left early: {stream}", stream=stream, max_tokens=3000, ignore_eos=True)
+    encoded = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + encoded)
+        eventually(lambda: counted(http, "holdfast_sequences_running") == 1)
+    eventually(lambda: paid("completion") > completion)
+    assert paid("prompt") > prompt
+    assert paid("completion") - completion <= 3000
+
+
 def test_a_client_that_goes_before_a_whole_answer_aborts_its_request(
     server: Any, eventually: Any, http: httpx.Client, model: str
 ) -> None:
     """Its body came after its headers, in a read of its own, as clients send it that do not wait for one buffer."""
     aborted = counted(http, "holdfast_engine_requests_total", outcome="aborted")
     body = json.dumps(chat(model, "a long answer to nobody", max_tokens=4000, logit_bias={}, ignore_eos=True)).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head)

@@ -132,6 +132,21 @@ def test_keys_come_from_a_file_or_the_environment(
     assert cli.main(["status", "--api-key-file", str(tmp_path / "none")]) == cli.MISUSE
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    world = World(Busy())
+    names = ["[/bold]", "[red]x[/red]", "[link=http://evil.example]y", "a\\[b]"]
+    with world.served() as address:
+        for number, name in enumerate(names):
+            body = chat_body(program_id=name, messages=[{"role": "user", "content": str(number)}])
+            httpx.post(f"{address}/v1/chat/completions", json=body, trust_env=False).raise_for_status()
+        assert cli.main(["status", "--url", address]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in names)
+
+
 def picture(status: dict[str, object], height: int) -> list[str]:
     console = Console(width=COLUMNS, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(status_view.view(status, height=height))

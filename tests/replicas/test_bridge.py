@@ -6,6 +6,7 @@ never late, and hands over lists no closer than its interval.
 
 import asyncio
 import threading
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -87,6 +88,117 @@ def test_many_requests_at_once_each_get_their_own_tokens():
         await bridge.close()
 
     asyncio.run(main())
+
+
+def test_what_was_drawn_for_who_left_is_known():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.closes_after = 1
+        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
+            async for _ in stream:
+                break
+        known = asyncio.create_task(bridge.drawn("a"))
+        await asyncio.sleep(0)
+        assert not known.done()
+        runner.gate.set()
+        used = await known
+        assert used.prompt == 12
+        assert 1 <= used.completion < 400
+        assert await bridge.drawn("a") == used
+        assert await bridge.drawn("nobody") is None
+        await collect(bridge, submit("b"))
+        assert await bridge.drawn("b") is None
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_it_may_be_asked_before_the_caller_has_left():
+    """The question may overtake the news that the client has gone."""
+
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.closes_after = 1
+        stream = bridge.run(submit("a", max_tokens=400))
+        await anext(stream)
+        known = asyncio.create_task(bridge.drawn("a"))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        runner.gate.set()
+        assert (await known).completion >= 1
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_keeps_nobody_who_asks():
+    async def main():
+        engine, runner = make()
+        bridge = Bridge(engine)
+        runner.closes_after = 1
+        stream = bridge.run(submit("a", max_tokens=400))
+        await anext(stream)
+        await stream.aclose()
+        known = asyncio.create_task(bridge.drawn("a"))
+        closing = asyncio.create_task(bridge.close())
+        runner.gate.set()
+        assert isinstance(await known, Usage)
+        await closing
+
+    asyncio.run(main())
+
+
+def test_a_step_that_does_not_end_is_noticed():
+    now = [0.0]
+    engine, runner = make()
+    thread = EngineThread(engine, lambda events: None, lambda: None, clock=lambda: now[0])
+    runner.gate.clear()
+    thread.send(submit("a"))
+    thread.start()
+    try:
+        assert runner.stepping.wait(30)
+        now[0] = CONFIG.hung_s
+        assert not thread.hung
+        now[0] = CONFIG.hung_s + 1.0
+        assert thread.hung
+    finally:
+        runner.gate.set()
+        thread.stop()
+        thread.join(30)
+    assert not thread.hung
+
+
+def test_how_long_a_step_may_take_is_learned():
+    """The first one took 100 s, so the second may take twenty times as long."""
+    now = [0.0]
+    engine, runner = make()
+    runner.closes_after = 1
+    run = runner.run
+
+    def slow(plan):
+        output = run(plan)
+        now[0] += 100.0
+        return output
+
+    runner.run = slow
+    thread = EngineThread(engine, lambda events: None, lambda: None, clock=lambda: now[0])
+    thread.send(submit("a"))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while runner.begun < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert runner.begun == 2
+        now[0] = 100.0 + 20 * 100.0
+        assert not thread.hung
+        now[0] += 1.0
+        assert thread.hung
+    finally:
+        runner.gate.set()
+        thread.stop()
+        thread.join(30)
 
 
 def test_leaving_early_aborts():

@@ -1,5 +1,9 @@
+import asyncio
+from dataclasses import replace
 from importlib import metadata
 
+import httpx
+import orjson
 import pytest
 from fake_backend import CALL, CARD, DONE, HELLO, FakeBackend, World, chat_body
 from hypothesis import HealthCheck, given, settings
@@ -215,14 +219,129 @@ def test_a_forwarded_stranger_is_refused():
     assert answer.status_code == 403
 
 
-def test_a_tenants_rate_is_limited_but_not_its_cache_hits():
+def test_every_call_of_a_tenant_counts_against_its_rate():
     world = World(tenants=TenantDirectory([OTHER]))
     call = ("POST", "/v1/chat/completions")
     seeds = [1, 2, 3, 1]
     answers = [world.call(*call, json=chat_body(seed=seed), headers=bearer("b")) for seed in seeds]
-    assert [answer.status_code for answer in answers] == [200, 200, 429, 200]
+    assert [answer.status_code for answer in answers] == [200, 200, 429, 429]
     assert int(answers[2].headers["retry-after"]) > 0
-    assert world.outcomes() == {"completed": 2, "rejected": 1, "cached": 1}
+    assert world.outcomes() == {"completed": 2, "rejected": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("DELETE", "/v1/programs/p"),
+        ("GET", "/v1/tools/latency"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/pocket"),
+        ("GET", "/version"),
+    ],
+)
+def test_a_limited_tenant_is_refused_before_its_body_is_read(method, path):
+    world, read = World(tenants=TenantDirectory([OTHER])), []
+
+    async def body():
+        read.append(path)
+        yield b"{}"
+
+    answers = [world.call("DELETE", "/v1/programs/x", headers=bearer("b")) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    refused = world.call(method, path, content=body(), headers=bearer("b"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert read == []
+    assert world.call("GET", "/health").status_code == 200
+
+
+def test_a_place_is_taken_while_the_body_comes():
+    world = World(tenants=TenantDirectory([replace(OTHER, limits=TenantLimits(max_concurrent=1))]))
+
+    async def scenario():
+        coming, begun = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            begun.set()
+            await coming.wait()
+            yield orjson.dumps(chat_body())
+
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=bearer("b")) as client:
+            first = asyncio.create_task(client.post("/v1/chat/completions", content=slow()))
+            await begun.wait()
+            second = await client.post("/v1/chat/completions", json=chat_body())
+            coming.set()
+            third = await first
+            return [second.status_code, third.status_code, (await client.get("/v1/models")).status_code]
+
+    assert asyncio.run(scenario()) == [429, 200, 200]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    world = World(config=RouterConfig(body_timeout_s=0.01))
+
+    async def trickle():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    answer = world.call("POST", "/v1/chat/completions", content=trickle())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+    assert world.outcomes() == {"rejected": 1}
+
+
+def test_a_long_body_is_parsed_in_another_process():
+    world = World(config=RouterConfig(beside_bytes=200, max_body_values=50))
+    call = ("POST", "/v1/chat/completions")
+    answers = world.calls(
+        [
+            (*call, {"json": chat_body(messages=[{"role": "user", "content": "long" * 100}])}),
+            (*call, {"json": chat_body(stop=[1] * 20 + ["long" * 100])}),
+            (*call, {"json": chat_body(metadata={"a": [[]] * 200})}),
+            (*call, {"json": chat_body(messages=[{"role": "user", "content": '\\",[{' * 100}])}),
+            (*call, {"content": b'{"' + b'\\"' * 500}),
+            ("POST", "/tokenize", {"json": {"prompt": "abc" * 100}}),
+            ("POST", "/detokenize", {"json": {"tokens": [100_000_000] * 40}}),
+        ]
+    )
+    assert [answer.status_code for answer in answers] == [200, 400, 413, 200, 400, 200, 400]
+    assert answers[1].json()["error"]["param"].startswith("stop.0")
+    assert answers[5].json()["count"] == 300
+    assert [len(request.prompt.messages[0]["content"]) for request in world.backend.requests] == [400, 500]
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:8000", "LOCALHOST", "a.localhost", "127.0.0.1:1", "[::1]:8000", "named:80"]
+)
+def test_without_keys_this_machine_is_called_by_its_own_names(host):
+    world = World(tenants=TenantDirectory(hosts=("Named",)))
+    assert world.call("GET", "/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000"},
+        {"Host": "localhost.evil.example"},
+        {"Host": "0.0.0.0:8000"},
+        {"Host": "192.168.1.2"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost.evil.example:8000"},
+    ],
+)
+def test_pages_of_others_reach_nothing_through_a_browser_here(headers):
+    for path in ("/v1/models", "/metrics", "/v1/cluster/status"):
+        answer = World().call("GET", path, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    keyed = World(tenants=TenantDirectory([ACME]))
+    assert keyed.call("GET", "/v1/models", headers={**headers, **bearer("a")}).status_code == 200
+    assert keyed.call("GET", "/metrics", headers=headers).status_code == 401
+    assert World().call("GET", "/v1/models", headers={"Origin": "http://localhost:3000"}).status_code == 200
 
 
 def test_models():

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import dataclass
 
 import pytest
 
@@ -30,6 +31,11 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
+@dataclass
+class Late:
+    event: asyncio.Event
+
+
 class Source:
     """Gives its chunks, then ends; an Event among them is waited for."""
 
@@ -41,6 +47,9 @@ class Source:
         chunk = self.chunks.pop(0) if self.chunks else None
         if isinstance(chunk, asyncio.Event):
             await chunk.wait()
+        if isinstance(chunk, Late):
+            await chunk.event.wait()
+            return b"late"
         return chunk
 
     async def close(self):
@@ -79,6 +88,30 @@ def test_a_socket_that_breaks_closes_the_source():
         client, source = Client(fail_send=True), Source(b"a", b"b")
         await run(EventStream(source), client)
         assert source.closed == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_takes_nothing_closes_the_source():
+    async def scenario():
+        client, source = Client(), Source(b"a", b"b")
+
+        async def blocked(message):
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await EventStream(source, stall_s=0.01)({"type": "http"}, client.receive, blocked)
+        assert (source.closed, source.chunks) == (1, [b"b"])
+
+    asyncio.run(scenario())
+
+
+def test_a_source_may_be_slow():
+    async def scenario():
+        client, late = Client(), asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, late.set)
+        await run(EventStream(Source(b"a", Late(late)), stall_s=0.01), client)
+        assert client.body == b"alate"
 
     asyncio.run(scenario())
 

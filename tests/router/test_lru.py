@@ -56,3 +56,24 @@ def test_a_value_is_gone_at_its_deadline():
     assert lru.get("a", 9.9) == 1
     assert lru.get("a", 10.0) is None
     assert len(lru) == 0
+
+
+def test_a_full_map_takes_from_whoever_has_more_than_a_share():
+    lru = Lru(1000, 100, share=0.5)
+    for number in range(3):
+        lru.put(f"small{number}", number, 10.0, 10, "small")
+    for number in range(50):
+        lru.put(f"big{number}", number, 10.0, 10, "big")
+    assert [lru.get(f"small{number}", 0.0) for number in range(3)] == [0, 1, 2]
+    assert [number for number in range(50) if lru.get(f"big{number}", 0.0) is not None] == list(range(43, 50))
+    for number in range(3, 6):  # up to half of it; beyond that the new owner has more than a share
+        lru.put(f"small{number}", number, 10.0, 10, "small")
+    assert [number for number in range(6) if lru.get(f"small{number}", 0.0) is not None] == [1, 2, 3, 4, 5]
+    assert lru.weight == 100
+
+
+def test_alone_an_owner_has_all_of_it():
+    lru = Lru(4, None, share=0.25)
+    for number in range(6):
+        lru.put(str(number), number, 10.0, owner="only")
+    assert [lru.get(str(number), 0.0) for number in range(6)] == [None, None, 2, 3, 4, 5]

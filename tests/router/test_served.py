@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 
 import httpx
 import openai
@@ -9,7 +10,9 @@ import pytest
 from fake_backend import CALL, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Errored, TextDelta
+from holdfast.router.config import RouterConfig
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}]
@@ -100,6 +103,34 @@ def test_openai_errors(world, client):
         list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_pays_for_what_was_drawn(stream):
+    backend = FakeBackend()
+    backend.stall, backend.used = 1, Usage(prompt=10, cached=4, completion=2)
+    world = World(backend)
+    with world.served() as address:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", "/v1/chat/completions", json.dumps(chat_body(stream=stream)))
+        assert backend.started.wait(PATIENT)
+        connection.close()
+        assert backend.counted.wait(PATIENT)
+        told = httpx.get(f"{address}/v1/cluster/status", timeout=PATIENT).json()
+    assert backend.asked == [backend.requests[0].request_id]
+    assert world.outcomes() == {"aborted": 1}
+    for kind, n in (("prompt", 10), ("cached", 4), ("completion", 2)):
+        labels = {"tenant": "default", "model": "pocket", "kind": kind}
+        assert world.registry.get_sample_value("holdfast_tenant_tokens_total", labels) == n
+    [tenant] = told["tenants"]
+    assert (tenant["prompt_tokens"], tenant["completion_tokens"]) == (10, 2)
+
+
+def test_who_stays_to_the_end_pays_once(world, client):
+    world.backend.used = Usage(prompt=999)
+    client.chat.completions.create(model="pocket", messages=MESSAGES)
+    list(client.chat.completions.create(model="pocket", messages=MESSAGES, stream=True, temperature=0.5))
+    assert world.backend.asked == []
+
+
 @pytest.mark.parametrize("stalled_before", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
@@ -116,6 +147,20 @@ def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
     assert backend.open_streams == 0
     assert world.outcomes() == {"aborted": 1}
     assert world.in_flight() == 0
+
+
+def test_a_client_that_never_reads_is_ended():
+    lines = 2**14  # of a kilobyte: more than sockets and the server keep for a reader
+    world = World(FakeBackend([(TextDelta("x" * 1000),)] * lines), config=RouterConfig(stall_s=0.2))
+    body = json.dumps(chat_body(stream=True)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with world.served() as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+        client.sendall(head + body)
+        assert world.backend.aborted.wait(PATIENT)
+    assert world.outcomes() == {"aborted": 1}
+    assert world.backend.open_streams == 0
 
 
 def test_a_long_body_is_refused_over_a_socket(world):

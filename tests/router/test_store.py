@@ -197,3 +197,30 @@ def test_the_user_of_an_address_keeps_a_password_in_a_file(tmp_path, url, creden
     assert PasswordFile(url, tmp_path / "password").get_credentials() == credentials
     store = RedisStore(RedisAddress(url, tmp_path / "password"), memory())
     store._redis.connection_pool.make_connection()  # raises where the user is named twice
+
+
+def test_an_owner_has_its_allowance_and_no_more(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            for number in range(4):
+                await store.set_shared(f"a{number}", b"x" * 40, 60.0, "greedy", 100)
+            await store.set_shared("b", b"x" * 40, 60.0, "other", 100)
+            assert [await store.get(f"a{number}") is not None for number in range(4)] == [True, True, False, False]
+            assert await store.get("b") is not None
+            assert 0 < await store._redis.pttl("holdfast/put/greedy") <= 60_000
+            assert 0 < await store._redis.pttl("holdfast/a0") <= 60_000
+
+    asyncio.run(scenario())
+
+
+def test_a_tenants_flood_leaves_others_their_answers_in_memory():
+    async def scenario():
+        store = MemoryStore(1000, 1000)
+        await store.set_shared("mine", b"x" * 90, 60.0, "small", 10**6)
+        await store.set("plain", b"x" * 90, 60.0)
+        for number in range(100):
+            await store.set_shared(f"theirs{number}", b"x" * 90, 60.0, "big", 10**6)
+        assert await store.get("mine") is not None
+        assert await store.get("plain") is not None
+
+    asyncio.run(scenario())

@@ -67,6 +67,9 @@ class FakeBackend:
         self.started = threading.Event()
         self.aborted = threading.Event()
         self.open_streams = 0
+        self.asked: list[str] = []  # what was drawn for them
+        self.used: Usage | None = None
+        self.counted = threading.Event()
         self.ended_programs: list[tuple[str, str]] = []
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
@@ -101,6 +104,11 @@ class FakeBackend:
 
     async def end_program(self, scope: str, program_id: str) -> None:
         self.ended_programs.append((scope, program_id))
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        self.asked.append(request_id)
+        asyncio.get_running_loop().call_later(0, self.counted.set)  # once who asks has gone on
+        return self.used
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         size = len(prompt.messages) if isinstance(prompt, ChatPrompt) else len(prompt.content)

@@ -82,6 +82,7 @@ def main(folder: Path) -> None:
     )
     bare = {"ray_actor_options": {"num_cpus": 0}}
     replica = serve.deployment(Held).options(max_ongoing_requests=1, request_router_config=router, **bare).bind(folder)
+    serve.start(proxy_location="Disabled")  # nothing listens: its usual port may be somebody's
     front = serve.run(serve.deployment(Front).options(**bare).bind(replica, folder), route_prefix=None)
     print(json.dumps(front.run.remote().result(timeout_s=60.0)), flush=True)
     ray.shutdown()

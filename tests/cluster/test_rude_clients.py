@@ -1,0 +1,51 @@
+"""A real server among clients that trickle, idle and send too much: who is polite is served, and nothing is left over.
+
+How long the polite ones wait is measured by `tests/support/rude_clients.py`, not asserted here.
+"""
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import rude_clients
+
+from holdfast.router.tenants import hash_key
+
+SETTINGS = f"""
+engine: {{threads: 1, kv_memory: 0.1}}
+server: {{header_s: 2}}
+router: {{body_timeout_s: 3}}
+tenants:
+  - {{name: polite, key_hashes: ['{hash_key("polite")}'], operator: true}}
+  - {{name: limited, key_hashes: ['{hash_key("limited")}'], limits: {{requests_per_minute: 60, max_concurrent: 2}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    server = start(tmp_path_factory.mktemp("server"), SETTINGS)
+    try:
+        found = rude_clients.measure(server.url, "polite", "limited", 8.0)
+        headers = {"Authorization": "Bearer polite"}
+        status = httpx.get(f"{server.url}/v1/cluster/status", headers=headers, timeout=60.0, trust_env=False).json()
+        yield {**found, "running": {each["name"]: each["running"] for each in status["tenants"]}}
+        server.stop(signal.SIGINT)
+    finally:
+        server.process.kill()
+
+
+def test_every_polite_request_is_answered_and_nothing_is_left_over(measured: dict[str, Any]) -> None:
+    assert measured["beside"]["requests"] > 0  # one that failed would have raised
+    assert measured["running"] == {"polite": 0, "limited": 0}
+
+
+def test_who_trickles_is_thrown_out_and_who_sends_too_much_is_refused(measured: dict[str, Any]) -> None:
+    told = measured["rude"]
+    assert told["headers: 408 Request Time-out"] > 0
+    assert told["idle: 408 Request Time-out"] > 0
+    assert told["idle connected"] >= rude_clients.IDLE
+    refused = {name: n for name, n in told.items() if name.startswith(("body: ", "32 MiB: "))}
+    assert {name.partition(": ")[2][:3] for name in refused} <= {"400", "408", "413", "429"}, refused
+    assert any(name.endswith("429 Too Many Requests") for name in refused)

@@ -1,0 +1,161 @@
+"""Rude clients against a running server, and how long polite ones wait meanwhile.
+
+    python tests/support/rude_clients.py URL POLITE_KEY LIMITED_KEY [SECONDS]
+
+Rude, all at once: 20 clients that trickle headers and 20 that trickle a body, a byte every half second; 4,096 that
+connect, say nothing and connect again when they are thrown out; a tenant near its limits that sends two bodies of
+32 MiB a second. Polite: four clients, one request after the other. They are timed alone, beside the rude ones and alone
+again, SECONDS each; the rude ones run in a process of their own, at low priority. Prints one JSON object.
+"""
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+TRICKLING, IDLE, POLITE = 20, 4096, 4
+BODY = 32 * 2**20
+BODIES_S = 0.5  # between two of them
+WARM_S = 3.0  # before a phase counts
+
+
+def head(path: str, key: str, length: int) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {key}", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+class Rude:
+    """Goes on until it is cancelled; `seen` counts what they were told."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port or 80
+        self.key = key
+        self.seen: Counter[str] = Counter()
+        self.sending: set[asyncio.Future[None]] = set()
+
+    async def run(self) -> None:
+        each = [self.trickle(head("/v1/chat/completions", self.key, 100), "headers") for _ in range(TRICKLING)]
+        each += [self.trickle(b"x" * 10_000, "body") for _ in range(TRICKLING)]
+        each += [self.idle() for _ in range(IDLE)]
+        await asyncio.gather(*each, self.bodies())
+
+    async def trickle(self, data: bytes, kind: str) -> None:
+        while True:
+            with suppress(OSError):
+                reader, writer = await self._connect("127.0.0.8")
+                if kind == "body":
+                    writer.write(head("/v1/chat/completions", self.key, len(data)))
+                answered = asyncio.ensure_future(reader.read(65536))
+                for byte in data:
+                    writer.write(bytes([byte]))
+                    done, _ = await asyncio.wait({answered}, timeout=0.5)
+                    if done:
+                        break
+                await self._told(kind, answered)
+                writer.close()
+            await asyncio.sleep(0.5)
+
+    async def idle(self) -> None:
+        while True:
+            with suppress(OSError):
+                reader, writer = await self._connect("127.0.0.9")
+                self.seen["idle connected"] += 1
+                await self._told("idle", asyncio.ensure_future(reader.read(65536)))
+                writer.close()
+
+    async def bodies(self) -> None:
+        body = json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "x" * (BODY - 200)}]}).encode()
+        while True:
+            self.sending.add(asyncio.ensure_future(self.body(body)))
+            await asyncio.sleep(BODIES_S)
+
+    async def body(self, body: bytes) -> None:
+        with suppress(OSError):
+            reader, writer = await self._connect("127.0.0.10")
+            answered = asyncio.ensure_future(reader.read(65536))
+            writer.write(head("/v1/chat/completions", self.key, len(body)))
+            for at in range(0, len(body), 2**18):
+                writer.write(body[at : at + 2**18])
+                await writer.drain()
+            await self._told("32 MiB", answered)
+            writer.close()
+
+    async def _connect(self, source: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.port, local_addr=(source, 0))
+
+    async def _told(self, kind: str, answered: "asyncio.Future[bytes]") -> None:
+        line = (await answered).split(b"\r\n")[0].decode()
+        self.seen[f"{kind}: {line.partition(' ')[2] or 'closed'}"] += 1
+
+
+async def rude(url: str, key: str) -> None:
+    """Until standard input ends; then print what they were told."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    clients = Rude(url, key)
+    running = asyncio.ensure_future(clients.run())
+    await asyncio.to_thread(sys.stdin.read)
+    running.cancel()
+    print(json.dumps(clients.seen), flush=True)
+
+
+async def polite(url: str, key: str, seconds: float) -> list[float]:
+    """How long each request took, in seconds. Raises where one is not answered."""
+    took: list[float] = []
+    counting = time.monotonic() + WARM_S
+    until = counting + seconds
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        turn = 0
+        while time.monotonic() < until:
+            turn += 1
+            body: dict[str, Any] = {"model": "pocket", "max_tokens": 8, "program_id": f"polite-{number}"}
+            body["messages"] = [{"role": "user", "content": f"What is the weather in {number} at {turn}?"}]
+            began = time.monotonic()
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+            if began >= counting:
+                took.append(time.monotonic() - began)
+            await asyncio.sleep(0.05)
+
+    headers = {"Authorization": f"Bearer {key}", "Cache-Control": "no-store"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as client:
+        await asyncio.gather(*(one(client, number) for number in range(POLITE)))
+    return sorted(took)
+
+
+def told(took: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    return {
+        "requests": len(took),
+        "p50": round(1e3 * took[len(took) // 2], 1),
+        "p99": round(1e3 * took[int(len(took) * 0.99)], 1),
+        "longest": round(1e3 * took[-1], 1),
+    }
+
+
+def measure(url: str, key: str, limited: str, seconds: float) -> dict[str, Any]:
+    alone = asyncio.run(polite(url, key, seconds))
+    # At the lowest priority: elsewhere they would not take the server's cores.
+    command = ["nice", "-n", "19", sys.executable, __file__, "rude", url, limited]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        beside = asyncio.run(polite(url, key, seconds))
+        seen, _ = process.communicate("")
+    again = asyncio.run(polite(url, key, seconds))
+    both = sorted(alone + again)
+    found = {"alone": told(alone), "beside": told(beside), "alone again": told(again), "rude": json.loads(seen)}
+    return {**found, "p99 ratio": round(told(beside)["p99"] / told(both)["p99"], 2)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rude":
+        asyncio.run(rude(*sys.argv[2:4]))
+    else:
+        print(json.dumps(measure(*sys.argv[1:4], float((sys.argv[4:] or ["20"])[0])), indent=2))

@@ -80,7 +80,9 @@ class Ingress:
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         tenants = TenantDirectory(found, exposed)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
-        model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
+        (card,) = await backend.models()
+        # While a new configuration is rolled out, an engine of the old one may be who answers first.
+        model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
         self._app = create_app(
             backend,
             tenants,

@@ -10,6 +10,10 @@ class Severity(StrEnum):
     INFO = "info"  # worth knowing when something is looked at
 
 
+ROLLOUT = 'max by (application) (ray_serve_deployment_status{deployment=~"replicas|router"} == 3)'
+"""Applications that are replaced: 3 is Serve's UPDATING (`DeploymentStatus.to_numeric`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
     """`name` is level:metric:operation, as Prometheus' own guide has it."""
@@ -22,7 +26,9 @@ class Recording:
 class Alert:
     """Fires where `value` has met `condition` for `lasting`. In the texts `$labels` and `$value` are Prometheus'.
 
-    `absent` alerts have no condition: they fire where `value` has no series at all.
+    A condition is a comparison and its threshold. `absent` alerts have none: they fire where there is no series that
+    `value` selects. While Serve replaces replicas of the same application, those not `in_rollout` keep quiet, as far
+    as Ray's metrics are scraped; `HoldfastRolloutStuck` looks after those that never end.
     """
 
     name: str
@@ -32,6 +38,7 @@ class Alert:
     lasting: str
     summary: str
     description: str
+    in_rollout: bool = True
 
     @property
     def absent(self) -> bool:
@@ -39,4 +46,7 @@ class Alert:
 
     @property
     def expression(self) -> str:
-        return f"absent({self.value})" if self.absent else f"{self.value} {self.condition}"
+        if self.absent:
+            return f"absent({self.value})" if self.in_rollout else f"absent({self.value}) unless on () ({ROLLOUT})"
+        value = self.value if self.in_rollout else f"({self.value} unless on (application) ({ROLLOUT}))"
+        return f"{value} {self.condition}"

@@ -106,8 +106,8 @@ BUBBLE = _histogram(
     "bubble_seconds",
     "s",
     "How long a follow-up turn, its tool done, waited before the engine worked on it: router, line and queue",
-    "Growing: replicas are short. Programs that wait for a replica with all `replicas.max_ongoing_requests` in hand wait "
-    "`placement.patience_s` for it at most",
+    "Growing: replicas are short. For a replica with `replicas.max_ongoing_requests` in hand a program waits at most "
+    "`placement.patience_s`",
     WAIT_SECONDS,
     *WHO,
 )
@@ -116,7 +116,7 @@ TENANT_TOKENS = _counter(
     "tenant_tokens",
     "tokens",
     "Tokens of completed requests: `prompt`, of these `cached`, and `completion`",
-    "Who uses what. No base of a bill: a router that goes takes its counts along, and what did not complete is left out",
+    "Who uses what. No base of a bill: counts go with their router, and what did not complete is left out",
     *WHO,
     "kind",
 )

@@ -17,7 +17,9 @@ class PlacementConfig:
     """How far affinity goes. Counts are in programs and requests, times in seconds."""
 
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
-    patience_s: float = 2.0  # how long a program waits in the router for its replica with `max_ongoing_requests` in hand
+    patience_s: float = (
+        2.0  # how long a program waits in the router for its replica with `max_ongoing_requests` in hand
+    )
     imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused

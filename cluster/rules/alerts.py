@@ -4,9 +4,9 @@ from holdfast.cluster.rules.definition import Alert, Severity
 from holdfast.cluster.rules.recording import rate, share
 
 CRITICAL, WARNING, INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
-# Burn rates after Google's SRE workbook: of the errors that an objective allows in 30 days 2 % go in an hour at 14.4 times
-# the allowed rate, 5 % in six hours at 6 times. Objectives: 99.9 % of the requests do not fail on our side, 95 % have
-# their first token within five seconds.
+# Burn rates after Google's SRE workbook: of the errors that an objective allows in 30 days 2 % go in an hour at 14.4
+# times the allowed rate, 5 % in six hours at 6 times. Objectives: 99.9 % of the requests do not fail on our side, 95 %
+# have their first token within five seconds.
 _FAILED_BUDGET, _SLOW_BUDGET = 0.001, 0.05
 
 
@@ -69,7 +69,7 @@ SERVING = (
         f"> {14.4 * _FAILED_BUDGET:g}",
         "2m",
         "Requests fail, and at this rate the month's allowance is gone in two days",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail on our side, for an hour and now.",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for an hour and now.",
     ),
     Alert(
         "HoldfastErrorBudgetBurnsSlowly",
@@ -78,7 +78,7 @@ SERVING = (
         f"> {6 * _FAILED_BUDGET:g}",
         "15m",
         "Requests fail, and at this rate the month's allowance is gone in five days",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail on our side, for six hours and now.",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for six hours and now.",
     ),
     Alert(
         "HoldfastFirstTokenBudgetBurnsFast",
@@ -87,7 +87,7 @@ SERVING = (
         f"> {14.4 * _SLOW_BUDGET:g}",
         "2m",
         "Most first tokens are late",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than five seconds for a token.",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than 5 s for a token.",
     ),
     Alert(
         "HoldfastFirstTokenBudgetBurnsSlowly",
@@ -96,7 +96,7 @@ SERVING = (
         f"> {6 * _SLOW_BUDGET:g}",
         "15m",
         "Many first tokens are late",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than five seconds for a token.",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than 5 s for a token.",
     ),
     Alert(
         "HoldfastKeysRefused",
@@ -105,7 +105,7 @@ SERVING = (
         "> 1",
         "5m",
         "Many requests come with a key that is none",
-        "{{ $value | humanize }} requests a second are refused with 401: a key that was taken out, or somebody tries keys.",
+        "{{ $value | humanize }} requests a second get 401: a key that was taken out, or somebody tries keys.",
     ),
     Alert(
         "HoldfastOverloaded",

@@ -50,6 +50,7 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[TenantDirectory]:
         return create_app(backend, tenants, *others)
 
     monkeypatch.setattr(application.logs, "configure", lambda *_: None)
+
     async def models() -> tuple[ModelCard, ...]:
         return (ModelCard("m", 100, 10, fingerprint="f"),)
 

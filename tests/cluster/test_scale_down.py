@@ -45,7 +45,11 @@ def test_serve_takes_the_newest_where_it_knows_nothing_else() -> None:
 
 def test_the_one_with_the_least_to_lose_goes() -> None:
     scale_down.LOSSES[DEPLOYMENT] = {OLD: (50.0, 9.0), MIDDLE: (10.0, 9.0), NEW: (900.0, 0.0)}
-    for nodes in ({OLD: "n", MIDDLE: "n", NEW: "n"}, {OLD: "a", MIDDLE: "b", NEW: "c"}, {OLD: "a", MIDDLE: "b", NEW: "b"}):
+    for nodes in (
+        {OLD: "n", MIDDLE: "n", NEW: "n"},
+        {OLD: "a", MIDDLE: "b", NEW: "c"},
+        {OLD: "a", MIDDLE: "b", NEW: "b"},
+    ):
         assert scheduler(nodes)._get_replicas_to_stop(DEPLOYMENT, 1) == {MIDDLE}
         assert scheduler(nodes)._get_replicas_to_stop(DEPLOYMENT, 2) == {MIDDLE, OLD}
 
@@ -67,4 +71,8 @@ def test_what_does_not_run_yet_goes_before_all() -> None:
 def test_serve_asks_in_the_way_that_is_answered() -> None:
     source = inspect.getsource(DeploymentScheduler.schedule)
     assert "self._get_replicas_to_stop(" in source
-    assert list(inspect.signature(scale_down._serves_own).parameters)[:3] == ["self", "deployment_id", "max_num_to_stop"]
+    assert list(inspect.signature(scale_down._serves_own).parameters)[:3] == [
+        "self",
+        "deployment_id",
+        "max_num_to_stop",
+    ]

@@ -124,9 +124,14 @@ def check(tmp_path: Path, text: str) -> list[tuple[int, str]]:
         ("tenants:\n- name: a\n- name: b\n  wieght: 2\n", [(4, "tenants.1.wieght")]),
         ("server:\n  host: 0.0.0.0\n", [(2, "server.host")]),
         ("server:\n  prot: 1\n  port: 0\n", [(2, "server.prot"), (3, "server.port")]),
-        ("server:\n  port: 0\n  drain_s: x\n  host: ''\n", [(2, "server.port"), (3, "server.drain_s"), (4, "server.host")]),
         (
-            "engine:\n  page_size: 0\n  dtype: 8\n  retention:\n    share: 2\n    police: a\n    policy: best\n  cells: -1\n",
+            "server:\n  port: 0\n  drain_s: x\n  host: ''\n",
+            [(2, "server.port"), (3, "server.drain_s"), (4, "server.host")],
+        ),
+        (
+            "engine:\n  page_size: 0\n  dtype: 8\n"
+            "  retention:\n    share: 2\n    police: a\n    policy: best\n"
+            "  cells: -1\n",
             [
                 (2, "engine.page_size"),
                 (3, "engine.dtype"),

@@ -190,7 +190,9 @@ def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
         } <= own.keys() & local.keys()
 
 
-@pytest.mark.parametrize(("values", "device"), [("", "cuda"), ("one-gpu", "cuda"), ("production", "cuda"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("values", "device"), [("", "cuda"), ("one-gpu", "cuda"), ("production", "cuda"), ("cpu", "cpu")]
+)
 def test_an_engine_with_a_gpu_serves_from_it_or_not_at_all(values: str, device: str) -> None:
     assert application(render(values))["args"]["config"]["engine"]["device"] == device
 

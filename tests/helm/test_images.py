@@ -165,7 +165,9 @@ def test_what_an_image_installs_can_be_resolved(variant: str, tmp_path: Path) ->
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     found = {name: Version(version).public for name, version in installed.items()}
     expected = {canonicalize_name(name): version for name, version in pinned.items()}
-    assert {name: version for name, version in found.items() if Version(version) != Version(expected.get(name, "0"))} == {}
+    assert {
+        name: version for name, version in found.items() if Version(version) != Version(expected.get(name, "0"))
+    } == {}
     assert ("triton" in installed) == (variant == "gpu")
 
 

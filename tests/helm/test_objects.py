@@ -169,7 +169,9 @@ def test_what_is_switched_on_is_there_and_what_is_off_is_not() -> None:
 
 def test_what_values_add_to_a_pod_is_in_each_of_rays() -> None:
     """And nothing of it in place of what is there: the Ray container stays the first, the downloads' volume its own."""
-    plain = dict(pod_templates(render("", ("modelDefaults.source.type=hub", "modelDefaults.source.hub.repository=a/b"))))
+    plain = dict(
+        pod_templates(render("", ("modelDefaults.source.type=hub", "modelDefaults.source.hub.repository=a/b")))
+    )
     for where, pod in pod_templates(render("", MATRIX["everything on"])):
         if where in ("redis", "test"):
             continue
@@ -177,11 +179,15 @@ def test_what_values_add_to_a_pod_is_in_each_of_rays() -> None:
         ray, beside = spec["containers"]
         assert (ray["name"], beside["name"]) == (before["containers"][0]["name"], "beside"), where
         assert spec["initContainers"][0]["name"] == "first", where
-        assert [each["name"] for each in spec["initContainers"][1:]] == (["model"] if where == "worker main" else []), where
+        assert [each["name"] for each in spec["initContainers"][1:]] == (["model"] if where == "worker main" else []), (
+            where
+        )
         assert {"name": "A", "value": "b"} in ray["env"], where
         assert {"name": "cache", "mountPath": "/cache"} in ray["volumeMounts"], where
         assert {"key": "own", "operator": "Exists"} in spec["tolerations"], where
-        assert {each["name"] for each in before["volumes"]} | {"cache"} == {each["name"] for each in spec["volumes"]}, where
+        assert {each["name"] for each in before["volumes"]} | {"cache"} == {each["name"] for each in spec["volumes"]}, (
+            where
+        )
 
 
 def test_extra_objects_are_rendered() -> None:

@@ -1,5 +1,7 @@
 """What pods may do, what they are told, and who may reach them."""
 
+import copy
+
 import pytest
 import yaml
 from helm_chart import VALUES, Object, containers, find, pod_templates, render, serve_config
@@ -191,7 +193,7 @@ def test_engines_alone_see_a_gpu(values: str) -> None:
 def test_routers_are_spread_one_a_machine() -> None:
     """As far as there are machines; the pods of the cluster that goes do not count."""
     template = dict(pod_templates(render("production")))["router main-routers"]
-    (spread,) = template["spec"]["topologySpreadConstraints"]
+    (spread,) = copy.deepcopy(template["spec"]["topologySpreadConstraints"])
     labels = template["metadata"]["labels"] | {"ray.io/group": "main-routers"}
     assert spread.pop("labelSelector")["matchLabels"].items() <= labels.items()
     assert spread == {

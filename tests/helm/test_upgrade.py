@@ -10,7 +10,9 @@ from kubernetes_api import serving
 SCALED = ("modelDefaults.autoscaling.enabled=true", "modelDefaults.autoscaling.maxReplicas=8")
 
 
-def cluster(name: str, groups: dict[str, int], release: str = "demo-holdfast", namespace: str = "agents") -> dict[str, Any]:
+def cluster(
+    name: str, groups: dict[str, int], release: str = "demo-holdfast", namespace: str = "agents"
+) -> dict[str, Any]:
     """A RayCluster as the operator makes it for a RayService; the autoscaler has set the replicas of its groups."""
     return {
         "apiVersion": "ray.io/v1",
@@ -51,7 +53,10 @@ def test_of_two_clusters_the_larger_counts() -> None:
 
 def test_what_the_values_allow_is_kept_to() -> None:
     assert begins_with(cluster("a", {"main": 20})) == (8, 8)
-    assert begins_with(cluster("a", {"main": 1}), settings=(*SCALED, "modelDefaults.autoscaling.minReplicas=3")) == (3, 3)
+    assert begins_with(cluster("a", {"main": 1}), settings=(*SCALED, "modelDefaults.autoscaling.minReplicas=3")) == (
+        3,
+        3,
+    )
 
 
 @pytest.mark.parametrize(

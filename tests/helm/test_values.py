@@ -118,7 +118,9 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
 
     found = differences(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
     optional = {".global"}
-    optional |= {each for each in found if each.startswith((".config.", ".modelDefaults.config.", ".monitoring.rules.alerts."))}
+    optional |= {
+        each for each in found if each.startswith((".config.", ".modelDefaults.config.", ".monitoring.rules.alerts."))
+    }
     peers = {each for each in found if re.fullmatch(r"\.networkPolicy\.(operator|prometheus)\.ipBlock", each)}
     assert set(found) - optional - peers - {each for each in found if "resources.limits" in each} == set()
 

@@ -31,7 +31,7 @@ class Stage:
 
 
 def pip_installs(stage: Stage) -> list[list[str]]:
-    """The arguments of each `pip install` of packages from an index, in order; those of the code itself are left out."""
+    """The arguments of each `pip install` from an index, in order; that of the code itself is left out."""
     commands = [command for each in stage.of("RUN") for command in each.split("&&")]
     words = [shlex.split(command) for command in commands]
     return [each[2:] for each in words if each[:2] == ["pip", "install"] and "." not in each]

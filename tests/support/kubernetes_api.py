@@ -53,7 +53,10 @@ def answer(path: str, objects: Sequence[dict[str, Any]]) -> dict[str, Any] | Non
     for version, (group, kinds) in GROUPS.items():
         base = f"/apis/{version}" if group else f"/api/{version}"
         if path == base:
-            resources = [{"name": name, "kind": kind, "namespaced": True, "verbs": ["get", "list"]} for kind, name in kinds.items()]
+            resources = [
+                {"name": name, "kind": kind, "namespaced": True, "verbs": ["get", "list"]}
+                for kind, name in kinds.items()
+            ]
             return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
         for kind, name in kinds.items():
             here = [each for each in objects if (each["apiVersion"], each["kind"]) == (version, kind)]

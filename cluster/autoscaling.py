@@ -38,7 +38,8 @@ class Demand:
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Engines wanted, at least 1, and the state that Serve keeps for the next call: none.
 
-        Not fewer than there are to be while one of them has not said what it has.
+        Not fewer than there are to be while one of them is not up or has not said what it has: a new cluster has no
+        requests until all of its engines have loaded.
         """
         told: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
         cells, requests = told.get("pinned_cells", {}), told.get("requests", {})
@@ -46,7 +47,7 @@ class Demand:
         totals = {name: sum(told.get(name, {}).values()) for name in self._targets}
         totals["requests"] += context.total_queued_requests or 0.0  # in the routers' lines
         number = wanted(totals, self._targets)
-        silent = not context.running_replicas or set(context.running_replicas) - requests.keys()
+        silent = len(requests) < context.target_num_replicas
         return max(number, context.target_num_replicas) if silent else number, {}
 
 

@@ -34,8 +34,9 @@ def _to_stop(scheduler: Any, deployment: DeploymentID, most: int, *gangs: Any, *
     losses = LOSSES.get(deployment)
     if losses is None:
         return chosen
-    running = scheduler._running_replicas[deployment]  # oldest first
-    return chosen - running.keys() | set(least(list(reversed(running)), losses, len(chosen & running.keys())))
+    running: dict[ReplicaID, str] = scheduler._running_replicas[deployment]  # oldest first
+    going = least(list(reversed(running)), losses, len(chosen & running.keys()))
+    return (chosen - running.keys()) | set(going)
 
 
 def least(replicas: list[ReplicaID], losses: Mapping[ReplicaID, Loss], count: int) -> list[ReplicaID]:

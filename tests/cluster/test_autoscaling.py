@@ -26,11 +26,9 @@ def context(*replicas: dict[str, float], queued: float = 0.0, target: int | None
     for i, stats in enumerate(replicas):
         for name, value in (IDLE | stats).items():
             told.setdefault(name, {})[f"r{i}"] = value
-    running = [f"r{i}" for i in range(len(replicas) + silent)]
     return SimpleNamespace(
         deployment_id="d",
-        running_replicas=running,
-        target_num_replicas=len(running) if target is None else target,
+        target_num_replicas=len(replicas) + silent if target is None else target,
         aggregated_metrics=told,
         total_queued_requests=queued,
     )
@@ -64,6 +62,7 @@ def test_nothing_is_stopped_for_what_was_not_said() -> None:
     demand = Demand(**TARGETS)
     assert demand(context({}, silent=3))[0] == 4
     assert demand(context(target=5))[0] == 5  # none is up
+    assert demand(context({}, target=5))[0] == 5  # one is
     assert demand(context({"requests": 320}, silent=1))[0] == 10  # more may be wanted all the same
     assert demand(context({}, {}, {}))[0] == 1
 

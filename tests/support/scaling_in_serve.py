@@ -63,6 +63,7 @@ def main(folder: Path) -> None:
         "policy": policy,
     }
     options = {"ray_actor_options": {"num_cpus": 0}, "autoscaling_config": scaling, "graceful_shutdown_timeout_s": 1}
+    serve.start(proxy_location="Disabled")  # nobody calls over HTTP, and its port may be somebody's
     handle = serve.run(serve.deployment(Keeper).options(**options).bind(folder), route_prefix=None)
     told = []
     for count in range(REPLICAS, 0, -1):

@@ -28,7 +28,7 @@ SERVING = (
         "5m",
         "No router of Holdfast is scraped",
         "Prometheus has had no metrics of any router for five minutes: none runs, or it is not allowed to read them.",
-        in_rollout=False,
+        after_rollout="1m",
     ),
     Alert(
         "HoldfastNoReplica",
@@ -38,7 +38,7 @@ SERVING = (
         "1m",
         "A router has no replica to send to",
         "Router {{ $labels.router }} knows no replica; every request to it fails.",
-        in_rollout=False,
+        after_rollout="1m",
     ),
     Alert(
         "HoldfastReplicasLost",
@@ -48,7 +48,7 @@ SERVING = (
         "0m",
         "Replicas go again and again",
         "{{ $value | humanize }} replicas went in 15 minutes. If nobody stopped them, they die.",
-        in_rollout=False,
+        after_rollout="16m",
     ),
     Alert(
         "HoldfastReplicaSilent",
@@ -60,7 +60,7 @@ SERVING = (
         "5m",
         "A replica does not say how it is",
         "{{ $value | humanize }} replicas that routers send to have answered no question for metrics in five minutes.",
-        in_rollout=False,
+        after_rollout="1m",
     ),
     Alert(
         "HoldfastErrorBudgetBurnsFast",

@@ -10,8 +10,10 @@ class Severity(StrEnum):
     INFO = "info"  # worth knowing when something is looked at
 
 
-ROLLOUT = 'max by (application) (ray_serve_deployment_status{deployment=~"replicas|router"} == 3)'
-"""Applications that are replaced: 3 is Serve's UPDATING (`DeploymentStatus.to_numeric`)."""
+def rollout(window: str) -> str:
+    """Applications that were replaced in the last `window`: 3 is Serve's UPDATING (`DeploymentStatus.to_numeric`)."""
+    updating = 'ray_serve_deployment_status{deployment=~"replicas|router"} == bool 3'
+    return f"max by (application) (max_over_time(({updating})[{window}:1m])) > 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Alert:
     """Fires where `value` has met `condition` for `lasting`. In the texts `$labels` and `$value` are Prometheus'.
 
     A condition is a comparison and its threshold. `absent` alerts have none: they fire where there is no series that
-    `value` selects. While Serve replaces replicas of the same application, those not `in_rollout` keep quiet, as far
-    as Ray's metrics are scraped; `HoldfastRolloutStuck` looks after those that never end.
+    `value` selects. With `after_rollout` an alert keeps quiet while Serve replaces replicas of the same application and
+    so long after, as far as Ray's metrics are scraped; `HoldfastRolloutStuck` looks after those that never end.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Alert:
     lasting: str
     summary: str
     description: str
-    in_rollout: bool = True
+    after_rollout: str = ""
 
     @property
     def absent(self) -> bool:
@@ -46,7 +48,8 @@ class Alert:
 
     @property
     def expression(self) -> str:
-        if self.absent:
-            return f"absent({self.value})" if self.in_rollout else f"absent({self.value}) unless on () ({ROLLOUT})"
-        value = self.value if self.in_rollout else f"({self.value} unless on (application) ({ROLLOUT}))"
-        return f"{value} {self.condition}"
+        value = f"absent({self.value})" if self.absent else self.value
+        if self.after_rollout:
+            labels = "" if self.absent else "application"
+            value = f"({value} unless on ({labels}) ({rollout(self.after_rollout)}))"
+        return f"{value} {self.condition}".rstrip()

@@ -228,6 +228,13 @@ CALM = {
         "HoldfastReplicasLost",
         {'holdfast_replicas_lost_total{job="h", application="a", router="i"}': "0+1x60", STATUS: "3x60"},
     ),
+    "engines that have just been replaced": (
+        "HoldfastReplicasLost",
+        {
+            'holdfast_replicas_lost_total{job="h", application="a", router="i"}': "0x2 0+1x5 5x60",
+            STATUS: "6x2 3x5 6x60",
+        },
+    ),
     "a router that is replaced": ("HoldfastMetricsMissing", {STATUS: "3x60"}),
     "a new engine that is counted and not asked yet": (
         "HoldfastReplicaSilent",

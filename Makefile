@@ -44,12 +44,13 @@ options: $(STAMP_DEV)
 	$(BIN)/holdfast config options > build/options.md
 	mv build/options.md docs/options.md
 
-# What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; its README, and the rendered
-# objects that reviews look at.
+# What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; the schema of its values, its
+# README, and the rendered objects that reviews look at.
 chart: $(STAMP_DEV)
 	$(BIN)/python -m holdfast.cluster.metrics_page docs/metrics.md
 	$(BIN)/python -m holdfast.cluster.dashboards --out helm/holdfast/files/dashboards
 	$(BIN)/python -m holdfast.cluster.rules --out helm/holdfast/files/rules
+	$(BIN)/python helm/schema.py
 	$(BIN)/python helm/readme.py
 	$(BIN)/python tests/helm/snapshots.py
 

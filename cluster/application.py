@@ -87,7 +87,9 @@ class Ingress:
         tenants = TenantDirectory(found, exposed, config.hosts)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         self._drain, self._beside = Drain(), Beside()
-        model = checks.fingerprint(checks.model_folder(settings.engine.model), settings.engine, version("holdfast"))
+        (card,) = await backend.models()
+        # While a new configuration is rolled out, an engine of the old one may be who answers first.
+        model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
         self._app = create_app(
             backend,
             tenants,

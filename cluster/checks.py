@@ -48,11 +48,16 @@ def model_folder(model: str) -> Path:
         raise ConfigError(error.message, "engine.model") from error
 
 
+def settings_digest(engine: EngineConfig, version: str) -> str:
+    """A digest of the settings in ANSWERING and the `version` of Holdfast."""
+    return sha256(repr([version, *(getattr(engine, name) for name in ANSWERING)]).encode()).hexdigest()
+
+
 def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
-    """A digest that changes with what answers requests: the files in `folder`, the settings in ANSWERING, and the
-    `version` of Holdfast. Copies of a model have the same, whenever they were made.
+    """A digest that changes with what answers requests: the files in `folder` and `settings_digest`. Copies of a model
+    have the same, whenever they were made.
     """
-    digest = sha256(repr([version, *(getattr(engine, name) for name in ANSWERING)]).encode())
+    digest = sha256(settings_digest(engine, version).encode())
     for path in sorted(folder.iterdir()):
         if path.is_file():
             size = path.stat().st_size

@@ -12,7 +12,6 @@ import orjson
 import yaml
 
 from holdfast.cluster import config, config_file, redis, sources
-from holdfast.cluster.config import Settings
 from holdfast.cluster.sources import Loaded
 from holdfast.replicas.errors import ConfigError
 
@@ -48,8 +47,8 @@ def show(loaded: Loaded) -> str:
 
 
 def check(path: Path) -> list[Fault]:
-    """Every unknown key, the first fault of each section, and what does not go together. Raises ConfigError where the
-    file cannot be read.
+    """Every unknown key, every value that cannot be, and what does not go together. Raises ConfigError where the file
+    cannot be read.
     """
     text = config_file.read_text(path)
     try:
@@ -76,21 +75,11 @@ def report(path: Path, faults: list[Fault], as_json: bool) -> str:
 
 
 def _faults(data: dict[str, Any]) -> Iterator[ConfigError]:
-    unknown = list(config_file.unknown(data))
-    yield from unknown
-    broken = {(error.field or "").partition(".")[0] for error in unknown}
-    sections: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in broken:
-            continue
+    found = config_file.faults(data)
+    yield from found
+    if not found:
         try:
-            sections[name] = config_file.section(name, value)
-        except ConfigError as error:
-            broken.add(name)
-            yield error
-    if not broken:
-        try:
-            config.check_tenants(Settings(**sections))
+            config.check_tenants(config_file.settings_of(data))
         except ConfigError as error:
             yield error
 

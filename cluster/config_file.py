@@ -4,7 +4,7 @@ pydantic checks types here and nowhere else; unknown keys are found first, so th
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -108,6 +108,56 @@ def settings_of(data: Mapping[str, Any]) -> Settings:
     return Settings(**{name: section(name, value) for name, value in data.items()})
 
 
+def faults(data: Mapping[str, Any]) -> list[ConfigError]:
+    """Everything that is wrong in these sections: unknown keys, then values."""
+    found = list(unknown(data))
+    strange = {fault.field for fault in found}
+    for name, value in data.items():
+        if name not in strange:
+            found += _faults(name, get_type_hints(Settings)[name], value, strange)
+    return found
+
+
+def _faults(path: str, hint: Any, value: Any, strange: Set[str | None]) -> list[ConfigError]:
+    """What is wrong in the `value` of type `hint` that stands at `path`, `strange` keys passed over.
+
+    A fault hides others: of the values that are of the right type the first wrong one ends the reading. So what is
+    inside is read before what is around it, and each key with a fault is left out, as if it had its default, until
+    nothing new is found.
+    """
+    kind = _dataclass_in(hint)
+    if kind is not None and isinstance(value, list) and hint is not kind:
+        return [fault for i, item in enumerate(value) for fault in _faults(f"{path}.{i}", kind, item, strange)]
+    if kind is None or not isinstance(value, dict):
+        return _errors(path, hint, value)
+    found = []
+    rest = {key: each for key, each in value.items() if f"{path}.{key}" not in strange}
+    for key, inner in get_type_hints(kind).items():
+        if key in rest and _dataclass_in(inner) and (inside := _faults(f"{path}.{key}", inner, rest[key], strange)):
+            found += inside
+            del rest[key]
+    told: set[str | None] = set()
+    while new := [fault for fault in _errors(path, kind, rest) if fault.field not in told]:
+        found += new
+        told |= {fault.field for fault in new}
+        rest = {key: each for key, each in rest.items() if not _below(f"{path}.{key}", told)}
+    return found
+
+
+def _below(path: str, fields: Set[str | None]) -> bool:
+    """Whether one of `fields` is `path`, or inside of it."""
+    return any(f"{field}.".startswith(f"{path}.") for field in fields)
+
+
+def _errors(path: str, hint: Any, value: Any) -> list[ConfigError]:
+    """What a reading of `value` ends with: all that is of a wrong type, or the first that cannot be; [] for nothing."""
+    try:
+        _read(path, hint, value)
+    except ConfigError as error:
+        return _each(path, error.__cause__) if isinstance(error.__cause__, ValidationError) else [error]
+    return []
+
+
 def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     """One error for each key that is none, naming the nearest one."""
     for field, known in unknown_keys(data, Settings):
@@ -122,18 +172,29 @@ def dump(settings: Settings) -> str:
 
 def section(name: str, value: Any) -> Any:
     """The section called `name`, checked. Raises ConfigError."""
-    kind = get_type_hints(Settings)[name]
+    return _read(name, get_type_hints(Settings)[name], value)
+
+
+def _read(path: str, hint: Any, value: Any) -> Any:
+    """`value` as the type that `hint` says. Raises ConfigError; `path` is where it stands."""
     try:
         # Through JSON, because strict mode then still takes a list for a tuple.
-        return TypeAdapter(kind).validate_json(orjson.dumps(value), strict=True)
+        return TypeAdapter(hint).validate_json(orjson.dumps(value), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join([name, *(str(part) for part in first["loc"])])
-        raise ConfigError(f"{field}: {first['msg']}, not {first['input']!r}", field) from error
+        raise _each(path, error)[0] from error
     except TypeError as error:
-        raise ConfigError(f"{name}: {error}", name) from error
+        raise ConfigError(f"{path}: {error}", path) from error
     except ConfigError as error:
-        raise ConfigError(f"{name}.{error.message}", f"{name}.{error.field}") from error
+        raise ConfigError(f"{path}.{error.message}", f"{path}.{error.field}") from error
+
+
+def _each(path: str, error: ValidationError) -> list[ConfigError]:
+    """One error for each thing that pydantic found in what stands at `path`."""
+    told = []
+    for each in error.errors(include_url=False):
+        field = ".".join([path, *(str(part) for part in each["loc"])])
+        told.append(ConfigError(f"{field}: {each['msg']}, not {each['input']!r}", field))
+    return told
 
 
 def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from ray import serve
 
-from holdfast.cluster import replica_spans
+from holdfast.cluster import checks, replica_spans
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
@@ -48,6 +50,9 @@ class EngineReplica:
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._replica: Replica = Replica(config, self._id)
+        # Said by who has the files: a router runs where they are not.
+        folder = checks.model_folder(config.model)
+        self._fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
         self._tools = ToolWatch(redis, router, self._replica.learn)
 
     async def generate(self, request: GenerateRequest) -> Routed:
@@ -88,7 +93,7 @@ class EngineReplica:
         return await self._replica.detokenize(tokens)
 
     async def card(self) -> ModelCard:
-        return await self._replica.card()
+        return replace(await self._replica.card(), fingerprint=self._fingerprint)
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
         """Its id and what it counts; nothing of that where `only` another one is asked."""
@@ -99,6 +104,9 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, float]:
         return self._replica.record_routing_stats()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.record_autoscaling_stats()
 
     async def check_health(self) -> None:
         await self._replica.check_health()

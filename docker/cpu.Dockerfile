@@ -1,7 +1,9 @@
 # The image for pods without a GPU: `docker build -f docker/cpu.Dockerfile .`
 ARG PYTHON=3.11.14-slim-bookworm
+# The base itself and not only its name: `@sha256:...`, as the registry says it for PYTHON (docs/operating.md).
+ARG DIGEST=
 
-FROM python:${PYTHON} AS build
+FROM python:${PYTHON}${DIGEST} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/src/constraints.txt
 RUN python -m venv /opt/holdfast
 ENV PATH=/opt/holdfast/bin:$PATH
@@ -22,7 +24,7 @@ RUN pip install "setuptools>=80" && pip install --no-deps --no-build-isolation .
 # What Ray is to start as HAProxy, so that it sees clients go.
 RUN python -m holdfast.cluster.haproxy /opt/holdfast/bin/haproxy-unspliced
 
-FROM python:${PYTHON}
+FROM python:${PYTHON}${DIGEST}
 RUN useradd --uid 10001 --user-group --create-home --home-dir /home/holdfast holdfast
 COPY --from=build /opt/holdfast /opt/holdfast
 # The operator starts containers through a login shell, which forgets PATH.

@@ -1,9 +1,11 @@
 # The image for pods with a GPU: `docker build -f docker/gpu.Dockerfile .`
 #
-# torch's wheels bring CUDA's libraries, so the base needs none; the driver comes from the node.
+# torch's wheels bring the libraries of CUDA 13.0, so the base needs none. The driver comes from the node: 580 or later.
 ARG PYTHON=3.11.14-slim-bookworm
+# The base itself and not only its name: `@sha256:...`, as the registry says it for PYTHON (docs/operating.md).
+ARG DIGEST=
 
-FROM python:${PYTHON} AS build
+FROM python:${PYTHON}${DIGEST} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT=/src/constraints.txt
 RUN python -m venv /opt/holdfast
 ENV PATH=/opt/holdfast/bin:$PATH
@@ -21,7 +23,7 @@ RUN pip install "setuptools>=80" && pip install --no-deps --no-build-isolation .
 # What Ray is to start as HAProxy, so that it sees clients go.
 RUN python -m holdfast.cluster.haproxy /opt/holdfast/bin/haproxy-unspliced
 
-FROM python:${PYTHON}
+FROM python:${PYTHON}${DIGEST}
 # Triton compiles its launchers with a C compiler when a kernel is first used.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends gcc libc6-dev \
@@ -34,8 +36,10 @@ ENV PATH=/opt/holdfast/bin:$PATH \
     RAY_SERVE_HAPROXY_BINARY_PATH=/opt/holdfast/bin/haproxy-unspliced \
     PYTHONSAFEPATH=1 \
     PYTHONUNBUFFERED=1 \
-    NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    # A GPU is seen where one is asked for (a resource of the pod, `--gpus`) and nowhere else; an older driver is refused.
+    NVIDIA_VISIBLE_DEVICES=void \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_REQUIRE_CUDA=cuda>=13.0
 USER 10001:10001
 WORKDIR /home/holdfast
 CMD ["holdfast", "--help"]

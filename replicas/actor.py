@@ -73,6 +73,17 @@ class Replica:
         now = self._service.engine.occupancy()
         return {"running": now.running, "waiting": now.waiting, "cells_free": now.cells_free}
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What this replica has to do and what would be lost with it, polled by Serve for `cluster.autoscaling`."""
+        now = self._service.engine.occupancy()
+        return {
+            "requests": now.running + now.waiting,
+            "waiting_tokens": now.tokens_waiting,
+            "cell_pressure": (now.cells_held + now.cells_pinned) / now.cells_total,
+            "pinned_programs": now.pins,
+            "pinned_cells": now.cells_pinned,
+        }
+
     async def check_health(self) -> None:
         if not self._service.alive:
             raise UnavailableError("the engine thread has died")

@@ -157,6 +157,7 @@ class ModelCard:
     context_length: int
     vocabulary: int
     replica_id: str = ""
+    fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
 
 
 class AnswerBuilder:

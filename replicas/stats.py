@@ -114,6 +114,7 @@ class Occupancy:
     pins: int = 0  # programs whose cells are kept between turns
     cells_pinned: int = 0  # of `cells_tree`, those that they keep
     cells_host_total: int = 0  # room in host memory; 0: no second tier
+    tokens_waiting: int = 0  # in the prompts of the `waiting`; some of them may be found in the cache
 
 
 @dataclass(frozen=True, slots=True)

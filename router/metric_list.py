@@ -106,7 +106,8 @@ BUBBLE = _histogram(
     "bubble_seconds",
     "s",
     "How long a follow-up turn, its tool done, waited before the engine worked on it: router, line and queue",
-    "Growing: replicas are short, or programs wait for a replica that is full (`placement.patience_s`)",
+    "Growing: replicas are short. For a replica with `replicas.max_ongoing_requests` in hand a program waits at most "
+    "`placement.patience_s`",
     WAIT_SECONDS,
     *WHO,
 )
@@ -115,7 +116,7 @@ TENANT_TOKENS = _counter(
     "tenant_tokens",
     "tokens",
     "Tokens of requests that completed, or whose clients left: `prompt`, of these `cached`, and `completion`",
-    "Who uses what; the base of a bill",
+    "Who uses what. No base of a bill: counts go with their router",
     *WHO,
     "kind",
 )

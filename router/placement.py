@@ -18,7 +18,9 @@ class PlacementConfig:
     """How far affinity goes. Counts are in programs and requests, times in seconds."""
 
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
-    patience_s: float = 2.0  # how long a program waits for the replica that holds its state while that is full
+    patience_s: float = (
+        2.0  # how long a program waits in the router for its replica with `max_ongoing_requests` in hand
+    )
     imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
     group_load: float = 1.25  # programs placed together leave a replica with so many times the mean of programs
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all

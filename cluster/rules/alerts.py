@@ -4,6 +4,18 @@ from holdfast.cluster.rules.definition import Alert, Severity
 from holdfast.cluster.rules.recording import rate, share
 
 CRITICAL, WARNING, INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
+# Burn rates after Google's SRE workbook: of the errors that an objective allows in 30 days 2 % go in an hour at 14.4
+# times the allowed rate, 5 % in six hours at 6 times. Objectives: 99.9 % of the requests do not fail on our side, 95 %
+# have their first token within five seconds.
+_FAILED_BUDGET, _SLOW_BUDGET = 0.001, 0.05
+
+
+def _burns(ratio: str, short: str, long: str) -> str:
+    """The lesser of a ratio over two windows: above a bound where both are, so it ends soon after its cause does."""
+    near, far = f"model:{ratio}:ratio_rate{short}", f"model:{ratio}:ratio_rate{long}"
+    return f"(({near} < {far}) or ({far} and {near}))"
+
+
 _TENANT_REQUESTS = rate("holdfast_requests_total", "job, tenant", window="15m")
 _TENANT_LIMITED = rate("holdfast_request_errors_total", "job, tenant", '{reason="rate_limit_exceeded"}', "15m")
 
@@ -16,33 +28,84 @@ SERVING = (
         "5m",
         "No router of Holdfast is scraped",
         "Prometheus has had no metrics of any router for five minutes: none runs, or it is not allowed to read them.",
+        after_rollout="1m",
     ),
     Alert(
         "HoldfastNoReplica",
         CRITICAL,
-        "min by (job, router) (holdfast_replicas)",
+        "min by (job, application, router) (holdfast_replicas)",
         "< 1",
         "1m",
         "A router has no replica to send to",
         "Router {{ $labels.router }} knows no replica; every request to it fails.",
+        after_rollout="1m",
     ),
     Alert(
         "HoldfastReplicasLost",
         WARNING,
-        "max by (job) (increase(holdfast_replicas_lost_total[15m]))",
+        "max by (job, application) (increase(holdfast_replicas_lost_total[15m]))",
         "> 1",
         "0m",
         "Replicas go again and again",
         "{{ $value | humanize }} replicas went in 15 minutes. If nobody stopped them, they die.",
+        after_rollout="16m",
     ),
     Alert(
-        "HoldfastRequestsFailing",
-        CRITICAL,
-        "model:holdfast_requests_failed:ratio_rate5m",
-        "> 0.02",
+        "HoldfastReplicaSilent",
+        WARNING,
+        "max by (job, application) (holdfast_replicas)"
+        " - (count by (job, application) (count by (job, application, replica) (holdfast_sequences_running))"
+        " or 0 * max by (job, application) (holdfast_replicas))",
+        "> 0",
         "5m",
-        "Requests fail on our side",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail.",
+        "A replica does not say how it is",
+        "{{ $value | humanize }} replicas that routers send to have answered no question for metrics in five minutes.",
+        after_rollout="1m",
+    ),
+    Alert(
+        "HoldfastErrorBudgetBurnsFast",
+        CRITICAL,
+        _burns("holdfast_requests_failed", "5m", "1h"),
+        f"> {14.4 * _FAILED_BUDGET:g}",
+        "2m",
+        "Requests fail, and at this rate the month's allowance is gone in two days",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for an hour and now.",
+    ),
+    Alert(
+        "HoldfastErrorBudgetBurnsSlowly",
+        WARNING,
+        _burns("holdfast_requests_failed", "30m", "6h"),
+        f"> {6 * _FAILED_BUDGET:g}",
+        "15m",
+        "Requests fail, and at this rate the month's allowance is gone in five days",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for six hours and now.",
+    ),
+    Alert(
+        "HoldfastFirstTokenBudgetBurnsFast",
+        CRITICAL,
+        _burns("holdfast_first_tokens_slow", "5m", "1h"),
+        f"> {14.4 * _SLOW_BUDGET:g}",
+        "2m",
+        "Most first tokens are late",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than 5 s for a token.",
+    ),
+    Alert(
+        "HoldfastFirstTokenBudgetBurnsSlowly",
+        WARNING,
+        _burns("holdfast_first_tokens_slow", "30m", "6h"),
+        f"> {6 * _SLOW_BUDGET:g}",
+        "15m",
+        "Many first tokens are late",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} wait more than 5 s for a token.",
+    ),
+    Alert(
+        "HoldfastKeysRefused",
+        WARNING,
+        'sum by (job) (rate(holdfast_request_errors_total{reason="invalid_api_key"}[5m]))',
+        "> 1",
+        "5m",
+        "Many requests come with a key that is none",
+        "{{ $value | humanize }} requests a second get 401: a key that was taken out, or somebody tries keys.",
     ),
     Alert(
         "HoldfastOverloaded",
@@ -225,6 +288,25 @@ RAY = (
         "10m",
         "Fewer replicas run than are wanted",
         "{{ $labels.deployment }} of {{ $labels.application }} lacks {{ $value | humanize }} replicas.",
+    ),
+    Alert(
+        "HoldfastAutoscalerAtMaximum",
+        WARNING,
+        "max by (job, application, deployment) (ray_serve_autoscaling_desired_replicas)"
+        " - max by (job, application, deployment) (ray_serve_autoscaling_target_replicas)",
+        "> 0",
+        "15m",
+        "The autoscaler wants more replicas than it may have",
+        "{{ $labels.application }} would need {{ $value | humanize }} replicas more than the most that it may have.",
+    ),
+    Alert(
+        "HoldfastRolloutStuck",
+        CRITICAL,
+        'min by (job, application) (ray_serve_deployment_status{deployment=~"replicas|router"} > 0)',
+        "< 4",
+        "30m",
+        "A rollout does not come to its end",
+        "{{ $labels.application }} has been updating, or failing to, for half an hour.",
     ),
     Alert(
         "HoldfastNodeMemoryFull",

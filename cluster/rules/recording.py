@@ -19,8 +19,21 @@ def share(part: str, whole: str) -> str:
     return f"(({part}) or 0 * ({whole})) / (({whole}) > 0)"
 
 
+def failed(window: str) -> str:
+    """Share of the requests in `window` that failed on our side."""
+    requests = rate("holdfast_requests_total", MODEL, window=window)
+    return share(rate("holdfast_requests_total", MODEL, '{outcome="failed"}', window), requests)
+
+
+def slow(window: str) -> str:
+    """Share of the requests with a token in `window` that waited longer than FIRST_TOKEN_S for it."""
+    in_time = rate("holdfast_time_to_first_token_seconds_bucket", MODEL, f'{{le="{FIRST_TOKEN_S}"}}', window)
+    return f"1 - {share(in_time, rate('holdfast_time_to_first_token_seconds_count', MODEL, window=window))}"
+
+
+FIRST_TOKEN_S = "5.0"  # a bucket of the histogram
+BURN_WINDOWS = ("5m", "30m", "1h", "6h")  # the pairs of the burn-rate alerts
 REQUESTS = rate("holdfast_requests_total", MODEL)
-FAILED = rate("holdfast_requests_total", MODEL, '{outcome="failed"}')
 CACHED = rate("holdfast_prompt_tokens_cached_total", MODEL)
 COMPUTED = rate("holdfast_prompt_tokens_computed_total", MODEL)
 HITS = rate("holdfast_pin_hits_total", MODEL, window="15m")
@@ -28,7 +41,8 @@ MISSES = rate("holdfast_pin_misses_total", MODEL, window="15m")
 
 RECORDINGS = (
     Recording("model:holdfast_requests:rate5m", REQUESTS),
-    Recording("model:holdfast_requests_failed:ratio_rate5m", share(FAILED, REQUESTS)),
+    *(Recording(f"model:holdfast_requests_failed:ratio_rate{each}", failed(each)) for each in BURN_WINDOWS),
+    *(Recording(f"model:holdfast_first_tokens_slow:ratio_rate{each}", slow(each)) for each in BURN_WINDOWS),
     Recording(
         "model:holdfast_time_to_first_token_seconds:p95_rate5m", p95("holdfast_time_to_first_token_seconds", MODEL)
     ),

@@ -71,6 +71,11 @@ class Admission:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._waiting
 
+    @property
+    def tokens(self) -> int:
+        """In the prompts of all that wait."""
+        return self._waiting.tokens
+
     def push(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
 

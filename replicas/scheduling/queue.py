@@ -287,6 +287,7 @@ class WaitingQueue:
         self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
         self._turns: dict[Owner, list[Sequence]] = {}
+        self.tokens = 0  # in the prompts of all that wait
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -353,6 +354,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
+        self.tokens -= sequence.n_prompt
         self._first = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
@@ -390,6 +392,8 @@ class WaitingQueue:
 
     def _place(self, sequence: Sequence) -> None:
         ticket, self._first = next(self._tickets), None
+        if sequence.request_id not in self._entries:
+            self.tokens += sequence.n_prompt
         self._entries[sequence.request_id] = (ticket, sequence)
         most = 2 * len(self._entries) + _SLACK
         self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)

@@ -89,6 +89,7 @@ class Scheduler:
             reload_cells_per_s=self._running.reloads.speed.cells_per_s,
             pins=len(self.retention.pins),
             cells_pinned=self.retention.pins.cells,
+            tokens_waiting=self.admission.tokens,
         )
 
     # ---- planning a step ----

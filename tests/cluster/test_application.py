@@ -15,6 +15,7 @@ from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import ModelCard
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.store import RedisAddress
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
@@ -49,7 +50,11 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[TenantDirectory]:
         return create_app(backend, tenants, *others)
 
     monkeypatch.setattr(application.logs, "configure", lambda *_: None)
-    monkeypatch.setattr(application, "ServeBackend", lambda _: SimpleNamespace(start=ready))
+
+    async def models() -> tuple[ModelCard, ...]:
+        return (ModelCard("m", 100, 10, fingerprint="f"),)
+
+    monkeypatch.setattr(application, "ServeBackend", lambda _: SimpleNamespace(start=ready, models=models))
     monkeypatch.setattr(application, "proxy_host", listening)
     monkeypatch.setattr(application, "create_app", created)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), deployment=ROUTER, app_name="a")
@@ -145,3 +150,26 @@ def test_engines_say_their_memory_and_routers_outlive_the_drain() -> None:
     assert 3 * 2**30 < engine.ray_actor_options["memory"] < 5 * 2**30
     assert engine._deployment_config.graceful_shutdown_timeout_s == 7.0
     assert router._deployment_config.graceful_shutdown_timeout_s > 7.0
+
+
+def test_a_router_needs_none_of_the_models_files(directories: list[TenantDirectory]) -> None:
+    """It runs where no engine does; what its cached answers are known by the engine has said."""
+    started(lambda: None, None, replace(DEPLOYED, engine=EngineConfig(model="/models/nowhere")))
+    assert len(directories) == 1
+
+
+def test_cached_answers_are_of_these_files_and_these_settings(
+    directories: list[TenantDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    class Noted(application.ResponseCache):
+        def __init__(self, store: Any, config: Any, fingerprint: str) -> None:
+            found.append(fingerprint)
+            super().__init__(store, config, fingerprint)
+
+    monkeypatch.setattr(application, "ResponseCache", Noted)
+    for engine in (EngineConfig(), EngineConfig(dtype="float32"), EngineConfig(max_waiting=7)):
+        started(lambda: None, None, replace(DEPLOYED, engine=engine))
+    assert all(each.endswith("f") for each in found)  # the engine's own
+    assert found[0] == found[2] != found[1]

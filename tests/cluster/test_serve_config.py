@@ -6,8 +6,10 @@ import pytest
 import yaml
 from doc_commands import blocks
 from pydantic import ValidationError
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.build_app import build_app
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import DeploymentSchema, ServeDeploySchema
 
 from holdfast.cluster import application, serve_config
 from holdfast.cluster.application import REPLICAS, ROUTER
@@ -99,3 +101,12 @@ def test_the_file_of_the_operating_page_is_one_that_serve_takes(tmp_path: Path, 
     built = settings(arguments.model_copy(update=own))
     assert built.server.host == "0.0.0.0"
     assert {each.name for each in application.deployments} == {REPLICAS, ROUTER}
+
+
+def test_the_scaling_of_the_operating_page_is_one_that_serve_takes() -> None:
+    (text,) = [block.text for block in blocks("operating.md") if "autoscaling_config" in block.text]
+    (deployment,) = yaml.safe_load(text)
+    read = DeploymentSchema(**deployment)
+    assert read.autoscaling_config == deployment["autoscaling_config"]
+    policy = AutoscalingConfig(**deployment["autoscaling_config"]).policy
+    _resolve_policy_callable(policy)  # as Serve's controller does

@@ -120,9 +120,37 @@ def check(tmp_path: Path, text: str) -> list[tuple[int, str]]:
         ("engine:\n  cells: 5\n  retention:\n    policy: best\n", [(4, "engine.retention.policy")]),
         ("engine:\n  session_rows: 64\n", [(2, "engine.session_rows")]),
         ("engine:\n  max_sequences: 2\n", [(1, "engine.session_rows")]),
-        ("tenants:\n  - name: a\n  - name: 'b/c'\n", [(1, "tenants.name")]),
+        ("tenants:\n  - name: a\n  - name: 'b/c'\n", [(3, "tenants.1.name")]),
         ("tenants:\n- name: a\n- name: b\n  wieght: 2\n", [(4, "tenants.1.wieght")]),
         ("server:\n  host: 0.0.0.0\n", [(2, "server.host")]),
+        ("server:\n  prot: 1\n  port: 0\n", [(2, "server.prot"), (3, "server.port")]),
+        (
+            "server:\n  port: 0\n  drain_s: x\n  host: ''\n",
+            [(2, "server.port"), (3, "server.drain_s"), (4, "server.host")],
+        ),
+        (
+            "engine:\n  page_size: 0\n  dtype: 8\n"
+            "  retention:\n    share: 2\n    police: a\n    policy: best\n"
+            "  cells: -1\n",
+            [
+                (2, "engine.page_size"),
+                (3, "engine.dtype"),
+                (5, "engine.retention.share"),
+                (6, "engine.retention.police"),
+                (7, "engine.retention.policy"),
+                (8, "engine.cells"),
+            ],
+        ),
+        (
+            "tenants:\n- name: 7\n- weight: 0\n  name: a\n- limits:\n    max_concurrent: 0\n  nam: b\n",
+            [
+                (2, "tenants.0.name"),
+                (3, "tenants.1.weight"),
+                (5, "tenants.2.name"),
+                (6, "tenants.2.limits.max_concurrent"),
+                (7, "tenants.2.nam"),
+            ],
+        ),
         ("server: [1, 2\n", [(2, "")]),
         ("engine:\n  threads: 4\n  threads: 8\n", [(3, "")]),
         ("server:\n  port: 1\n7: {}\n", [(3, "")]),

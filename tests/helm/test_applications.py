@@ -9,12 +9,15 @@ import yaml
 from helm_chart import VALUES, Object, containers, find, pod_templates, render, serve_config
 from ray.autoscaler._private.kuberay.autoscaling_config import _get_ray_resources_from_group_spec
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve._private.build_app import build_app
 from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
 from holdfast.cluster import config_file, environment
 from holdfast.cluster import serve_config as builder
+from holdfast.cluster.autoscaling import Demand
 from holdfast.cluster.environment import InternalPorts
 from holdfast.router.tenants import hash_key
 
@@ -144,9 +147,18 @@ def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ..
     """What engines ask for, one worker has exactly once."""
     objects = render(values, settings)
     groups = find(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    for group, app in zip(groups, serve_config(objects)["applications"], strict=True):
-        assert group["groupName"] == app["name"]
+    by_name = {group["groupName"]: group for group in groups}
+    applications = serve_config(objects)["applications"]
+    assert by_name.keys() == {f"{app['name']}{kind}" for app in applications for kind in ("", "-routers")}
+    for app in applications:
+        group, beside = by_name[app["name"]], by_name[f"{app['name']}-routers"]
         engines, routers = app["deployments"]
+        assert {beside[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {routers["num_replicas"]}
+        place = {f"router_{app['name']}": 1}
+        assert {name: int(amount) for name, amount in beside["resources"].items()} == place
+        assert routers["ray_actor_options"] == {"num_cpus": 0, "resources": place}
+        limits = beside["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert not [name for name in limits if name.startswith("nvidia.com/")]
         scaling = engines.get("autoscaling_config")
         least = scaling["min_replicas"] if scaling else engines["num_replicas"]
         most = scaling["max_replicas"] if scaling else engines["num_replicas"]
@@ -157,8 +169,7 @@ def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ..
         assert float(asked["num_cpus"]) == float(group["resources"].get("CPU", 0))
         found = _get_ray_resources_from_group_spec(group, False)  # what the autoscaler expects of a new worker
         assert float(asked.get("num_gpus", 0)) == found.get("GPU", 0)
-        for options in (asked, routers["ray_actor_options"]):
-            assert set(options["resources"]) == {f"model_{group['groupName']}"} <= set(group["resources"])
+        assert set(asked["resources"]) == {f"model_{group['groupName']}"} <= set(group["resources"])
 
 
 def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
@@ -177,6 +188,46 @@ def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
             "RAY_SERVE_THROUGHPUT_OPTIMIZED",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
         } <= own.keys() & local.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "device"), [("", "cuda"), ("one-gpu", "cuda"), ("production", "cuda"), ("cpu", "cpu")]
+)
+def test_an_engine_with_a_gpu_serves_from_it_or_not_at_all(values: str, device: str) -> None:
+    assert application(render(values))["args"]["config"]["engine"]["device"] == device
+
+
+def test_a_new_cluster_begins_with_the_engines_there_are() -> None:
+    """Said by a value here; what helm finds in a cluster is `test_upgrade`'s."""
+    settings = ("modelDefaults.autoscaling.enabled=true", "modelDefaults.autoscaling.maxReplicas=8")
+    for initial, expected in (("6", 6), ("20", 8)):
+        objects = render("", (*settings, f"modelDefaults.autoscaling.initialReplicas={initial}"))
+        scaling = application(objects)["deployments"][0]["autoscaling_config"]
+        group = find(objects, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+        assert scaling["initial_replicas"] == group["replicas"] == expected
+    plain = render("", settings)
+    assert "initial_replicas" not in application(plain)["deployments"][0]["autoscaling_config"]
+    assert find(plain, "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["replicas"] == 1
+
+
+def test_the_autoscaler_is_our_own_with_the_targets_of_the_values() -> None:
+    settings = ("modelDefaults.autoscaling.enabled=true", "modelDefaults.autoscaling.targets.waitingTokens=5000000")
+    told = application(render("", settings))["deployments"][0]["autoscaling_config"]
+    read = AutoscalingConfig(**told)  # imports the policy
+    assert read.policy.policy_function == f"{Demand.__module__}:{Demand.__name__}"
+    policy = _resolve_policy_callable(read.policy)
+    assert type(policy).__name__ == "Demand"
+    assert read.policy.policy_kwargs["waiting_tokens"] == 5000000  # and not 5e+06
+
+
+def test_the_old_cluster_stays_as_long_as_the_longest_request() -> None:
+    for settings, seconds in (
+        ((), 3600),
+        (("httpRoute.timeout=20s", "drainSeconds=600"), 600),
+        (("upgrade.deletionDelaySeconds=5",), 5),
+        (("upgrade.deletionDelaySeconds=0",), 0),
+    ):
+        assert find(render("", settings), "RayService")["spec"]["rayClusterDeletionDelaySeconds"] == seconds
 
 
 def test_pods_have_the_time_that_requests_are_given() -> None:

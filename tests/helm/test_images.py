@@ -1,5 +1,6 @@
 """The Dockerfiles. Nothing builds them here: they are read, and what they install goes into an empty environment."""
 
+import json
 import os
 import re
 import shutil
@@ -7,11 +8,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from dockerfiles import FOLDER, ROOT, Stage, ignored, read
+from dockerfiles import FOLDER, ROOT, Stage, ignored, pip_installs, read
 from helm_chart import CHART
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 VARIANTS = ("gpu", "cpu")
 
@@ -29,7 +33,27 @@ def test_bases_are_pinned(stages: list[Stage]) -> None:
     for stage in stages:
         image, _, tag = stage.base.partition(" ")[0].partition(":")
         assert image == "python"
-        assert re.fullmatch(r"3\.11\.\d+-slim-\w+", tag), stage.base
+        assert re.fullmatch(r"3\.11\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", tag), stage.base
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_digest_pins_both_stages(variant: str) -> None:
+    """As `--build-arg DIGEST=@sha256:...` gives it, and as a maintainer writes it behind ARG."""
+    text = (FOLDER / f"{variant}.Dockerfile").read_text()
+    assert re.search(r"^ARG DIGEST=(@sha256:[0-9a-f]{64})?$", text, re.MULTILINE)
+    assert len(re.findall(r"^FROM python:\$\{PYTHON\}\$\{DIGEST\}( AS build)?$", text, re.MULTILINE)) == 2
+
+
+def test_the_gpu_image_names_the_driver_that_its_torch_needs() -> None:
+    """CUDA's own minimum: a driver of branch 580 for every release of CUDA 13."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    assert pinned["cuda-toolkit"].partition(".")[0] == "13"
+    assert read("gpu")[-1].environment["NVIDIA_REQUIRE_CUDA"] == "cuda>=13.0"
+    assert "580 or later" in (FOLDER / "gpu.Dockerfile").read_text()
+
+
+def test_a_container_sees_no_gpu_unless_it_is_given_one() -> None:
+    assert read("gpu")[-1].environment["NVIDIA_VISIBLE_DEVICES"] == "void"
 
 
 def test_every_path_that_is_copied_is_there(stages: list[Stage]) -> None:
@@ -105,6 +129,75 @@ def test_the_dependencies_are_the_projects() -> None:
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert done.stdout.split("\n")[:-1] == [*project["dependencies"], *project["optional-dependencies"]["tracing"]]
+
+
+@pytest.mark.skipif(
+    not os.environ.get("HOLDFAST_TEST_INDEX"), reason="asks a package index: asked for by HOLDFAST_TEST_INDEX=1"
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_an_image_installs_can_be_resolved(variant: str, tmp_path: Path) -> None:
+    """Each `pip install` of the Dockerfile with its own arguments, as a dry run that reads metadata alone.
+
+    The GPU's must not see what pip is set up with on this machine: a torch without CUDA there would be taken instead.
+    """
+    python = empty_environment(tmp_path / "empty")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    certificate = {key: os.environ[key] for key in ("PIP_CERT",) if key in os.environ}
+    bare = kept | certificate | {"PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    if dry_run(python, bare, tmp_path, "--no-deps", "packaging").returncode:
+        pytest.skip("no package index can be reached")
+    requirements = subprocess.run(
+        [sys.executable, FOLDER / "requirements.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (tmp_path / "requirements.txt").write_text(requirements.stdout)
+    installed: dict[str, str] = {}
+    for arguments in pip_installs(read(variant)[0]):
+        done = dry_run(python, bare, tmp_path, *arguments)
+        if done.returncode and "--index-url" in arguments:
+            # The index of torch without CUDA may be out of reach; what pip is set up with here may have one.
+            own = dict(os.environ) | {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+            at = arguments.index("--index-url")
+            done = dry_run(python, own, tmp_path, *arguments[:at], *arguments[at + 2 :])
+        assert done.returncode == 0, done.stderr[-2000:]
+        installed |= pretend_installed(json.loads(done.stdout), tmp_path / "empty")
+    if variant == "cpu" and "+cpu" not in installed["torch"]:
+        pytest.skip("no index with a torch without CUDA can be reached")
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    found = {name: Version(version).public for name, version in installed.items()}
+    expected = {canonicalize_name(name): version for name, version in pinned.items()}
+    assert {
+        name: version for name, version in found.items() if Version(version) != Version(expected.get(name, "0"))
+    } == {}
+    assert ("triton" in installed) == (variant == "gpu")
+
+
+def empty_environment(folder: Path) -> Path:
+    """The interpreter of a new environment with nothing but pip."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    return folder / "bin" / "python"
+
+
+def dry_run(
+    python: Path, environment: dict[str, str], folder: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """`pip install` that installs nothing and prints what it would, as JSON."""
+    command = [python, "-m", "pip", "install", "--dry-run", "--quiet", "--only-binary", ":all:", "--report", "-"]
+    return subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def pretend_installed(report: dict[str, Any], environment: Path) -> dict[str, str]:
+    """Versions by name of what pip's report would install; the environment has their metadata from now on."""
+    (site,) = environment.glob("lib/python3*/site-packages")
+    found = {}
+    for each in report["install"]:
+        metadata = each["metadata"]
+        folder = site / f"{metadata['name'].replace('-', '_')}-{metadata['version']}.dist-info"
+        folder.mkdir()
+        needs = "".join(f"Requires-Dist: {need}\n" for need in metadata.get("requires_dist", ()))
+        head = f"Metadata-Version: 2.1\nName: {metadata['name']}\nVersion: {metadata['version']}\n"
+        (folder / "METADATA").write_text(head + needs)
+        found[canonicalize_name(metadata["name"])] = metadata["version"]
+    return found
 
 
 @pytest.mark.skipif(

@@ -32,6 +32,32 @@ def test_alerts_link_to_the_runbook_that_is_named() -> None:
     }
 
 
+def test_numbers_of_an_alert_may_be_others() -> None:
+    own = (
+        "{HoldfastFirstTokenSlow: {threshold: 2.5},"
+        " HoldfastMetricsMissing: {for: 15m}, HoldfastNoReplica: {threshold: 2, for: 3m}}"
+    )
+    before, after = (
+        {
+            rule["alert"]: rule
+            for each in render("", ON, more)
+            if each["kind"] == "PrometheusRule"
+            for group in each["spec"]["groups"]
+            for rule in group["rules"]
+            if "alert" in rule
+        }
+        for more in ("", f"monitoring: {{rules: {{alerts: {own}}}}}")
+    )
+    name = "HoldfastFirstTokenSlow"
+    assert before[name]["expr"].endswith(" > 5")
+    assert after[name] == before[name] | {"expr": before[name]["expr"].removesuffix("5") + "2.5"}
+    assert after["HoldfastMetricsMissing"] == before["HoldfastMetricsMissing"] | {"for": "15m"}
+    assert after["HoldfastNoReplica"]["expr"] == before["HoldfastNoReplica"]["expr"].removesuffix("1") + "2"
+    assert after["HoldfastNoReplica"]["for"] == "3m"
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"HoldfastFirstTokenSlow", "HoldfastMetricsMissing", "HoldfastNoReplica"}
+
+
 def test_braces_of_prometheus_are_left_alone() -> None:
     rules = [each for each in render("", ON) if each["kind"] == "PrometheusRule"]
     assert "{{ $labels.model }}" in json.dumps(rules)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helm_chart import CHART, VALUES, containers, find, helm, pod_templates, render, staged
+from helm_chart import CHART, VALUES, containers, find, helm, pod_templates, render, serve_config
 from kubernetes_schemas import VERSIONS, problems
 
 # Every switch and choice, in a few renderings, for each costs half a second.
@@ -32,7 +32,6 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "monitoring.rules.enabled=true",
         "monitoring.dashboards.enabled=true",
         "monitoring.podMonitor.labels.release=prometheus",
-        "kuberay-operator.enabled=true",
         "image.pullSecrets={registry}",
         f"image.digest=sha256:{'0' * 64}",
         "hub.token=hf_x",
@@ -46,6 +45,29 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "modelDefaults.worker.priorityClassName=high",
         "modelDefaults.worker.podAnnotations.a=b",
         "modelDefaults.worker.podLabels.a=b",
+        "modelDefaults.routers=2",
+        *(
+            f"{pod}.{more}"
+            for pod in ("head", "modelDefaults.worker", "modelDefaults.router")
+            for more in (
+                "volumes[0].name=cache",
+                "volumes[0].emptyDir.sizeLimit=1Gi",
+                "volumeMounts[0].name=cache",
+                "volumeMounts[0].mountPath=/cache",
+                "initContainers[0].name=first",
+                "initContainers[0].image=docker.io/library/busybox:1.37",
+                "initContainers[0].volumeMounts[0].name=cache",
+                "initContainers[0].volumeMounts[0].mountPath=/cache",
+                "sidecars[0].name=beside",
+                "sidecars[0].image=docker.io/library/busybox:1.37",
+                "sidecars[0].volumeMounts[0].name=cache",
+                "sidecars[0].volumeMounts[0].mountPath=/cache",
+                "env[0].name=A",
+                "env[0].value=b",
+                "tolerations[0].key=own",
+                "tolerations[0].operator=Exists",
+            )
+        ),
         "serviceAccounts.worker.annotations.role=x",
     ),
     "everything off": (
@@ -71,6 +93,17 @@ MATRIX: dict[str, tuple[str, ...]] = {
         "upgrade.gatewayClassName=istio",
         "redis.persistence.enabled=false",
         "fullnameOverride=a-name-that-is-really-much-too-long-for-the-operator",
+    ),
+    "a model in an image": (
+        "modelDefaults.source.type=image",
+        "modelDefaults.source.path=weights",
+        f"modelDefaults.source.image.reference=registry.example.com/models/qwen@sha256:{'0' * 64}",
+    ),
+    "a copy on the machine's own disk": (
+        "modelDefaults.source.type=hub",
+        "modelDefaults.source.hub.repository=org/model",
+        "modelDefaults.volume.type=hostPath",
+        "modelDefaults.volume.hostPath=/mnt/nvme/models",
     ),
 }
 EXTRA = """
@@ -132,12 +165,64 @@ def test_what_is_switched_on_is_there_and_what_is_off_is_not() -> None:
     switched |= {"PersistentVolumeClaim", "Service", "Pod"}
     assert switched <= on
     assert off == {"RayService", "ConfigMap", "ServiceAccount"}
-    assert "operator-stand-in" in {each["metadata"]["name"] for each in render("", MATRIX["everything on"])}
+
+
+def test_what_values_add_to_a_pod_is_in_each_of_rays() -> None:
+    """And nothing of it in place of what is there: the Ray container stays the first, the downloads' volume its own."""
+    plain = dict(
+        pod_templates(render("", ("modelDefaults.source.type=hub", "modelDefaults.source.hub.repository=a/b")))
+    )
+    for where, pod in pod_templates(render("", MATRIX["everything on"])):
+        if where in ("redis", "test"):
+            continue
+        spec, before = pod["spec"], plain[where]["spec"]
+        ray, beside = spec["containers"]
+        assert (ray["name"], beside["name"]) == (before["containers"][0]["name"], "beside"), where
+        assert spec["initContainers"][0]["name"] == "first", where
+        assert [each["name"] for each in spec["initContainers"][1:]] == (["model"] if where == "worker main" else []), (
+            where
+        )
+        assert {"name": "A", "value": "b"} in ray["env"], where
+        assert {"name": "cache", "mountPath": "/cache"} in ray["volumeMounts"], where
+        assert {"key": "own", "operator": "Exists"} in spec["tolerations"], where
+        assert {each["name"] for each in before["volumes"]} | {"cache"} == {each["name"] for each in spec["volumes"]}, (
+            where
+        )
 
 
 def test_extra_objects_are_rendered() -> None:
     names = {each["metadata"]["name"] for each in render("", (), EXTRA)}
     assert {"plain", "demo-text"} <= names
+
+
+def test_where_a_model_comes_from() -> None:
+    """Engines alone have it, and may not write to it; what downloads it may."""
+
+    def pods(*settings: str) -> tuple[Any, Any, str]:
+        objects = render("", settings)
+        found = dict(pod_templates(objects))
+        engine = serve_config(objects)["applications"][0]["args"]["config"]["engine"]
+        assert not [each for each in found["router main-routers"]["spec"]["volumes"] if each["name"] == "models"]
+        spec = found["worker main"]["spec"]
+        mount = next(each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "models")
+        assert mount == {"name": "models", "mountPath": "/models", "readOnly": True}
+        return next(each for each in spec["volumes"] if each["name"] == "models"), spec, engine["model"]
+
+    image, spec, model = pods(*MATRIX["a model in an image"])
+    reference = f"registry.example.com/models/qwen@sha256:{'0' * 64}"
+    assert image == {"name": "models", "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
+    assert (model, "initContainers" in spec) == ("/models/weights", False)
+    disk, spec, model = pods(*MATRIX["a copy on the machine's own disk"])
+    assert disk == {"name": "models", "hostPath": {"path": "/mnt/nvme/models", "type": "Directory"}}
+    assert spec["initContainers"][0]["command"][:5] == ["hf", "download", "org/model", "--local-dir", model]
+    claim, spec, model = pods(
+        "modelDefaults.source.type=pvc",
+        "modelDefaults.source.path=a/b",
+        "modelDefaults.volume.type=pvc",
+        "modelDefaults.volume.existingClaim=c",
+    )
+    assert claim["persistentVolumeClaim"] == {"claimName": "c", "readOnly": True}
+    assert (model, "initContainers" in spec) == ("/models/a/b", False)
 
 
 def test_rules_and_dashboards_are_the_files_of_their_folders(tmp_path: Path) -> None:
@@ -147,7 +232,7 @@ def test_rules_and_dashboards_are_the_files_of_their_folders(tmp_path: Path) -> 
         1 for _ in (CHART / "files").glob("dashboards/*.json")
     )
     assert len(render("", switches)) == len(render()) + files
-    chart = shutil.copytree(staged(), tmp_path / "holdfast")
+    chart = shutil.copytree(CHART, tmp_path / "holdfast")
     rule = {"alert": "A", "expr": "up == 0", "annotations": {"summary": "{{ $labels.pod }}"}}
     (chart / "files" / "rules" / "own.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
     (chart / "files" / "dashboards" / "own.json").write_text('{"legend": "{{pod}}"}')
@@ -162,8 +247,8 @@ def test_rules_and_dashboards_are_the_files_of_their_folders(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("values", ["", *VALUES])
 def test_helm_finds_nothing_to_complain_of(values: str) -> None:
-    files = [f"--values={staged() / f'values-{values}.yaml'}"] if values else []
-    done = helm("lint", "--strict", str(staged()), *files)
+    files = [f"--values={CHART / f'values-{values}.yaml'}"] if values else []
+    done = helm("lint", "--strict", str(CHART), *files)
     assert done.status == 0, done.output + done.errors
 
 

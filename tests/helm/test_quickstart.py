@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 from doc_commands import ROOT, Block, blocks
-from helm_chart import helm, staged
+from helm_chart import CHART, helm
 
 RELEASE = "holdfast"
 PAGE = [block for block in blocks("quickstart.md") if block.cluster]
@@ -19,8 +19,8 @@ def objects() -> dict[tuple[str, str], dict]:
     (install,) = [each for each in commands() if each.startswith("helm install holdfast")]
     words = shlex.split(install.replace("\\\n", " "))
     assert words[:4] == ["helm", "install", RELEASE, "helm/holdfast"]
-    arguments = [word.replace("helm/holdfast/", f"{staged()}/") for word in words[4:]]
-    done = helm("template", RELEASE, str(staged()), *arguments)
+    arguments = [word.replace("helm/holdfast/", f"{CHART}/") for word in words[4:]]
+    done = helm("template", RELEASE, str(CHART), *arguments)
     assert done.status == 0, done.errors
     found = [each for each in yaml.safe_load_all(done.output) if each]
     return {(each["kind"], each["metadata"]["name"]): each for each in found}

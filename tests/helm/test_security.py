@@ -1,5 +1,7 @@
 """What pods may do, what they are told, and who may reach them."""
 
+import copy
+
 import pytest
 import yaml
 from helm_chart import VALUES, Object, containers, find, pod_templates, render, serve_config
@@ -106,11 +108,11 @@ def test_ray_asks_for_a_token() -> None:
 def test_inner_ports_are_open_to_the_cluster_alone(values: str) -> None:
     objects = render(values)
     known = pods(objects)
-    for target in (known["head"], known["worker"]):
+    for target in (known["head"], known["worker"], known["router"]):
         for port in (*INNER_PORTS, *METRICS_PORTS):
             for source in (STRANGER, NEIGHBOUR):
                 assert not allowed(policies(objects), source, target, port), port
-            for source in (known["head"], known["worker"]):
+            for source in (known["head"], known["worker"], known["router"]):
                 assert allowed(policies(objects), source, target, port), port
         for port in METRICS_PORTS:
             assert allowed(policies(objects), PROMETHEUS, target, port), port
@@ -134,7 +136,7 @@ def test_redis_is_open_to_ray_alone() -> None:
     known = pods(objects)
     for source in (STRANGER, NEIGHBOUR, PROMETHEUS, OPERATOR, known["test"]):
         assert not allowed(policies(objects), source, known["redis"], 6379)
-    for source in (known["head"], known["worker"]):
+    for source in (known["head"], known["worker"], known["router"]):
         assert allowed(policies(objects), source, known["redis"], 6379)
 
 
@@ -148,17 +150,18 @@ def test_without_policies_everything_is_open() -> None:
 def test_labels_that_the_operator_selects_by_are_left_to_it() -> None:
     """Its Service of the head takes pods whose `app.kubernetes.io/name` is its own value."""
     for where, template in pod_templates(render()):
-        if where.startswith(("head", "worker")):
+        if where not in ("redis", "test"):
             assert "app.kubernetes.io/name" not in template["metadata"]["labels"], where
 
 
 def test_disruption_budgets_hold_back_pods_that_have_no_scale() -> None:
     """A share, or `maxUnavailable`, would need one, and the operator's pods have none."""
     budgets = [each for each in render("production") if each["kind"] == "PodDisruptionBudget"]
-    assert [each["spec"]["minAvailable"] for each in budgets] == [1]
-    worker = dict(pod_templates(render("production")))["worker main"]
-    labels = worker["metadata"]["labels"] | {"ray.io/group": "main"}
-    assert budgets[0]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert [each["spec"]["minAvailable"] for each in budgets] == [1, 1]
+    pods = dict(pod_templates(render("production")))
+    for budget, (kind, group) in zip(budgets, (("worker", "main"), ("router", "main-routers")), strict=True):
+        labels = pods[f"{kind} {group}"]["metadata"]["labels"] | {"ray.io/group": group}
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
     assert [each for each in render() if each["kind"] == "PodDisruptionBudget"] == []  # one worker alone may go
 
 
@@ -166,8 +169,39 @@ def test_no_engine_or_router_runs_beside_rays_control_plane() -> None:
     head = find(render(), "RayService")["spec"]["rayClusterConfig"]["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
     assert "resources" not in head
-    for deployment in serve_config(render())["applications"][0]["deployments"]:
-        assert deployment["ray_actor_options"]["resources"] == {"model_main": 0.001}
+    engines, routers = serve_config(render())["applications"][0]["deployments"]
+    assert engines["ray_actor_options"]["resources"] == {"model_main": 0.001}
+    assert routers["ray_actor_options"]["resources"] == {"router_main": 1}
+
+
+@pytest.mark.parametrize("values", ["", *VALUES])
+def test_engines_alone_see_a_gpu(values: str) -> None:
+    """A container that is not told otherwise sees all of a machine's, where its image asks for them."""
+    for where, template in pod_templates(render(values, HUB if not values else ())):
+        if where in ("redis", "test"):
+            continue
+        for each in containers(template):
+            limits = each["resources"].get("limits", {})
+            given = "nvidia.com/gpu" in limits
+            told = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in each["env"]
+            assert given != told, (where, each["name"])
+            assert not given or (where, each["name"]) == ("worker main", "ray-worker")
+    autoscaler = find(render("production"), "RayService")["spec"]["rayClusterConfig"]["autoscalerOptions"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in autoscaler["env"]
+
+
+def test_routers_are_spread_one_a_machine() -> None:
+    """As far as there are machines; the pods of the cluster that goes do not count."""
+    template = dict(pod_templates(render("production")))["router main-routers"]
+    (spread,) = copy.deepcopy(template["spec"]["topologySpreadConstraints"])
+    labels = template["metadata"]["labels"] | {"ray.io/group": "main-routers"}
+    assert spread.pop("labelSelector")["matchLabels"].items() <= labels.items()
+    assert spread == {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "DoNotSchedule",
+        "matchLabelKeys": ["ray.io/cluster"],
+    }
 
 
 def test_the_environment_names_no_machine() -> None:

@@ -66,7 +66,8 @@ def serve(folder: Path) -> Iterator[Cluster]:
         (folder / kind / file).write_text(data.get("stringData", data.get("data", {})).get(file, "x"))
     resources = {"CPU": 4}
     for group in service["rayClusterConfig"]["workerGroupSpecs"]:
-        resources |= {name: int(amount) for name, amount in group["resources"].items() if name != "CPU"}
+        pods = group["replicas"]
+        resources |= {name: int(amount) * pods for name, amount in group["resources"].items() if name != "CPU"}
     process = subprocess.Popen(
         [
             sys.executable,

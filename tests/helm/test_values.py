@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 import yaml
-from helm_chart import CHART, ROOT, VALUES, template
+from helm_chart import CHART, ROOT, VALUES, load, template
 
 from holdfast.cluster import config_file
 
@@ -26,6 +26,15 @@ def chart() -> dict[str, object]:
         "redis: {external: {address: 'redis://user:password@host:6379'}}",
         "monitoring: {podMonitor: {enable: true}}",
         "httpRoute: {timeout: 1 hour}",
+        "config: {engin: {}}",
+        "config: {engine: {page_sise: 16}}",
+        "config: {engine: {page_size: '16'}}",
+        "config: {engine: {order: fifo}}",
+        "config: {engine: {retention: {policy: best}}}",
+        "modelDefaults: {config: {placement: {patience: 1}}}",
+        "models: {main: {config: {logging: {fromat: json}}}}",
+        "monitoring: {rules: {alerts: {HoldfastNoReplicas: {for: 1m}}}}",
+        "monitoring: {rules: {alerts: {HoldfastMetricsMissing: {threshold: 1}}}}",
     ],
 )
 def test_a_typing_error_is_found(more: str) -> None:
@@ -49,6 +58,12 @@ def test_a_typing_error_is_found(more: str) -> None:
         ("models: {main: {source: {type: init}}}", "models.main.source.init"),
         ("models: {main: {source: {type: pvc}}}", "existingClaim"),
         ("models: {Main: {}}", "lower-case"),
+        ("models: {main-routers: {}}", "main-routers"),
+        ("models: {main: {source: {type: image}}}", "models.main.source.image.reference"),
+        ("modelDefaults: {volume: {type: hostPath}}", "models.main.volume.hostPath"),
+        ("config: {engine: {device: cpu}}", "engine.device is cpu, and gpus is 1"),
+        ("config: {engine: {device: auto}}", "engine.device is auto, and gpus is 1"),
+        ("modelDefaults: {gpus: 0, config: {engine: {device: cuda}}}", "engine.device is cuda, and gpus is 0"),
         ("models: {a: {routePrefix: /x}, b: {routePrefix: /x}}", "same routePrefix"),
         ("modelDefaults: {autoscaling: {enabled: true, minReplicas: 9}}", "minReplicas"),
         ("config: {tenants: [{name: a}]}", "config"),
@@ -75,11 +90,14 @@ def test_versions_are_the_projects() -> None:
     assert values["rayVersion"] == pinned["ray"]
 
 
-def test_the_operator_is_pinned_and_off_unless_asked_for() -> None:
-    (operator,) = chart()["dependencies"]  # type: ignore[misc]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", operator["version"])
-    name, _, key = operator["condition"].partition(".")
-    assert yaml.safe_load((CHART / "values.yaml").read_text())[name][key] is False
+def test_the_chart_needs_no_other() -> None:
+    """So that helm renders and checks it in a bare checkout."""
+    assert "dependencies" not in chart()
+    assert not (CHART / "charts").exists()
+
+
+def test_the_schema_is_what_the_code_makes() -> None:
+    assert (CHART / "values.schema.json").read_text() == load(CHART.parent / "schema.py").schema(), "run `make chart`"
 
 
 def test_the_schema_knows_every_value_and_no_other() -> None:
@@ -99,7 +117,10 @@ def test_the_schema_knows_every_value_and_no_other() -> None:
         ]
 
     found = differences(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
-    optional = {".global", ".modelDefaults.worker.minAvailable"}
+    optional = {".global"}
+    optional |= {
+        each for each in found if each.startswith((".config.", ".modelDefaults.config.", ".monitoring.rules.alerts."))
+    }
     peers = {each for each in found if re.fullmatch(r"\.networkPolicy\.(operator|prometheus)\.ipBlock", each)}
     assert set(found) - optional - peers - {each for each in found if "resources.limits" in each} == set()
 

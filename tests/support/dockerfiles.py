@@ -1,6 +1,7 @@
 """Dockerfiles read as far as the tests need: instructions by stage."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,13 @@ class Stage:
         """Sources in the build's folder, and where they go; copies from other stages are left out."""
         words = [each.split() for each in self.of("COPY") if not each.startswith("--from")]
         return [(each[:-1], each[-1]) for each in words]
+
+
+def pip_installs(stage: Stage) -> list[list[str]]:
+    """The arguments of each `pip install` from an index, in order; that of the code itself is left out."""
+    commands = [command for each in stage.of("RUN") for command in each.split("&&")]
+    words = [shlex.split(command) for command in commands]
+    return [each[2:] for each in words if each[:2] == ["pip", "install"] and "." not in each]
 
 
 def read(variant: str) -> list[Stage]:

@@ -1,12 +1,8 @@
-"""The chart, rendered by helm and read back: objects, containers, and the application configuration in them.
-
-The operator's chart is not part of the repository, so rendering happens in a copy with a stand-in for it.
-"""
+"""The chart, rendered by helm from the checkout and read back: objects, containers, the applications' configuration."""
 
 import functools
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -43,23 +39,11 @@ class Done:
 
 
 @functools.cache
-def staged() -> Path:
-    """A copy of the chart with a stand-in for its dependency. Removed with the process that made it."""
+def scratch() -> Path:
+    """A folder for helm's own files and for values, removed with the process that made it."""
     folder = tempfile.TemporaryDirectory(prefix="chart-")
     _KEPT.append(folder)
-    chart = Path(folder.name) / "holdfast"
-    shutil.copytree(CHART, chart)
-    operator = next(iter(yaml.safe_load((CHART / "Chart.yaml").read_text())["dependencies"]))
-    stand_in = chart / "charts" / operator["name"]
-    (stand_in / "templates").mkdir(parents=True)
-    (stand_in / "Chart.yaml").write_text(
-        f"apiVersion: v2\nname: {operator['name']}\nversion: {operator['version']}\nicon: https://example.com/i.png\n"
-    )
-    (stand_in / "values.yaml").write_text("{}\n")
-    (stand_in / "templates" / "mark.yaml").write_text(
-        "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: operator-stand-in\n"
-    )
-    return chart
+    return Path(folder.name)
 
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
@@ -67,7 +51,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 def helm(*arguments: str) -> Done:
     """Run helm away from whatever the user has configured."""
-    home = staged().parent
+    home = scratch()
     environment = {**os.environ, "HELM_CACHE_HOME": str(home), "HELM_CONFIG_HOME": str(home)}
     environment.update({"HELM_DATA_HOME": str(home), "KUBECONFIG": os.devnull})
     done = subprocess.run([HELM, *arguments], capture_output=True, text=True, check=False, env=environment)
@@ -76,13 +60,13 @@ def helm(*arguments: str) -> Done:
 
 def template(values: str = "", settings: tuple[str, ...] = (), more: str = "") -> Done:
     """`helm template` with the values file of that name, `--set` settings, and YAML laid over both."""
-    files = [f"--values={staged() / f'values-{values}.yaml'}"] if values else []
+    files = [f"--values={CHART / f'values-{values}.yaml'}"] if values else []
     if more:
-        path = staged().parent / f"more-{abs(hash(more))}.yaml"
+        path = scratch() / f"more-{abs(hash(more))}.yaml"
         path.write_text(more)
         files.append(f"--values={path}")
     sets = [f"--set={each}" for each in (*fixed(values), *settings)]
-    return helm("template", "demo", str(staged()), "--namespace=agents", *files, *sets)
+    return helm("template", "demo", str(CHART), "--namespace=agents", *files, *sets)
 
 
 def fixed(values: str) -> tuple[str, ...]:
@@ -112,13 +96,14 @@ FULLNAME = "demo-holdfast"
 
 
 def pod_templates(objects: tuple[Object, ...]) -> Iterator[tuple[str, Object]]:
-    """Every pod template with where it stands: head, worker groups, Redis, the test's pod."""
+    """Every pod template with where it stands: head, `worker` and `router` groups, Redis, the test's pod."""
     for each in objects:
         if each["kind"] == "RayService":
             cluster = each["spec"]["rayClusterConfig"]
             yield "head", cluster["headGroupSpec"]["template"]
             for group in cluster["workerGroupSpecs"]:
-                yield f"worker {group['groupName']}", group["template"]
+                kind = group["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+                yield f"{kind} {group['groupName']}", group["template"]
         elif each["kind"] == "StatefulSet":
             yield "redis", each["spec"]["template"]
         elif each["kind"] == "Pod":

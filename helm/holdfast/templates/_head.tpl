@@ -19,6 +19,10 @@ spec:
   securityContext:
     {{- toYaml .Values.podSecurityContext | nindent 4 }}
   {{- include "holdfast.placement" .Values.head | nindent 2 }}
+  {{- with .Values.head.initContainers }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   containers:
     - name: ray-head
       image: {{ include "holdfast.image" . }}
@@ -30,6 +34,7 @@ spec:
         - {name: dashboard, containerPort: 8265}
       env:
         {{- include "holdfast.env" . | nindent 8 }}
+        {{- include "holdfast.noGpu" . | nindent 8 }}
         {{- with .Values.head.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -43,7 +48,16 @@ spec:
         {{- toYaml .Values.probes.readiness | nindent 8 }}
       volumeMounts:
         {{- include "holdfast.volumeMounts" . | nindent 8 }}
+        {{- with .Values.head.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    {{- with .Values.head.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "holdfast.volumes" . | nindent 4 }}
     {{- include "holdfast.shm" .Values.head.shmSize | nindent 4 }}
+    {{- with .Values.head.volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}

@@ -14,9 +14,38 @@
 {{- $scaling := $model.autoscaling -}}
 {{- $_ := set $model "least" (ternary ($scaling.minReplicas | int) $count $scaling.enabled) -}}
 {{- $_ := set $model "most" (ternary ($scaling.maxReplicas | int) $count $scaling.enabled) -}}
+{{- $_ := set $model "initial" (include "holdfast.initialReplicas" (list $root $name $model)) -}}
 {{- $_ := set $models $name $model -}}
 {{- end -}}
 {{- toYaml $models -}}
+{{- end -}}
+
+{{/*
+Engines that a new cluster of a scaled model begins with: (list $ name model). Without a value those that the present
+clusters have, asked when helm has a cluster to ask; empty: Serve begins with the fewest.
+Trap: the operator does not make a new cluster for another number of replicas alone.
+*/}}
+{{- define "holdfast.initialReplicas" -}}
+{{- $root := index . 0 -}}
+{{- $name := index . 1 -}}
+{{- $model := index . 2 -}}
+{{- if $model.autoscaling.enabled -}}
+{{- $now := $model.autoscaling.initialReplicas | default 0 | int -}}
+{{- if not $now -}}
+{{- range (lookup "ray.io/v1" "RayCluster" $root.Release.Namespace "").items -}}
+{{- if eq (dig "labels" "ray.io/originated-from-cr-name" "" .metadata) (include "holdfast.fullname" $root) -}}
+{{- range .spec.workerGroupSpecs -}}
+{{- if eq .groupName $name -}}
+{{- $now = max $now (.replicas | default 0 | int) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $now -}}
+{{- max $model.least (min $model.most $now) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* "true" where any model is scaled. */}}
@@ -29,7 +58,7 @@
 {{/* Folder of a model in its worker: (list name model). Empty: `engine.model` says it. */}}
 {{- define "holdfast.modelFolder" -}}
 {{- $model := last . -}}
-{{- if eq $model.source.type "pvc" -}}
+{{- if has $model.source.type (list "pvc" "image") -}}
 {{- printf "/models/%s" $model.source.path | trimSuffix "/" -}}
 {{- else if ne $model.source.type "config" -}}
 /models/{{ first . }}
@@ -45,11 +74,15 @@
 {{- $engine := $config.engine | default dict -}}
 {{- with include "holdfast.modelFolder" (list $name $model) -}}
 {{- $engine = merge (dict "model" .) $engine (dict "served_name" (default $name $model.source.hub.repository)) -}}
-{{- $_ := set $config "engine" $engine -}}
+{{- end -}}
+{{- /* Where a GPU is asked for, `auto` would serve from the CPU of a machine whose GPU does not work. */ -}}
+{{- if not (hasKey $engine "device") -}}
+{{- $engine = merge (dict "device" (ternary "cuda" "cpu" (gt (int $model.gpus) 0))) $engine -}}
 {{- end -}}
 {{- if and (eq (int $model.gpus) 0) (not (hasKey $engine "threads")) -}}
-{{- $_ := set $config "engine" (merge (dict "threads" (int $model.cpus)) $engine) -}}
+{{- $engine = merge (dict "threads" (int $model.cpus)) $engine -}}
 {{- end -}}
+{{- $_ := set $config "engine" $engine -}}
 {{- $server := merge (dict "host" "0.0.0.0" "port" 8000) ($config.server | default dict) -}}
 {{- if not (hasKey $server "drain_s") -}}
 {{- $_ := set $server "drain_s" $root.Values.drainSeconds -}}

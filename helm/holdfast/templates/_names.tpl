@@ -39,12 +39,12 @@ app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Head and workers, as a label selector. */}}
+{{/* Ray's pods, as a label selector. */}}
 {{- define "holdfast.clusterSelector" -}}
 matchLabels:
   {{- include "holdfast.selector" (list . "") | nindent 2 }}
 matchExpressions:
-  - {key: app.kubernetes.io/component, operator: In, values: [head, worker]}
+  - {key: app.kubernetes.io/component, operator: In, values: [head, router, worker]}
 {{- end -}}
 
 {{- define "holdfast.image" -}}

@@ -78,7 +78,15 @@ comes or goes anywhere: the longest that any may take. HAProxy refuses times of 
 - {name: haproxy, containerPort: 9101}
 {{- end -}}
 
-{{/* Where a pod may run and what it may use: values of a head or worker. */}}
+{{/*
+No GPU, on a machine that has some: a container without this one would see all of them, where the runtime shows what an
+image asks for.
+*/}}
+{{- define "holdfast.noGpu" -}}
+- {name: NVIDIA_VISIBLE_DEVICES, value: void}
+{{- end -}}
+
+{{/* Where a pod may run and what it may use: values of a head, worker or router. */}}
 {{- define "holdfast.placement" -}}
 {{- with .runtimeClassName }}
 runtimeClassName: {{ . }}

@@ -29,7 +29,16 @@ applications:
         autoscaling_config:
           min_replicas: {{ $model.least }}
           max_replicas: {{ $model.most }}
-          target_ongoing_requests: {{ $model.autoscaling.targetOngoingRequests }}
+          {{- with $model.initial }}
+          initial_replicas: {{ . }}
+          {{- end }}
+          policy:
+            policy_function: holdfast.cluster.autoscaling:Demand
+            policy_kwargs:
+              ongoing_requests: {{ $model.autoscaling.targets.ongoingRequests }}
+              waiting_tokens: {{ $model.autoscaling.targets.waitingTokens | int64 }}
+              cell_pressure: {{ $model.autoscaling.targets.cellPressure }}
+              pinned_programs: {{ $model.autoscaling.targets.pinnedPrograms }}
           upscale_delay_s: {{ $model.autoscaling.upscaleDelaySeconds }}
           downscale_delay_s: {{ $model.autoscaling.downscaleDelaySeconds }}
         {{- else }}
@@ -47,12 +56,16 @@ applications:
         num_replicas: {{ $model.routers }}
         ray_actor_options:
           num_cpus: 0
-          # Beside an engine of its model, whose files it reads.
-          resources: {{ dict (include "holdfast.placeName" $name) 0.001 | toJson }}
+          # All that a router's pod has: one a pod.
+          resources: {{ dict (include "holdfast.routerPlaceName" $name) 1 | toJson }}
 {{- end }}
 {{- end -}}
 
-{{/* Ray's resource that only the workers of a model have. */}}
+{{/* Ray's resource that only the pods with a model's engines have, and the one that those with its routers have. */}}
 {{- define "holdfast.placeName" -}}
 model_{{ . | replace "-" "_" }}
+{{- end -}}
+
+{{- define "holdfast.routerPlaceName" -}}
+router_{{ . | replace "-" "_" }}
 {{- end -}}

@@ -86,6 +86,9 @@
 {{- if not (regexMatch "^[a-z]([a-z0-9-]{0,28}[a-z0-9])?$" $name) -}}
 {{- fail (printf "models: %q is not a name of at most 30 lower-case letters, digits and dashes" $name) -}}
 {{- end -}}
+{{- if hasSuffix "-routers" $name -}}
+{{- fail (printf "models: %q is what the routers of another model would be called" $name) -}}
+{{- end -}}
 {{- if gt $model.least $model.most -}}
 {{- fail (printf "models.%s.autoscaling: minReplicas is above maxReplicas" $name) -}}
 {{- end -}}
@@ -94,6 +97,15 @@
 {{- end -}}
 {{- if and (eq $model.source.type "init") (or (not $model.source.init.image) (not $model.source.init.command)) -}}
 {{- fail (printf "models.%s.source.init: give image and command" $name) -}}
+{{- end -}}
+{{- if and (eq $model.source.type "image") (not $model.source.image.reference) -}}
+{{- fail (printf "models.%s.source.image.reference: name the image" $name) -}}
+{{- end -}}
+{{- if and (eq $model.volume.type "hostPath") (not (hasPrefix "/" $model.volume.hostPath)) -}}
+{{- fail (printf "models.%s.volume.hostPath: name a folder of the machine" $name) -}}
+{{- end -}}
+{{- if ne $model.config.engine.device (ternary "cuda" "cpu" (gt (int $model.gpus) 0)) -}}
+{{- fail (printf "models.%s: engine.device is %s, and gpus is %d; leave the device to the chart" $name $model.config.engine.device (int $model.gpus)) -}}
 {{- end -}}
 {{- if and (eq $model.source.type "pvc") (or (ne $model.volume.type "pvc") (not $model.volume.existingClaim)) -}}
 {{- fail (printf "models.%s: source pvc needs volume.type pvc and volume.existingClaim" $name) -}}

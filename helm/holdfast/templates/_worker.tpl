@@ -1,41 +1,55 @@
-{{/* The pod template of a model's workers: (list $ name model). One pod holds one engine, and perhaps a router. */}}
+{{/*
+The pod template of a model's workers: (list $ name model kind). A pod of kind `worker` holds one engine, one of kind
+`router` a router; the values of either are the model's of that name.
+*/}}
 {{- define "holdfast.workerTemplate" -}}
 {{- $root := index . 0 -}}
 {{- $name := index . 1 -}}
 {{- $model := index . 2 -}}
-{{- $worker := $model.worker -}}
+{{- $kind := index . 3 -}}
+{{- $pod := get $model $kind -}}
+{{- $engine := eq $kind "worker" -}}
+{{- $brought := and $engine (ne $model.source.type "config") -}}
 {{- $drain := include "holdfast.drainSeconds" (list $root $model) | int -}}
 metadata:
   labels:
-    {{- include "holdfast.selector" (list $root "worker") | nindent 4 }}
-    {{- with $worker.podLabels }}
+    {{- include "holdfast.selector" (list $root $kind) | nindent 4 }}
+    {{- with $pod.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with $worker.podAnnotations }}
+  {{- with $pod.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "holdfast.fullname" $root }}-worker
+  serviceAccountName: {{ include "holdfast.fullname" $root }}-{{ $kind }}
   automountServiceAccountToken: false
   terminationGracePeriodSeconds: {{ add $drain 30 }}
   {{- include "holdfast.pullSecrets" $root | nindent 2 }}
   securityContext:
     {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
-  {{- include "holdfast.placement" $worker | nindent 2 }}
-  {{- with $worker.topologySpread }}
+  {{- include "holdfast.placement" $pod | nindent 2 }}
+  {{- with $pod.topologySpread }}
   topologySpreadConstraints:
     {{- range . }}
-    - labelSelector:
+    # A cluster that takes over from another is spread by itself.
+    - matchLabelKeys: [ray.io/cluster]
+      labelSelector:
         matchLabels:
-          {{- include "holdfast.selector" (list $root "worker") | nindent 10 }}
-          ray.io/group: {{ $name }}
+          {{- include "holdfast.selector" (list $root $kind) | nindent 10 }}
+          ray.io/group: {{ include "holdfast.groupName" (list $name $kind) }}
       {{- toYaml . | nindent 6 }}
     {{- end }}
   {{- end }}
-  {{- with include "holdfast.download" . }}
+  {{- $download := ternary (include "holdfast.download" (list $root $name $model)) "" $engine }}
+  {{- if or $download $pod.initContainers }}
   initContainers:
+    {{- with $pod.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with $download }}
     {{- . | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: ray-worker
@@ -47,11 +61,18 @@ spec:
         {{- include "holdfast.ports" $root | nindent 8 }}
       env:
         {{- include "holdfast.env" $root | nindent 8 }}
-        {{- with $worker.env }}
+        {{- if not (and $engine $model.gpus) }}
+        {{- include "holdfast.noGpu" $root | nindent 8 }}
+        {{- end }}
+        {{- with $pod.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
       resources:
-        {{- include "holdfast.workerResources" $model | nindent 8 }}
+        {{- if $engine }}
+        {{- include "holdfast.engineResources" $model | nindent 8 }}
+        {{- else }}
+        {{- toYaml $pod.resources | nindent 8 }}
+        {{- end }}
       lifecycle:
         preStop:
           exec:
@@ -66,30 +87,60 @@ spec:
       volumeMounts:
         {{- include "holdfast.volumeMounts" $root | nindent 8 }}
         - {name: drain, mountPath: /etc/holdfast/drain, readOnly: true}
-        {{- if ne $model.source.type "config" }}
+        {{- if $brought }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
+        {{- with $pod.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    {{- with $pod.sidecars }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "holdfast.volumes" $root | nindent 4 }}
-    {{- include "holdfast.shm" $worker.shmSize | nindent 4 }}
+    {{- include "holdfast.shm" $pod.shmSize | nindent 4 }}
     - name: drain
       configMap:
         name: {{ include "holdfast.fullname" $root }}-drain
-    {{- if ne $model.source.type "config" }}
-    - name: models
-      {{- if eq $model.volume.type "pvc" }}
-      persistentVolumeClaim:
-        claimName: {{ $model.volume.existingClaim | default (printf "%s-model-%s" (include "holdfast.fullname" $root) $name) }}
-        readOnly: {{ eq $model.source.type "pvc" }}
-      {{- else }}
-      emptyDir:
-        sizeLimit: {{ $model.volume.size }}
-      {{- end }}
+    {{- if $brought }}
+    {{- include "holdfast.modelVolume" (list $root $name $model) | nindent 4 }}
+    {{- end }}
+    {{- with $pod.volumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
 
-{{/* Requests and limits with the GPU in them. */}}
-{{- define "holdfast.workerResources" -}}
+{{/* The group of worker pods: (list name kind). */}}
+{{- define "holdfast.groupName" -}}
+{{- first . }}{{ if eq (last .) "router" }}-routers{{ end }}
+{{- end -}}
+
+{{/* What holds the model's files: (list $ name model). */}}
+{{- define "holdfast.modelVolume" -}}
+{{- $root := index . 0 -}}
+{{- $name := index . 1 -}}
+{{- $model := index . 2 -}}
+- name: models
+  {{- if eq $model.source.type "image" }}
+  image:
+    reference: {{ $model.source.image.reference }}
+    pullPolicy: {{ $model.source.image.pullPolicy }}
+  {{- else if eq $model.volume.type "pvc" }}
+  persistentVolumeClaim:
+    claimName: {{ $model.volume.existingClaim | default (printf "%s-model-%s" (include "holdfast.fullname" $root) $name) }}
+    readOnly: {{ eq $model.source.type "pvc" }}
+  {{- else if eq $model.volume.type "hostPath" }}
+  hostPath:
+    path: {{ $model.volume.hostPath }}
+    type: Directory
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ $model.volume.size }}
+  {{- end }}
+{{- end -}}
+
+{{/* Requests and limits of a pod with an engine, with the GPU in them. */}}
+{{- define "holdfast.engineResources" -}}
 {{- $resources := deepCopy .worker.resources -}}
 {{- if .gpus -}}
 {{- $limits := merge (dict .gpuResource (.gpus | int)) ($resources.limits | default dict) -}}
@@ -126,6 +177,7 @@ spec:
   env:
     - {name: HOME, value: /tmp}
     - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+    {{- include "holdfast.noGpu" $root | nindent 4 }}
     {{- with include "holdfast.hubSecret" $root }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $root.Values.hub.key }}}}
@@ -137,6 +189,7 @@ spec:
   env:
     - {name: HOME, value: /tmp}
     - {name: MODEL_DIR, value: /models/{{ $name }}}
+    {{- include "holdfast.noGpu" $root | nindent 4 }}
     {{- with $source.init.env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

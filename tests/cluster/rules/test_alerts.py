@@ -30,6 +30,7 @@ class Case:
 MODEL = {"job": "h", "model": "m"}
 REPLICA = {**MODEL, "replica": "r"}
 OF_MODEL, OF_REPLICA = '{job="h", model="m"}', '{job="h", model="m", replica="r"}'
+STATUS = 'ray_serve_deployment_status{job="ray", application="a", deployment="replicas"}'
 CASES = (
     Case("HoldfastMetricsMissing", {}, "4m", "6m", {}),
     Case(
@@ -48,15 +49,67 @@ CASES = (
         "3",
     ),
     Case(
-        "HoldfastRequestsFailing",
+        "HoldfastErrorBudgetBurnsFast",
         {
-            'holdfast_requests_total{job="h", model="m", outcome="completed"}': "0+90x40",
-            'holdfast_requests_total{job="h", model="m", outcome="failed"}': "0x10 0+10x30",
+            'holdfast_requests_total{job="h", model="m", outcome="completed"}': "0+90x200",
+            'holdfast_requests_total{job="h", model="m", outcome="failed"}': "0x60 0+10x140",
         },
-        "10m",
-        "30m",
+        "66m",
+        "130m",
         MODEL,
         "10%",
+    ),
+    Case(
+        "HoldfastErrorBudgetBurnsSlowly",
+        {
+            'holdfast_requests_total{job="h", model="m", outcome="completed"}': "0+99x500",
+            'holdfast_requests_total{job="h", model="m", outcome="failed"}': "0x60 0+1x440",
+        },
+        "70m",
+        "450m",
+        MODEL,
+        "1%",
+    ),
+    Case(
+        "HoldfastFirstTokenBudgetBurnsFast",
+        {
+            'holdfast_time_to_first_token_seconds_bucket{job="h", model="m", le="5.0"}': "0+100x60 6000+10x140",
+            'holdfast_time_to_first_token_seconds_count{job="h", model="m"}': "0+100x200",
+        },
+        "66m",
+        "130m",
+        MODEL,
+        "90%",
+    ),
+    Case(
+        "HoldfastFirstTokenBudgetBurnsSlowly",
+        {
+            'holdfast_time_to_first_token_seconds_bucket{job="h", model="m", le="5.0"}': "0+100x60 6000+50x440",
+            'holdfast_time_to_first_token_seconds_count{job="h", model="m"}': "0+100x500",
+        },
+        "70m",
+        "450m",
+        MODEL,
+        "50%",
+    ),
+    Case(
+        "HoldfastReplicaSilent",
+        {
+            'holdfast_replicas{job="h", router="i"}': "2x40",
+            f"holdfast_sequences_running{OF_REPLICA}": "1x40",
+        },
+        "4m",
+        "6m",
+        {"job": "h"},
+        "1",
+    ),
+    Case(
+        "HoldfastKeysRefused",
+        {'holdfast_request_errors_total{job="h", reason="invalid_api_key"}': "0x10 0+120x30"},
+        "10m",
+        "25m",
+        {"job": "h"},
+        "2",
     ),
     Case(
         "HoldfastOverloaded",
@@ -130,6 +183,18 @@ CASES = (
         {"job": "ray", "application": "a", "deployment": "d"},
         "1",
     ),
+    Case(
+        "HoldfastAutoscalerAtMaximum",
+        {
+            'ray_serve_autoscaling_desired_replicas{job="ray", application="a", deployment="d"}': "6x40",
+            'ray_serve_autoscaling_target_replicas{job="ray", application="a", deployment="d"}': "4x40",
+        },
+        "14m",
+        "16m",
+        {"job": "ray", "application": "a", "deployment": "d"},
+        "2",
+    ),
+    Case("HoldfastRolloutStuck", {STATUS: "6x10 3x60"}, "40m", "42m", {"job": "ray", "application": "a"}),
 )
 # What must not fire however long it lasts.
 CALM = {
@@ -145,8 +210,35 @@ CALM = {
         {f"holdfast_engine_steps_total{OF_REPLICA}": "5x60", f"holdfast_sequences_running{OF_REPLICA}": "0x60"},
     ),
     "no requests": (
-        "HoldfastRequestsFailing",
+        "HoldfastErrorBudgetBurnsFast",
         {'holdfast_requests_total{job="h", model="m", outcome="completed"}': "7x60"},
+    ),
+    "an outage that is over, and nobody asks since": (
+        "HoldfastErrorBudgetBurnsFast",
+        {
+            'holdfast_requests_total{job="h", model="m", outcome="completed"}': "0+100x40 4000x20",
+            'holdfast_requests_total{job="h", model="m", outcome="failed"}': "0x20 0+50x20 1000x20",
+        },
+    ),
+    "an engine that is replaced": (
+        "HoldfastNoReplica",
+        {'holdfast_replicas{job="h", application="a", router="i"}': "0x60", STATUS: "3x60"},
+    ),
+    "engines that are replaced, one after the other": (
+        "HoldfastReplicasLost",
+        {'holdfast_replicas_lost_total{job="h", application="a", router="i"}': "0+1x60", STATUS: "3x60"},
+    ),
+    "engines that have just been replaced": (
+        "HoldfastReplicasLost",
+        {
+            'holdfast_replicas_lost_total{job="h", application="a", router="i"}': "0x2 0+1x5 5x60",
+            STATUS: "6x2 3x5 6x60",
+        },
+    ),
+    "a router that is replaced": ("HoldfastMetricsMissing", {STATUS: "3x60"}),
+    "a new engine that is counted and not asked yet": (
+        "HoldfastReplicaSilent",
+        {'holdfast_replicas{job="h", application="a", router="i"}': "1x60", STATUS: "3x60"},
     ),
 }
 

@@ -88,6 +88,12 @@ def test_names_are_there_once_and_as_prometheus_wants_them() -> None:
     assert all(re.fullmatch(r"(model|tenant):holdfast_\w+:\w+", each.name) for each in RECORDINGS)
 
 
+def test_every_expression_ends_with_its_threshold() -> None:
+    """By which the chart puts in another one; `absent` alerts have none."""
+    for alert in ALERTS:
+        assert alert.absent or re.search(r"[=<>] [0-9.]+$", alert.expression), alert.name
+
+
 def test_promtool_finds_nothing_wrong() -> None:
     done = subprocess.run([found("promtool"), "check", "rules", *FOLDER.glob("*.yaml")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

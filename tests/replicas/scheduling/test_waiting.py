@@ -21,8 +21,9 @@ def waiting(
     preempted: bool = False,
     program: str = "",
     session: str = "",
+    length: int = 1,
 ) -> Sequence:
-    tokens = np.asarray([1], np.int32)
+    tokens = np.ones(length, np.int32)
     submit = Submit(name, tokens, Sampling(1), program_id=program, program_arrival=began, session_id=session)
     sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
@@ -51,6 +52,24 @@ def test_preempted_then_program_then_arrival():
     ):
         queue.push(sequence)
     assert drain(queue) == ["preempted", "old first", "old second", "young"]
+
+
+def test_the_tokens_that_wait_are_counted_once():
+    """Whatever is done to a sequence meanwhile: a new place, set aside and put back, removed, timed out."""
+    queue = WaitingQueue(ProgramOrder())
+    sequences = [waiting(f"r{i}", float(i), length=10 + i) for i in range(5)]
+    for sequence in sequences:
+        queue.push(sequence)
+    assert queue.tokens == 10 + 11 + 12 + 13 + 14
+    queue.reorder(sequences[3])
+    queue.put_back(queue.set_aside())
+    assert queue.tokens == 60
+    queue.remove(sequences[1])
+    assert queue.tokens == 49
+    queue.expired(before=3.0)
+    assert queue.tokens == 13 + 14
+    drain(queue)
+    assert queue.tokens == 0
 
 
 def test_request_order_ignores_programs():

@@ -1,0 +1,64 @@
+"""Writes what of values.schema.json follows from the code: `python helm/schema.py`.
+
+The keys of `config` are those of the configuration classes, with the comments behind their fields; `alerts` names the
+alerts that there are. All else in the file is written by hand.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from holdfast.cluster.config import Settings
+from holdfast.cluster.option_table import comments
+from holdfast.cluster.rules.alerts import ALERTS
+
+FILE = Path(__file__).parent / "holdfast" / "values.schema.json"
+PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+
+
+def of(hint: Any) -> dict[str, Any]:
+    """JSON schema of a value of type `hint`, as `cluster.config_file` reads it. TypeError for one that it knows not."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return of_class(hint)
+    if hint in PLAIN:
+        return {"type": PLAIN[hint]}
+    inside = get_args(hint)
+    if get_origin(hint) is Literal:
+        return {"enum": list(inside)}
+    if get_origin(hint) in (Union, UnionType):
+        return {"anyOf": [of(each) for each in inside]}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": of(inside[0])}
+    raise TypeError(f"no schema for {hint}")
+
+
+def of_class(kind: type) -> dict[str, Any]:
+    """JSON schema of a mapping with the fields of `kind`, and no others."""
+    hints, told = get_type_hints(kind), comments(kind)
+    properties = {
+        each.name: of(hints[each.name]) | ({"description": text} if (text := told.get(each.name)) else {})
+        for each in dataclasses.fields(kind)
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def alerts() -> dict[str, Any]:
+    """JSON schema of other numbers for alerts."""
+    numbers = {"threshold": {"type": "number"}, "for": {"type": "string", "pattern": "^([0-9]+(h|m|s))+$"}}
+    one = {"type": "object", "additionalProperties": False, "properties": numbers}
+    lasting = one | {"properties": {"for": numbers["for"]}}
+    named = {each.name: lasting if each.absent else one for each in ALERTS}
+    return {"type": "object", "additionalProperties": False, "properties": named}
+
+
+def schema(file: Path = FILE) -> str:
+    """The whole text of the file."""
+    read = json.loads(file.read_text())
+    read["$defs"] |= {"config": of_class(Settings), "alerts": alerts()}
+    return json.dumps(read, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(schema())

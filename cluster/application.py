@@ -29,11 +29,11 @@ from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
-from holdfast.router.beside import Beside
 from holdfast.router.conversations import Conversations
 from holdfast.router.drain import Drain
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.parser_process import ParserProcess
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
@@ -86,7 +86,7 @@ class Ingress:
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         tenants = TenantDirectory(found, exposed, config.hosts)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
-        self._drain, self._beside = Drain(), Beside()
+        self._drain, self._parser = Drain(), ParserProcess()
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
@@ -102,7 +102,7 @@ class Ingress:
             self._peers,
             Conversations(self._programs, self._store, entries, ttl_s),
             self._drain,
-            self._beside,
+            self._parser,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -125,7 +125,7 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         if self._tenants is not None:
             await self._tenants.close()
-        await self._beside.close()
+        await self._parser.close()
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()

@@ -14,7 +14,6 @@ from holdfast.replicas.errors import HoldfastError, InvalidRequestError, Unavail
 from holdfast.replicas.requests import ModelCard
 from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
-from holdfast.router.beside import Beside
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations
@@ -29,6 +28,7 @@ from holdfast.router.http import (
 )
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
+from holdfast.router.parser_process import ParserProcess
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -54,7 +54,7 @@ def create_app(
     peers: Peers | None = None,
     conversations: Conversations | None = None,
     drain: Drain | None = None,
-    beside: Beside | None = None,
+    parser: ParserProcess | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
@@ -63,7 +63,7 @@ def create_app(
     reports = reports or TurnReports()
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
     drain = drain or Drain()
-    guard = Guard(tenants, metrics, config, drain, beside or Beside())
+    guard = Guard(tenants, metrics, config, drain, parser or ParserProcess())
     turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
     agents = ProgramEndpoints(backend, guard, programs, latencies)
     small = SmallEndpoints(backend, guard, drain)

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from holdfast.router.beside import Beside
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
 from holdfast.router.http import caller, read_body
 from holdfast.router.limits import Limiter
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.watching import watch_tenants
@@ -27,14 +27,19 @@ class Guard:
     """Lets calls in. One for all endpoints of a router, so that they share its limits."""
 
     def __init__(
-        self, tenants: TenantDirectory, metrics: RouterMetrics, config: RouterConfig, drain: Drain, beside: Beside
+        self,
+        tenants: TenantDirectory,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        drain: Drain,
+        parser: ParserProcess,
     ) -> None:
         self._tenants = tenants
         self._config = config
         self._clock = metrics.clock
         self._limiter = Limiter(config.max_in_flight)
         self._drain = drain
-        self._beside = beside
+        self._parser = parser
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
 
     def authenticate(self, request: Request) -> Tenant:
@@ -67,6 +72,6 @@ class Guard:
         `parse` raises, or ClientGoneError.
         """
         body = await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
-        if len(body) <= self._config.beside_bytes:
+        if len(body) <= self._config.long_body_bytes:
             return parse(body, *arguments)
-        return await self._beside.call(parse_long, body, self._config.max_body_values, parse, arguments)
+        return await self._parser.call(parse_long, body, self._config.max_body_values, parse, arguments)

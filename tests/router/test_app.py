@@ -294,7 +294,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
 
 
 def test_a_long_body_is_parsed_in_another_process():
-    world = World(config=RouterConfig(beside_bytes=200, max_body_values=50))
+    world = World(config=RouterConfig(long_body_bytes=200, max_body_values=50))
     call = ("POST", "/v1/chat/completions")
     answers = world.calls(
         [

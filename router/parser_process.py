@@ -19,7 +19,7 @@ T = TypeVar("T")
 LENGTH = 8  # bytes
 
 
-class Beside:
+class ParserProcess:
     """Calls functions of modules in a process beside this one, one after the other.
 
     It is started by the first call, and again by the next one after it has died.
@@ -60,7 +60,7 @@ class Beside:
         return result  # type: ignore[no-any-return]
 
     async def _start(self) -> asyncio.subprocess.Process:
-        command = [sys.executable, "-m", "holdfast.router.beside"]
+        command = [sys.executable, "-m", "holdfast.router.parser_process"]
         return await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )

@@ -23,7 +23,7 @@ def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[int]
     pages: set[int] = set()
     held = [(pin.node, pin.length) for pin in pins]
     for sequence in going:
-        holding, end = sequence.held, sequence.n_history
+        holding, end = sequence.the_holding, sequence.n_history
         held.append((holding.node, end))
         if end > holding.n_shared:
             pages.update(holding.pages[holding.n_shared // size : -(-end // size)].tolist())

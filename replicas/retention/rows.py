@@ -1,11 +1,11 @@
 """Rows of the page table between turns: who has one, who keeps one, and what sessions keep pinned meanwhile.
 
     between turns    cells                                     row
-    program          in the tree; pinned while `pins` says so  kept, first to go when rows are short
-    session          pinned until it is closed                 kept, where the region had one
+    program          in the tree; pinned while `pins` says so  parked, first to go when rows are short
+    session          pinned until it is closed                 parked, where the region had one
 
-A kept row still shows the pages of its owner's last turn: the next one writes only what differs. A program's row stands
-in nobody's way. A session is opened by a client and gives nothing back before it is closed.
+A parked row still shows the pages of its owner's last turn: the next one writes only what differs. A program's row
+stands in nobody's way. A session is opened by a client and gives nothing back before it is closed.
 """
 
 import logging
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRow:
+class ParkedRow:
     """Where an owner left off: `n_tokens` computed, and shown by `row`, if it kept one.
 
     `pages` are what the page table shows in the row, from slot 0 on. They may be other tokens' by now: whoever takes
@@ -43,17 +43,17 @@ class KeptRow:
 class Rows:
     """The only caller of the pool, and of the cache for sessions' pins.
 
-    `keep`: programs keep their rows between turns. `share`: sessions' histories are cached in their tenants' scopes,
+    `park`: programs keep their rows between turns. `share`: sessions' histories are cached in their tenants' scopes,
     where others find them, and not in scopes of their own. `sessions` counts the cells of these histories.
     """
 
-    def __init__(self, cache: KVCache, pool: SequencePool, *, keep: bool, share: bool = True) -> None:
+    def __init__(self, cache: KVCache, pool: SequencePool, *, park: bool, share: bool = True) -> None:
         self._cache = cache
         self._pool = pool
-        self._keep = keep
+        self._park = park
         self._share = share
-        self._programs: OrderedDict[Owner, KeptRow] = OrderedDict()  # least recently used first
-        self._sessions: dict[Owner, KeptRow] = {}
+        self._programs: OrderedDict[Owner, ParkedRow] = OrderedDict()  # least recently used first
+        self._sessions: dict[Owner, ParkedRow] = {}
         self.sessions = SessionCells(cache.pool)
 
     @property
@@ -61,8 +61,8 @@ class Rows:
         return self._pool.rows
 
     @property
-    def kept(self) -> int:
-        """Rows that programs keep: they are to be had by whoever needs one."""
+    def parked(self) -> int:
+        """Rows that programs keep between turns: they are to be had by whoever needs one."""
         return len(self._programs)
 
     @property
@@ -74,7 +74,7 @@ class Rows:
         """Programs that keep a row, least recently used first."""
         return self._programs.keys()
 
-    def begin(self, owner: Owner | None, spared: Callable[[Owner], bool]) -> tuple[int, KeptRow | None] | None:
+    def begin(self, owner: Owner | None, spared: Callable[[Owner], bool]) -> tuple[int, ParkedRow | None] | None:
         """A row for a sequence, its own to give back, and where its owner left off, if that is known.
 
         None when no row is free. Whoever goes on gets the row it had; the pin of a session is given back. Programs that
@@ -92,15 +92,15 @@ class Rows:
     def release(self, row: int) -> None:
         give_back(self._pool.release, row)
 
-    def keep_program(self, owner: Owner, last: KeptRow) -> None:
+    def park_program(self, owner: Owner, last: ParkedRow) -> None:
         """A program's turn is over: it keeps its row if it is one that can be kept."""
-        if last.row is None or not self._keep or last.row < self._pool.first_session_row:
+        if last.row is None or not self._park or last.row < self._pool.first_session_row:
             self._let_go(last)
         else:
             self._let_go(self._programs.pop(owner, None))
             self._programs[owner] = last
 
-    def keep_session(self, owner: Owner, history: TokenIds, last: KeptRow, now: float) -> None:
+    def park_session(self, owner: Owner, history: TokenIds, last: ParkedRow, now: float) -> None:
         """An operation of a session is over: `history` stays pinned, the row with it if it is one that can be kept."""
         row = last.row
         if row is not None and row < self._pool.first_session_row:
@@ -108,12 +108,12 @@ class Rows:
             row = None
         pin = self._pin(owner, history, now)
         self._let_go(self._sessions.pop(owner, None))
-        self._sessions[owner] = KeptRow(len(history), row, last.pages, pin)
+        self._sessions[owner] = ParkedRow(len(history), row, last.pages, pin)
         self.sessions.pinned(owner, pin)
 
     def fork(self, owner: Owner, history: TokenIds, now: float) -> None:
         """Let `owner`, a session, begin with `history`: what is cached of it is pinned for it, nothing is copied."""
-        self.keep_session(owner, history, KeptRow(len(history), None, NO_PAGES), now)
+        self.park_session(owner, history, ParkedRow(len(history), None, NO_PAGES), now)
 
     def forget(self, owner: Owner) -> None:
         """A session has ended: let its cells and its row go."""
@@ -121,7 +121,7 @@ class Rows:
 
     # ---- parts ----
 
-    def _of(self, owner: Owner) -> dict[Owner, KeptRow]:
+    def _of(self, owner: Owner) -> dict[Owner, ParkedRow]:
         return self._sessions if owner.session else self._programs
 
     def _free_row(self, owner: Owner | None, spared: Callable[[Owner], bool]) -> int | None:
@@ -134,7 +134,7 @@ class Rows:
             row = self._programs.pop(gives_way).row
         return row if row is not None else self._pool.acquire()
 
-    def _let_go(self, last: KeptRow | None) -> None:
+    def _let_go(self, last: ParkedRow | None) -> None:
         if last is not None:
             self._unpin(last.pin)
             if last.row is not None:

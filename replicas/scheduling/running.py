@@ -17,7 +17,7 @@ from holdfast.replicas.kv.host import Reloads
 from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.retention.rows import KeptRow, Rows, give_back
+from holdfast.replicas.retention.rows import ParkedRow, Rows, give_back
 from holdfast.replicas.scheduling.drafts import Drafts
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
@@ -181,19 +181,19 @@ class Running:
             if not leaving.keeps_row or owner is None:
                 self.rows.release(row)
             if owner is not None:
-                last = KeptRow(len(computed), row, pages) if leaving.keeps_row else KeptRow(0, None, NO_PAGES)
-                self._keep_row(sequence, owner, last, leaving, now)
+                last = ParkedRow(len(computed), row, pages) if leaving.keeps_row else ParkedRow(0, None, NO_PAGES)
+                self._park_row(sequence, owner, last, leaving, now)
         except Exception as failure:
             raise BooksError(f"{sequence.request_id} could not be taken out: {failure}") from failure
 
-    def _keep_row(self, sequence: Sequence, owner: Owner, last: KeptRow, leaving: Leaving, now: float) -> None:
+    def _park_row(self, sequence: Sequence, owner: Owner, last: ParkedRow, leaving: Leaving, now: float) -> None:
         if owner.session:
             kept = leaving is Leaving.FINISHED and sequence.submit.keep
             history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
-            self.rows.keep_session(owner, history, last, now)
+            self.rows.park_session(owner, history, last, now)
         elif leaving.keeps_row:
             self._histories.remember(owner, sequence.buffer[: last.n_tokens])
-            self.rows.keep_program(owner, last)
+            self.rows.park_program(owner, last)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
         """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""
@@ -205,7 +205,7 @@ class Running:
         give_back(self._cache.drop, holding)
         return None
 
-    def _count(self, sequence: Sequence, last: KeptRow | None) -> None:
+    def _count(self, sequence: Sequence, last: ParkedRow | None) -> None:
         """A turn begins: how much of what its owner had is in place, and how much was in vain."""
         n_cached, owner = sequence.n_computed, sequence.owner
         if last is not None and last.row is not None and n_cached >= last.n_tokens > 0:

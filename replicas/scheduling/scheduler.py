@@ -54,7 +54,7 @@ class Scheduler:
         self._high_water = int(config.cells * config.high_water)
         self.decode_steps = 1
         waiting = WaitingQueue(order)
-        self.rows = Rows(cache, pool, keep=config.sessions, share=config.prefix_cache)
+        self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, self.rows, order, stats, self.retention)
         self._drafts = Drafts(drafter)
@@ -84,7 +84,7 @@ class Scheduler:
             cells_free=cells.free,
             cells_tree=cells.tree,
             cells_held=cells.held,
-            rows_parked=self.rows.kept,
+            rows_parked=self.rows.parked,
             cells_host=cells.host_used,
             reload_cells_per_s=self._running.reloads.speed.cells_per_s,
             pins=len(self.retention.pins),

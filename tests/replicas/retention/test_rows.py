@@ -4,7 +4,7 @@ import numpy as np
 
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.retention.rows import KeptRow, Rows
+from holdfast.replicas.retention.rows import ParkedRow, Rows
 from holdfast.replicas.sequences import Owner, SequencePool
 
 NOBODY = np.empty(0, np.int32)
@@ -18,9 +18,9 @@ def nobody(owner: Owner) -> bool:
     return False
 
 
-def rows_of(n: int, *, keep: bool = True) -> Rows:
+def rows_of(n: int, *, park: bool = True) -> Rows:
     """`n` rows that can be kept, and one that cannot."""
-    return Rows(KVCache(16, 4), SequencePool(n + 1, n), keep=keep)
+    return Rows(KVCache(16, 4), SequencePool(n + 1, n), park=park)
 
 
 def turn(rows: Rows, owner: Owner, spared=nobody) -> int | None:
@@ -28,18 +28,18 @@ def turn(rows: Rows, owner: Owner, spared=nobody) -> int | None:
     begun = rows.begin(owner, spared)
     if begun is None:
         return None
-    rows.keep_program(owner, KeptRow(1, begun[0], NO_PAGES))
+    rows.park_program(owner, ParkedRow(1, begun[0], NO_PAGES))
     return begun[0]
 
 
 def test_the_least_recently_seen_program_gives_way_and_a_session_never_does():
     rows = rows_of(4)
     session = Owner("", "s", session=True)
-    rows.keep_session(session, NOBODY, KeptRow(0, rows.begin(session, nobody)[0], NO_PAGES), 0.0)
+    rows.park_session(session, NOBODY, ParkedRow(0, rows.begin(session, nobody)[0], NO_PAGES), 0.0)
     of = {name: turn(rows, program(name)) for name in "abc"}
     assert len(set(of.values())) == 3
     assert turn(rows, program("a")) == of["a"], "who goes on gets the row it had"
-    assert (rows.kept, rows.taken) == (3, 1)
+    assert (rows.parked, rows.taken) == (3, 1)
     assert [turn(rows, program(name)) for name in "de"] == [of["b"], of["c"]]
     assert list(rows.programs()) == [program("a"), program("d"), program("e")]
     assert rows.begin(session, nobody)[1] is not None
@@ -65,9 +65,9 @@ def test_a_row_is_taken_once_and_a_program_is_no_session():
 
 
 def test_programs_keep_nothing_where_they_are_not_to():
-    rows = rows_of(2, keep=False)
+    rows = rows_of(2, park=False)
     assert turn(rows, program("x")) is not None
-    assert (rows.kept, rows.taken) == (0, 0)
+    assert (rows.parked, rows.taken) == (0, 0)
 
 
 def test_an_owner_is_the_session_before_the_program():

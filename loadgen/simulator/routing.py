@@ -6,6 +6,7 @@
     bounded-hash      the same, past replicas that have 1.25 times the mean in hand (Mirrokni et al. 2018)
     prefix            where the longest beginning of the prompt was sent last, else the least loaded
     ours              the router's: it knows what it sent, and what replicas tell once a second
+    ours-4-routers    four of them that take turns; each knows what it sent itself, and what replicas tell
 
 The others see all that they would like to at once: one router, and a turn counts from the moment it is sent to the
 moment it ends. No replica refuses a turn here, so nothing waits in the router.
@@ -16,8 +17,10 @@ from __future__ import annotations
 import heapq
 import random
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol
@@ -25,9 +28,12 @@ from typing import Protocol
 from holdfast.loadgen.simulator.programs import Program
 from holdfast.loadgen.simulator.replica import Replica
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
+from holdfast.replicas.types import TokenIds
+from holdfast.router.placement import Ask, LoadReport, Placement, PlacementConfig, Prefix
 
 _CAPACITY = 1 << 30
+REPORT_S = 1.0
+TOLD = 32  # beginnings that a replica tells of, the latest
 _POINTS = 100  # of each replica on the ring
 _BOUND = 1.25  # times the mean
 
@@ -168,25 +174,73 @@ class LongestPrefix(Counting):
         return chosen
 
 
-class Ours(Counting):
-    """The router's placement."""
+class Ours:
+    """The router's placement, one for each of `routers`, which take turns one after the other. The program table is
+    theirs together: each knows where a program and its parent were last. What else they know is what they sent, and
+    what every replica tells once in `every` seconds.
+    """
 
-    def __init__(self, replicas: int, config: PlacementConfig | None = None) -> None:
-        super().__init__(replicas)
-        self._config = config or PlacementConfig()
+    every = REPORT_S
 
-    def choose(self, asked: Asked) -> int:
-        if asked.home is not None:
-            return asked.home  # what `rank` says of a program whose replica has room
-        views = [ReplicaView(str(number), turns, _CAPACITY) for number, turns in enumerate(self.hand.turns)]
-        group = None
-        if asked.near is not None:
-            group = Group(asked.near[0], None if asked.near[1] is None else str(asked.near[1]))
-        return int(rank(asked.program.name, views, None, 0.0, self._config, group)[0])
+    def __init__(self, replicas: int, config: PlacementConfig | None = None, routers: int = 1) -> None:
+        self._names = [str(number) for number in range(replicas)]
+        self._routers = [Placement(config or PlacementConfig(), random.Random(f"router {i}")) for i in range(routers)]
+        for router in self._routers:
+            router.update(dict.fromkeys(self._names, _CAPACITY))
+        self._held = [Held() for _ in range(replicas)]
+        self._by: dict[tuple[int, int], Placement] = {}  # who sent a turn of a program
+        self._next = 0
+
+    def place(self, asked: Asked) -> int:
+        router = self._routers[self._next % len(self._routers)]
+        self._next += 1
+        program, home = asked.program, asked.home
+        prompt = program.turns[asked.at].prompt
+        begins = Prefix(program.begins, program.shared)
+        near = None if asked.near is None or asked.near[1] is None else self._names[asked.near[1]]
+        ask = Ask(asked.tokens, (begins,), None if home is None else self._names[home], asked.tokens - prompt, near)
+        choice = router.choose(ask)
+        assert choice is not None
+        router.sent(choice.replica_id, (begins, Prefix(program.standing(asked.at), asked.tokens)))
+        self._by[program.number, asked.at] = router
+        return int(choice.replica_id)
+
+    def ended(self, replica: int, program: Program, at: int) -> None:
+        self._by.pop((program.number, at)).ended(self._names[replica])
+        self._held[replica].served(program)
+
+    def report(self, number: int, replica: Replica, now: float) -> None:
+        report = LoadReport(running=replica.ongoing, prefixes=self._held[number].still(replica))
+        for router in self._routers:
+            router.report(self._names[number], report)
+
+
+class Held:
+    """Beginnings of prompts that a replica has served lately, and which of them its cache still has."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[str, TokenIds]] = OrderedDict()
+
+    def served(self, program: Program) -> None:
+        if program.begins not in self._known:
+            self._known[program.begins] = program.tenant, program.tokens()[: program.shared + 1]
+        self._known.move_to_end(program.begins)
+        if len(self._known) > TOLD:
+            self._known.popitem(last=False)
+
+    def still(self, replica: Replica) -> dict[str, int]:
+        """Tokens by names: those that are there whole."""
+        cache = replica.engine.cache
+        return {
+            name: len(tokens) - 1
+            for name, (scope, tokens) in self._known.items()
+            if cache.peek(scope, tokens) == len(tokens) - 1
+        }
 
 
 ROUTINGS: dict[str, Callable[[int], Routing]] = {
     "ours": Ours,
+    "ours-4-routers": partial(Ours, routers=4),
     "round-robin": RoundRobin,
     "two-choices": TwoChoices,
     "consistent-hash": ConsistentHash,

@@ -102,6 +102,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         Raises UnavailableError where there is none, OverloadedError where too many wait or this one does too long.
         """
         request_id = pending_request.metadata.internal_request_id
+        _waited(pending_request)  # it waits from now on
         while True:
             # Trap: with no replica left Serve waits for the next one without a bound.
             if not self._by_id:
@@ -181,7 +182,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         if ask is None:
             program = pending_request.metadata.session_id
             place: Place = pending_request.kwargs.pop(HINT, ANYWHERE)
-            home = place.last_replica or (self._pins.get(program) if program else None)
+            if place.last_replica in self._by_id:
+                self._pins.put(program, place.last_replica)
+            home = self._pins.get(program) or place.last_replica
             ask = Ask(
                 place.tokens,
                 tuple(Prefix(digest, place.prefix_tokens) for digest in place.prefixes),

@@ -1,6 +1,6 @@
 """Prometheus' text: a process' own, with its label on every sample, and one made of several."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,24 +54,28 @@ def own_exposition(registry: CollectorRegistry, labels: Mapping[str, str]) -> st
     return generate_latest(around).decode()
 
 
-def merge_expositions(texts: Iterable[str]) -> str:
+class Merged:
     """One exposition of several: samples of a family stand together under one HELP and TYPE, as scrapers demand."""
-    headings: dict[str, dict[str, str]] = {}
-    samples: dict[str, list[str]] = {}
-    for text in texts:
+
+    def __init__(self) -> None:
+        self._headings: dict[str, dict[str, str]] = {}
+        self._samples: dict[str, list[str]] = {}
+
+    def add(self, text: str) -> None:
+        """Another process's exposition."""
         family = ""
         for line in text.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
                 _, word, family, *_ = line.split(" ", 3)
-                headings.setdefault(family, {}).setdefault(word, line)
-                samples.setdefault(family, [])
+                self._headings.setdefault(family, {}).setdefault(word, line)
+                self._samples.setdefault(family, [])
             elif line and not line.startswith("#"):
                 name = line.split("{", 1)[0].split(" ", 1)[0]
                 if name.removeprefix(family) not in SUFFIXES:
                     family = name
-                samples.setdefault(family, []).append(line)
-    lines: list[str] = []
-    for family, found in samples.items():
-        lines.extend(headings.get(family, {}).values())
-        lines.extend(found)
-    return "\n".join(lines) + "\n"
+                self._samples.setdefault(family, []).append(line)
+
+    def families(self) -> Iterator[str]:
+        """The text, a family at a time."""
+        for family, samples in self._samples.items():
+            yield "\n".join((*self._headings.get(family, {}).values(), *samples, ""))

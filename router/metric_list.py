@@ -151,8 +151,30 @@ LINE = _gauge(
     "Requests in the router's program-ordered line, for no replica has room",
     "Above 0 for long: more replicas, or a higher `replicas.max_ongoing_requests`",
 )
-LINE_WAITS = _counter("line_waits", "", "Requests that had to stand in the line", "Compare it with all requests")
-LINE_SECONDS = _counter("line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait")
+LINE_WAITS = _counter(
+    "line_waits",
+    "",
+    "Requests that had to stand in the line, by what for: `home`, the replica that has their program's state, or `any`",
+    "Compare it with all requests",
+    "for",
+)
+LINE_SECONDS = _counter(
+    "line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait", "for"
+)
+PLACED = _counter(
+    "placements",
+    "",
+    "Turns by why they went to their replica. `home`: their program's state is there. New programs: `prefix`, `near` (a"
+    " parent), `load`, `hash` (without Redis). Programs that moved: `crowded`, `waited`, `lost`",
+    "Moves but few `lost`: replicas are too full, or unevenly so; `hash`: bring Redis back",
+    "reason",
+)
+BALANCE = _gauge(
+    "replica_balance",
+    "",
+    "Turns that the busiest replica has in hand, over the mean of all",
+    "Far above 1 with work to do: few long programs, or `placement.turn_tokens` is too low",
+)
 REPLICAS = _gauge(
     "replicas",
     "",
@@ -217,7 +239,16 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
     "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
     "Tenants": (TENANT_TOKENS, TENANT_IN_FLIGHT, TENANT_LIMIT, CACHE),
-    "Replicas and the line before them": (REPLICAS, REPLICAS_JOINED, REPLICAS_LOST, LINE, LINE_WAITS, LINE_SECONDS),
+    "Replicas and the line before them": (
+        REPLICAS,
+        REPLICAS_JOINED,
+        REPLICAS_LOST,
+        LINE,
+        LINE_WAITS,
+        LINE_SECONDS,
+        PLACED,
+        BALANCE,
+    ),
     "Redis": (
         DEGRADED,
         STORE_OPERATIONS,

@@ -3,16 +3,17 @@
 Each router joins all of them, its own among them, so it does not matter which one a scraper reaches.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from holdfast.router.backend import Backend
-from holdfast.router.exposition import merge_expositions
+from holdfast.router.exposition import Merged
 from holdfast.router.http import caller, json_response
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -39,7 +40,11 @@ class MetricsEndpoints:
     async def all(self, request: Request) -> Response:
         self._tenants.authorize_metrics(caller(request))
         routers, replicas = await self._found(None)
-        return _text(merge_expositions([*routers.values(), *replicas.values()]))
+        merged = Merged()
+        for text in (*routers.values(), *replicas.values()):
+            merged.add(text)
+            await asyncio.sleep(0)  # requests go on between two of many replicas
+        return StreamingResponse(_in_turns(merged.families()), headers={"content-type": METRICS_TYPE})
 
     async def process(self, request: Request) -> Response:
         """One router's or replica's. Raises RefusedError where there is none of that id."""
@@ -78,6 +83,12 @@ class MetricsEndpoints:
         if own not in routers:
             routers[own] = await self._metrics.exposition() if only in (None, own) else ""
         return routers, await self._backend.metrics(only)
+
+
+async def _in_turns(texts: Iterable[str]) -> AsyncIterator[str]:
+    for text in texts:
+        yield text
+        await asyncio.sleep(0)
 
 
 def _text(text: str) -> Response:

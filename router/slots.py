@@ -35,10 +35,6 @@ class Slots:
                 del known[replica_id]
         self._free = {each: None for each in capacity if self._in_hand[each] < capacity[each]}
 
-    def load(self, replica_id: str) -> int:
-        """Requests that the replica has in hand, this process's or others'."""
-        return max(self._in_hand[replica_id], self._ongoing.get(replica_id, 0))
-
     def room(self, replica_id: str, now: float) -> bool:
         if self._closed.get(replica_id, now) > now:
             return False

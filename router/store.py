@@ -264,11 +264,15 @@ class RedisStore:
 
     async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T | None:
         began, done = time.monotonic(), None
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 done = await work()
         except (RedisError, OSError, TimeoutError) as error:
             log.debug("Redis operation failed: %s", error)
+        if task and task.cancelling() > cancelled:  # Trap: redis-py may swallow it and answer all the same
+            raise asyncio.CancelledError
         if self._observe is not None:
             self._observe(time.monotonic() - began, done is not None)
         return done

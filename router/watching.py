@@ -7,6 +7,7 @@ from holdfast.router import metric_list as listed
 from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.placement import Reason
 from holdfast.router.redis_info import RedisInfo
 from holdfast.router.tenants import TenantDirectory
 
@@ -38,11 +39,17 @@ def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: L
 
 def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
     metrics.watch(listed.LINE, lambda: read().waiting)
-    metrics.watch(listed.LINE_WAITS, lambda: read().waits)
-    metrics.watch(listed.LINE_SECONDS, lambda: read().wait_s)
+    metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
+    metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
+    metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
+    metrics.watch(listed.BALANCE, lambda: read().balance)
     metrics.watch(listed.REPLICAS, lambda: read().replicas)
     metrics.watch(listed.REPLICAS_JOINED, lambda: read().joined)
     metrics.watch(listed.REPLICAS_LOST, lambda: read().lost)
+
+
+def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
+    return {("home",): float(home), ("any",): float(both - home)}
 
 
 class Informed(Protocol):

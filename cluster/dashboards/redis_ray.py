@@ -73,9 +73,21 @@ ROUTERS = Row(
             Unit.PLAIN,
             (
                 Query(WHO.total("holdfast_requests_in_line", "router"), "router {{router}}"),
-                Query(WHO.rate("holdfast_line_waits_total"), "requests a second that had to wait"),
-                Query(WHO.rate("holdfast_line_wait_seconds_total"), "waiting on average"),
+                Query(WHO.rate("holdfast_line_waits_total", "for"), "a second that had to wait for {{for}}"),
+                Query(WHO.rate("holdfast_line_wait_seconds_total", "for"), "waiting for {{for}} on average"),
             ),
+        ),
+        Panel(
+            "Why turns went where they went",
+            "home: their program's state is there. crowded, waited, lost: their program moved.",
+            Unit.PLAIN,
+            (Query(WHO.rate("holdfast_placements_total", "reason"), "{{reason}}"),),
+        ),
+        Panel(
+            "Balance of the replicas",
+            "Turns that the busiest has in hand over the mean of all. 1: all have alike, or there is nothing to do.",
+            Unit.PLAIN,
+            (Query(WHO.most("holdfast_replica_balance", "router"), "router {{router}}"),),
         ),
         Panel(
             "Replicas that came and went",

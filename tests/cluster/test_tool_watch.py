@@ -6,12 +6,14 @@ from redis_server import RedisServer
 
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas.retention.latency import LatencySnapshot
-from holdfast.router.config import RouterConfig
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tool_latency import ToolLatencies
 
 PATIENT = 5.0
-CONFIG = RouterConfig(tool_latency_s=0.01, store_timeout_s=PATIENT, store_retry_s=0.01)
+
+
+def store_at(server: RedisServer) -> RedisStore:
+    return RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, 0.01)
 
 
 def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_path):
@@ -20,9 +22,9 @@ def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_pa
 
     async def scenario():
         learned: asyncio.Queue[LatencySnapshot] = asyncio.Queue()
-        store = RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, 0.01)
+        store = store_at(server)
         latencies = ToolLatencies(store, 0.01)
-        watches = [ToolWatch(RedisAddress(server.url), CONFIG, learned.put) for _ in range(2)]
+        watches = [ToolWatch(store_at(server), 0.01, learned.put) for _ in range(2)]
 
         async def seen_by_both(tool: str) -> LatencySnapshot:
             async with asyncio.timeout(PATIENT):
@@ -39,7 +41,7 @@ def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_pa
         server.start()
         after = await seen_by_both("sed")
         assert after.of("a", "ls").mean == 1.0, "what is known is not forgotten"
-        for each in (*watches, latencies, store):
+        for each in (*watches, *(watch._store for watch in watches), latencies, store):
             await each.close()
 
     try:
@@ -55,11 +57,13 @@ def test_a_watch_that_never_finds_redis_disturbs_nobody(tmp_path):
         async def learn(snapshot: LatencySnapshot) -> None:
             learned.append(snapshot)
 
-        watch = ToolWatch(RedisAddress(RedisServer(tmp_path).url), CONFIG, learn)
+        store = store_at(RedisServer(tmp_path))
+        watch = ToolWatch(store, 0.01, learn)
         async with asyncio.timeout(PATIENT):
-            while not watch._store.degraded:  # noqa: ASYNC110
+            while not store.degraded:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await watch.close()
+        await store.close()
         assert learned == []
 
     asyncio.run(scenario())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.replicas.config import DraftConfig, OrderName, PolicyName, RetentionConfig
-from holdfast.replicas.events import Abort, Finished, ProgramEnded, ToolLatencies, TurnEnded
+from holdfast.replicas.events import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.sequences import Owner
 
@@ -99,6 +99,10 @@ class RetentionMachine(RuleBasedStateMachine):
     @rule(program=programs)
     def end(self, program: tuple[str, str]) -> None:
         self.world.give(ProgramEnded(*program))
+
+    @rule(program=programs, seconds=st.floats(0.0, 30.0))
+    def expect(self, program: tuple[str, str], seconds: float) -> None:
+        self.world.give(ProgramExpected(*program, seconds))
 
     @rule(back=st.integers(1, 4))
     def abort(self, back: int) -> None:

@@ -246,7 +246,7 @@ def test_the_actor_tells_its_metrics_and_load():
             )
             assert 'outcome="finished"' in text
             assert (await replica.card()).replica_id == "r-1"
-            assert replica.record_routing_stats()["running"] == 0
+            assert replica.load().running == 0
             await replica.check_health()
         finally:
             await replica.shutdown()

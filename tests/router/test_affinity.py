@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +18,12 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
+from holdfast.replicas.stats import LoadReport
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.backend import Place
+from holdfast.router.fleet import Fleet
 from holdfast.router.line_stats import line_stats
+from holdfast.router.placement import Reason
 
 numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
@@ -36,11 +41,24 @@ def pending(program: str, waited_s: float = 0.0, **kwargs: Any) -> PendingReques
     return request
 
 
+def fleet_of(now: list[float]) -> Fleet:
+    return Fleet(lambda: now[0])
+
+
+@contextmanager
+def using(fleet: Fleet) -> Iterator[None]:
+    """Routers made meanwhile hear of this fleet."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("holdfast.router.affinity.FLEET", fleet)
+        yield
+
+
 def turn(program: str, arrival: float, waited_s: float = 0.0) -> PendingRequest:
     """A call for a program's turn, with a request id of its own."""
     request = pending(program, waited_s)
     request.metadata.internal_request_id = f"{program} {next(numbers)}"
-    request.args.append(GenerateRequest("r", RawPrompt("x"), Sampling(), program_arrival=arrival))
+    command = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id=program, program_arrival=arrival)
+    request.args.append(command)
     return request
 
 
@@ -51,7 +69,7 @@ def waiting_for(*names: str, **config: Any) -> tuple[AffinityRouter, list[Any]]:
     for each in replicas:
         each.max_ongoing_requests = 1
     made._replicas = {each.replica_id: each for each in replicas}
-    made._replicas_changed()
+    made.replicas_changed()
     return made, replicas
 
 
@@ -68,6 +86,8 @@ def affinity(**config: Any) -> AffinityRouter:
 
 
 async def first_choice(made: AffinityRouter, replicas: list[Any], request: PendingRequest) -> str:
+    made._replicas = {each.replica_id: each for each in replicas}
+    made.replicas_changed()
     ranking = await made.choose_replicas(replicas, request)
     return str(ranking[0][0].replica_id.unique_id)
 
@@ -181,51 +201,114 @@ def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> No
         made = affinity()
         replicas = [replica(name) for name in "abcdef"]
         for home in "abcdef":
-            made.on_request_routed(pending(f"t/{home}"), ReplicaID(home, DEPLOYMENT), None)
-            child = pending(f"t/child of {home}", **{HINT: Place(near=f"t/{home}")})
+            known = Place(near_replica=home, prefixes=("d",), tokens=2000, prefix_tokens=2000)
+            child = pending(f"t/child of {home}", **{HINT: known})
             assert await first_choice(made, replicas, child) == home
-            assert await first_choice(made, replicas, child) == home, "ranked again, while it waits"
-            moved = Place(near=f"t/{home}", near_replica="c")  # by another router
-            assert await first_choice(made, replicas, pending("t/new", **{HINT: moved})) == "c"
-            own = pending("t/a", **{HINT: Place("a", near=f"t/{home}")})
+            assert await first_choice(made, replicas, child) == home, "asked again, while it waits"
+            own = pending("t/a", **{HINT: Place("a", near_replica=home)})
             assert await first_choice(made, replicas, own) == "a"
 
     asyncio.run(live())
 
 
-def test_conversations_with_one_key_do_not_all_go_to_one_replica() -> None:
-    """Eight replicas, 1,024 programs that name one key, one after the other: none is loaded when the next comes."""
-
+def test_programs_that_begin_alike_are_served_together_until_that_is_too_much_for_one() -> None:
     async def live() -> None:
-        made = affinity()
+        made = affinity(turn_tokens=1000)
         replicas = [replica(name) for name in "abcdefgh"]
-        for i in range(1024):
-            request = pending(f"t/{i}", **{HINT: Place(near="t/shared")})
-            chosen = await first_choice(made, replicas, request)
-            made.on_request_routed(request, ReplicaID(chosen, DEPLOYMENT), None)
-        counts = made._pins.programs
-        assert sum(counts.values()) == 1024
-        assert max(counts.values()) <= 1.35 * 1024 / 8
-        assert min(counts.values()) >= 64
+        chosen = []
+        for i in range(8):
+            request = turn(f"t/{i}", 1.0)
+            request.kwargs[HINT] = Place(prefixes=("shared",), tokens=3000, prefix_tokens=2500)
+            chosen.append(await first_choice(made, replicas, request))
+            assert made._gate.take(chosen[-1], request.metadata.internal_request_id)
+            made.on_request_routed(request, ReplicaID(chosen[-1], DEPLOYMENT), None)
+        assert chosen[1:3] == [chosen[0]] * 2, "two more turns in hand are less than the prefix"
+        assert chosen[3] != chosen[0]
+        assert set(chosen[:6]) == {chosen[0], chosen[3]}, "both hold it now"
 
     asyncio.run(live())
 
 
-def test_what_is_pinned_is_counted_by_replica() -> None:
-    pins = Pins(2)
-    for program, home in (("p", "a"), ("q", "a"), ("p", "b"), ("r", "b")):
-        pins.put(program, home)
-    assert dict(pins.programs) == {"b": 2}
-    assert pins.get("q") is None
-
-
-def test_a_full_replica_is_waited_for_and_then_left() -> None:
+def test_routers_without_redis_agree_on_the_place_of_a_program() -> None:
     async def live() -> None:
-        made = affinity(patience_s=2.0)
+        replicas = [replica(name) for name in "abcdefgh"]
+        for i in range(20):
+            alone = {HINT: Place(tokens=100, shared=False)}
+            first, second = [
+                await first_choice(affinity(), replicas, pending(f"t/{i}", **dict(alone))) for _ in range(2)
+            ]
+            assert first == second
+
+    asyncio.run(live())
+
+
+def test_a_silent_replica_is_passed_by_until_it_is_heard_again() -> None:
+    async def live() -> None:
+        made, fleet = affinity(), fleet_of(now := [0.0])
         a, b = replica("a"), replica("b")
-        made.on_request_routed(pending("t/p"), a.replica_id, None)
-        assert await made.choose_replicas([a, b], pending("t/p")) == [[a]]
-        assert await made.choose_replicas([a, b], pending("t/p", waited_s=3.0)) == [[a], [b]]
+        with using(fleet):
+            fleet.watch(made)
+            assert await first_choice(made, [a, b], pending("t/p", **{HINT: Place("a")})) == "a"
+            for each in "ab":
+                fleet.tell(each, LoadReport())
+            now[0] = 10.0
+            fleet.tell("b", LoadReport())
+            fleet.look(silent_s=6.0, heard_s=3.0)
+            assert set(made._by_id) == {"a", "b"}, "the channel was not open for long enough to know"
+            fleet.look(silent_s=6.0, heard_s=10.0)
+            assert set(made._by_id) == {"b"}
+            assert await first_choice(made, [a, b], pending("t/p", **{HINT: Place("a")})) == "b"
+            fleet.tell("a", LoadReport())
+            assert set(made._by_id) == {"a", "b"}
+
+    asyncio.run(live())
+
+
+def test_a_program_that_waits_for_its_home_says_so_to_it() -> None:
+    async def live() -> None:
+        fleet = fleet_of([0.0])
+        told: list[tuple[str, str, str, float]] = []
+        fleet.expect = lambda *what: told.append(what)
+        with using(fleet):
+            made, (a, _b) = waiting_for("a", "b", patience_s=7.0)
+            made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/p", 1.0)))
+            await turns()
+            waiting.cancel()
+            (replica_id, scope, program, seconds) = told[0]
+            assert (replica_id, scope, program) == ("a", "t", "t/p")
+            assert 6.0 < seconds <= 7.0
+
+    asyncio.run(live())
+
+
+def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
+    async def live() -> None:
+        made, (a,) = waiting_for("a")
+        first = turn("t/p", 1.0)
+        made.on_request_routed(turn("t/late", 9.0), a.replica_id, None)
+        assert await made._choose_replica_for_request(first) is a
+        new = asyncio.create_task(made._choose_replica_for_request(turn("t/new", 2.0)))
+        kept = asyncio.create_task(made._choose_replica_for_request(late := turn("t/late", 9.0)))
+        await turns()
+        made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+        assert await kept is a
+        assert not new.done()
+        made.on_request_completed(a.replica_id, late.metadata.internal_request_id)
+        assert await new is a
+
+    asyncio.run(live())
+
+
+def test_why_turns_went_where_they_went_is_counted() -> None:
+    async def live() -> None:
+        made, (a, b) = waiting_for("a", "b", patience_s=2.0)
+        made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
+        assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+        assert await made._choose_replica_for_request(turn("t/p", 1.0, waited_s=3.0)) is b
+        assert made.line_stats.placed == {Reason.HOME: 1, Reason.WAITED: 1}
+        made.on_replica_actor_died(a.replica_id)
 
     asyncio.run(live())
 
@@ -382,11 +465,11 @@ def test_what_replicas_have_in_hand_decides_for_requests_without_a_program() -> 
     async def live() -> None:
         made = affinity()
         a, b = replica("a"), replica("b")
+        await first_choice(made, [a, b], pending(""))
         made.on_new_queue_len_info(a.replica_id, 3)
         made.on_new_queue_len_info(b.replica_id, 2)
         assert await first_choice(made, [a, b], pending("")) == "b"
-        for _ in range(2):
-            made.decrement_queue_len_cache(a.replica_id)
+        made.on_new_queue_len_info(a.replica_id, 1)
         assert await first_choice(made, [a, b], pending("")) == "a"
 
     asyncio.run(live())
@@ -420,7 +503,7 @@ def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
         await turns()
         assert made.line_stats.waiting == 1
         made._replicas = {one.replica_id: one}
-        made._replicas_changed()
+        made.replicas_changed()
         assert (made.line_stats.replicas, made.line_stats.lost) == (1, 1)
         task.cancel()
         await turns()

@@ -31,7 +31,7 @@ def affinity(control_calls: int) -> AffinityRouter:
     made = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
     made.initialize_state(control_calls)
     made._replicas = {A: SimpleNamespace(replica_id=A, max_ongoing_requests=4)}
-    made._replicas_changed()
+    made.replicas_changed()
     return made
 
 

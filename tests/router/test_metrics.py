@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.events import Timing, Usage
 from holdfast.router.event_stream import ClientGoneError
-from holdfast.router.exposition import merge_expositions
+from holdfast.router.exposition import Merged
 from holdfast.router.metric_list import LINE
 from holdfast.router.metrics import OTHER, Meter, Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Run
@@ -32,9 +32,16 @@ def samples(text):
     }
 
 
+def together(*texts):
+    merged = Merged()
+    for text in texts:
+        merged.add(text)
+    return "".join(merged.families())
+
+
 def test_merging_keeps_every_sample_and_names_each_family_once():
     one, two = REPLICA.format("r1"), REPLICA.format("r2")
-    merged = merge_expositions([one, two])
+    merged = together(one, two)
     assert samples(merged) == {**samples(one), **samples(two)}
     assert merged.count("# TYPE") == merged.count("# HELP") == 2
     lines = [line for line in merged.splitlines() if not line.startswith("#")]
@@ -43,7 +50,7 @@ def test_merging_keeps_every_sample_and_names_each_family_once():
 
 
 def test_merging_samples_without_a_heading():
-    assert merge_expositions(["a 1\n", 'a{x="y"} 2\nab 3\n']) == 'a 1\na{x="y"} 2\nab 3\n'
+    assert together("a 1\n", 'a{x="y"} 2\nab 3\n') == 'a 1\na{x="y"} 2\nab 3\n'
 
 
 @pytest.mark.parametrize(

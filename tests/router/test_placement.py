@@ -1,122 +1,218 @@
-"""Laws of placement: who is tried, in which order, and who moves when the replica set changes."""
+"""Laws of placement: where turns go, what moves them, and that no choice looks at all replicas."""
+
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
+from holdfast.replicas.stats import LoadReport
+from holdfast.router.placement import CANDIDATES, Ask, Choice, Placement, PlacementConfig, Prefix, Reason
 
-CONFIG = PlacementConfig()
-LONG = CONFIG.patience_s + 1.0
-
-names = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
-programs = st.text(min_size=1, max_size=20)
-views = st.lists(
-    st.builds(ReplicaView, names, st.integers(0, 50), st.integers(1, 40)),
-    max_size=8,
-    unique_by=lambda view: view.replica_id,
+names = st.sampled_from("abcdefgh")
+digests = st.sampled_from(("p", "q", "r"))
+asks = st.builds(
+    Ask,
+    st.integers(0, 20_000),
+    st.lists(st.builds(Prefix, digests, st.integers(1, 9000)), max_size=2).map(tuple),
+    st.none() | names,
+    st.integers(0, 20_000),
+    st.none() | names,
+    st.sampled_from(("", "t/p")),
+)
+happenings = st.lists(
+    st.one_of(
+        st.tuples(st.just("sent"), names),
+        st.tuples(st.just("ended"), names),
+        st.tuples(st.just("ongoing"), names, st.integers(0, 9)),
+        st.tuples(st.just("update"), st.dictionaries(names, st.integers(1, 4), max_size=8)),
+        st.tuples(
+            st.just("report"),
+            names,
+            st.builds(
+                LoadReport,
+                st.integers(0, 5),
+                st.integers(0, 5),
+                seconds_per_token=st.floats(0, 0.01),
+                prefixes=st.dictionaries(digests, st.integers(1, 9000)),
+            ),
+        ),
+        st.tuples(st.just("holds"), names, st.lists(st.builds(Prefix, digests, st.just(100)), max_size=2)),
+    ),
+    max_size=30,
 )
 
 
-def idle(*replica_ids: str) -> list[ReplicaView]:
-    return [ReplicaView(replica_id, 0, 100) for replica_id in replica_ids]
+def placement(*replica_ids: str, capacity: int = 100, **config: float) -> Placement:
+    made = Placement(PlacementConfig(**config), random.Random(0))  # type: ignore[arg-type]
+    made.update(dict.fromkeys(replica_ids, capacity))
+    return made
 
 
-@given(st.one_of(st.just(""), programs), views, st.one_of(st.none(), names), st.floats(0, 100))
-def test_a_ranking_names_replicas_once_and_is_empty_only_without_any(
-    program: str, replicas: list[ReplicaView], pinned: str | None, waited_s: float
+def send(made: Placement, replica_id: str, turns: int) -> None:
+    for _ in range(turns):
+        made.sent(replica_id)
+
+
+def first(made: Placement, ask: Ask) -> Choice:
+    choice = made.choose(ask)
+    assert choice is not None
+    return choice
+
+
+@given(happenings, asks)
+def test_a_choice_is_a_replica_that_is_there_and_there_is_none_only_without_any(
+    happened: list[tuple[str, ...]], ask: Ask
 ) -> None:
-    ranking = rank(program, replicas, pinned, waited_s, CONFIG)
-    assert len(set(ranking)) == len(ranking)
-    assert set(ranking) <= {view.replica_id for view in replicas}
-    assert bool(ranking) == bool(replicas)
+    made, there = placement("a", "b"), {"a", "b"}
+    for what, *about in happened:
+        getattr(made, what)(*about)
+        if what == "update":
+            there = set(about[0])
+        choice = made.choose(ask)
+        assert (choice is None) == (not there)
+        assert choice is None or choice.replica_id in there
+        assert made.balance >= 1.0
 
 
-@given(programs, views, st.data())
-def test_a_program_keeps_its_replica_alone_until_its_patience_ends(
-    program: str, replicas: list[ReplicaView], data: st.DataObject
-) -> None:
-    if not replicas:
-        return
-    home = data.draw(st.sampled_from(replicas)).replica_id
-    assert rank(program, replicas, home, 0.0, CONFIG) == (home,)
-    after = rank(program, replicas, home, LONG, CONFIG)
-    assert after[0] == home
-    assert set(after) == {view.replica_id for view in replicas}
+def test_a_program_goes_home_until_that_is_so_crowded_that_computing_all_again_is_clearly_less() -> None:
+    made = placement("a", "b", turn_tokens=1000, move_factor=4.0)
+    ask = Ask(3000, home="a", held=3000)
+    send(made, "a", 13)
+    assert first(made, ask) == Choice("a", Reason.HOME)
+    send(made, "a", 1)
+    assert first(made, ask) == Choice("b", Reason.CROWDED)
+    made.ended("a")
+    assert first(made, ask) == Choice("a", Reason.HOME)
 
 
-@given(programs, st.lists(names, min_size=2, max_size=8, unique=True))
-def test_losing_another_replica_does_not_move_a_program(program: str, replica_ids: list[str]) -> None:
-    first = rank(program, idle(*replica_ids), None, 0.0, CONFIG)
-    for lost in first[1:]:
-        left = [replica_id for replica_id in replica_ids if replica_id != lost]
-        assert rank(program, idle(*left), None, 0.0, CONFIG)[0] == first[0]
+def test_a_program_whose_home_has_gone_is_placed_anew() -> None:
+    made = placement("b", "c")
+    made.report("c", LoadReport(prefixes={"p": 500}))
+    assert first(made, Ask(1000, (Prefix("p", 500),), home="a", held=900)) == Choice("c", Reason.LOST)
 
 
-@given(programs, st.permutations(["a", "b", "c", "d"]))
-def test_the_order_of_the_replicas_does_not_matter(program: str, replica_ids: list[str]) -> None:
-    assert rank(program, idle(*replica_ids), None, 0.0, CONFIG) == rank(
-        program, idle("a", "b", "c", "d"), None, 0.0, CONFIG
-    )
+def test_losing_a_replica_moves_nobody_elses_program() -> None:
+    made = placement("a", "b", "c")
+    made.update({"a": 100, "c": 100})
+    for home in ("a", "c"):
+        assert first(made, Ask(100, home=home, held=100)) == Choice(home, Reason.HOME)
 
 
-def test_programs_spread_evenly() -> None:
-    firsts = [rank(f"tenant/{i}", idle("a", "b", "c", "d"), None, 0.0, CONFIG)[0] for i in range(2000)]
-    assert all(400 < firsts.count(replica_id) < 600 for replica_id in "abcd")
+def test_new_programs_spread_evenly() -> None:
+    made, counts = placement(*"abcdefgh"), Counter[str]()
+    for _ in range(800):
+        chosen = first(made, Ask(1000)).replica_id
+        made.sent(chosen)
+        counts[chosen] += 1
+    assert set(counts.values()) == {100}
 
 
-def test_a_dead_pin_counts_as_none() -> None:
-    assert rank("p", idle("a", "b"), "gone", 0.0, CONFIG) == rank("p", idle("a", "b"), None, 0.0, CONFIG)
+def test_a_known_beginning_is_gone_to_while_it_saves_more_than_the_turns_there_cost() -> None:
+    made = placement("a", "b", turn_tokens=1000)
+    made.report("b", LoadReport(prefixes={"p": 2500}))
+    ask = Ask(3000, (Prefix("unknown", 2900), Prefix("p", 10)))  # the replica knows how long it is
+    for _ in range(3):
+        assert first(made, ask) == Choice("b", Reason.PREFIX)
+        made.sent("b")
+    assert first(made, ask) == Choice("a", Reason.LOAD)
 
 
-def test_a_new_program_leaves_a_crowded_replica() -> None:
-    home, other = rank("p", idle("a", "b"), None, 0.0, CONFIG)
-    busy = [ReplicaView(home, CONFIG.imbalance, 100), ReplicaView(other, 0, 100)]
-    assert rank("p", busy, None, 0.0, CONFIG) == (other, home)
-    busy = [ReplicaView(home, CONFIG.imbalance - 1, 100), ReplicaView(other, 0, 100)]
-    assert rank("p", busy, None, 0.0, CONFIG) == (home, other)
+def test_what_a_replica_tells_of_no_more_has_been_evicted() -> None:
+    made = placement("a", "b")
+    made.report("b", LoadReport(prefixes={"p": 2500}))
+    made.sent("b")
+    ask = Ask(3000, (Prefix("p", 2500),))
+    assert first(made, ask) == Choice("b", Reason.PREFIX)
+    made.report("b", LoadReport(running=1))
+    assert first(made, ask) == Choice("a", Reason.LOAD)
 
 
-def test_a_new_program_leaves_a_full_replica() -> None:
-    home, other = rank("p", idle("a", "b"), None, 0.0, CONFIG)
-    assert rank("p", [ReplicaView(home, 2, 2), ReplicaView(other, 1, 2)], None, 0.0, CONFIG) == (other, home)
+def test_where_a_turn_was_sent_its_beginning_is_expected_before_it_is_told() -> None:
+    made = placement("a", "b")
+    made.holds("b", (Prefix("p", 2500),))
+    assert first(made, Ask(3000, (Prefix("p", 2500),))) == Choice("b", Reason.PREFIX)
 
 
-def test_past_its_patience_a_program_goes_to_the_least_busy_other() -> None:
-    replicas = [ReplicaView("home", 9, 9), ReplicaView("busy", 5, 9), ReplicaView("idle", 1, 9)]
-    assert rank("p", replicas, "home", LONG, CONFIG) == ("home", "idle", "busy")
+def test_a_child_goes_to_its_parent_while_there_is_room() -> None:
+    made = placement("a", "b", turn_tokens=1000, capacity=2)
+    ask = Ask(3000, (Prefix("p", 2500),), near="b")
+    assert first(made, ask) == Choice("b", Reason.NEAR)
+    send(made, "b", 2)
+    assert first(made, ask) == Choice("a", Reason.LOAD)
 
 
-def test_without_a_program_the_load_decides() -> None:
-    replicas = [ReplicaView("a", 3, 9), ReplicaView("b", 1, 9), ReplicaView("c", 0, 0)]
-    assert rank("", replicas, None, 0.0, CONFIG) == ("b", "a", "c")
+def test_other_routers_turns_count_as_replicas_tell_of_them() -> None:
+    made = placement("a", "b")
+    made.sent("b")
+    made.report("a", LoadReport(running=3, waiting=2))
+    made.report("b", LoadReport(running=1))
+    assert first(made, Ask(10)).replica_id == "b"
+    assert made.balance == 5 / 3
+    made.ended("a")
+    made.ongoing("a", 0)
+    assert first(made, Ask(10)).replica_id == "a"
 
 
-@pytest.mark.parametrize("wrong", [{"pins": 0}, {"imbalance": 0}, {"patience_s": -1.0}, {"no_replica_s": -1.0}])
+def test_a_slow_replica_gets_less() -> None:
+    made = placement("a", "b")
+    for name, seconds in (("a", 0.004), ("b", 0.001)):
+        made.report(name, LoadReport(prefixes={"p": 100}, seconds_per_token=seconds))
+    send(made, "b", 1)
+    assert first(made, Ask(1000, (Prefix("p", 100),))).replica_id == "b"
+
+
+def test_a_turn_waits_for_its_home_as_long_as_computing_there_would_take() -> None:
+    made = placement("a", "b", patience_s=10.0)
+    ask = Ask(2000, home="a", held=2000)
+    assert made.patience(ask) == 10.0, "nothing is known of what computing takes"
+    made.report("a", LoadReport(seconds_per_token=0.001))
+    assert made.patience(ask) == pytest.approx(2.0)
+    assert made.patience(Ask(10**6, home="a", held=10**6)) == 10.0
+    assert made.elsewhere(ask) in (Choice("b", Reason.WAITED), Choice("a", Reason.LOAD))
+
+
+def test_routers_that_share_nothing_agree_by_a_programs_name() -> None:
+    found = {first(placement(*order), Ask(10, name="t/p")) for order in ("abcd", "dcba", "cabd")}
+    assert len(found) == 1
+    assert found.pop().reason is Reason.HASH
+
+
+def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
+    """However many there are, and however many hold its prefix."""
+    looked = Counter[str]()
+
+    class Counted(dict[str, int]):
+        def __getitem__(self, replica_id: str) -> int:
+            looked[replica_id] += 1
+            return super().__getitem__(replica_id)
+
+    made = placement(*map(str, range(1000)))
+    for replica_id in map(str, range(500)):
+        made.report(replica_id, LoadReport(running=int(replica_id) % 7, prefixes={"p": 2000}))
+    made._others = Counted(made._others)
+    for ask in (Ask(3000, (Prefix("p", 2000),), near="7"), Ask(3000, home="5", held=3000)):
+        looked.clear()
+        first(made, ask)
+        assert len(looked) <= CANDIDATES + 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pins": 0},
+        {"turn_tokens": 0},
+        {"max_waiting": 0},
+        {"patience_s": -1.0},
+        {"move_factor": -1.0},
+        {"queue_timeout_s": -1.0},
+        {"no_replica_s": -1.0},
+        {"report_s": 0.0},
+        {"silent_s": 2.0},
+    ],
+)
 def test_impossible_settings_name_their_field(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
         PlacementConfig(**wrong)  # type: ignore[arg-type]
-    assert caught.value.field == next(iter(wrong))
-
-
-def test_a_group_is_served_together_while_there_is_room() -> None:
-    group = Group("parent", "b")
-    assert rank("p", idle("a", "b", "c"), None, 0.0, CONFIG, group)[0] == "b"
-    assert rank("p", idle("a", "b", "c"), "a", 0.0, CONFIG, group) == ("a",), "what it has counts more"
-    crowded = [ReplicaView("a", 0, 100), ReplicaView("b", CONFIG.imbalance, 100)]
-    assert rank("p", crowded, None, 0.0, CONFIG, group)[0] == "a"
-    many = [ReplicaView("a", 0, 100, 10), ReplicaView("b", 0, 100, 20)]
-    assert set(rank("p", many, None, 0.0, CONFIG, group)) == {"a", "b"}
-    assert [rank(f"p{i}", many, None, 0.0, CONFIG, group)[0] for i in range(50)].count("b") < 50
-
-
-def test_routers_that_know_nothing_of_a_group_agree_on_its_place() -> None:
-    places = {rank(f"p{i}", idle("a", "b", "c", "d"), None, 0.0, CONFIG, Group("key"))[0] for i in range(50)}
-    assert len(places) == 1
-
-
-def test_a_share_below_the_mean_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
-        PlacementConfig(group_load=0.5)
-    assert refused.value.field == "group_load"

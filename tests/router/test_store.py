@@ -224,3 +224,30 @@ def test_a_tenants_flood_leaves_others_their_answers_in_memory():
         assert await store.get("plain") is not None
 
     asyncio.run(scenario())
+
+
+def test_an_operation_that_is_cancelled_ends_wherever_that_finds_it(tmp_path):
+    """The client library swallows some cancellations; whoever closes a loop that uses the store would wait for ever."""
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def scenario():
+        store = RedisStore(RedisAddress(server.url), MemoryStore(1, 1), 5.0)
+
+        async def work() -> None:
+            while True:
+                await store.publish("channel", b"1")
+
+        for steps in range(20, 80):
+            task = asyncio.create_task(work())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            done, _ = await asyncio.wait({task}, timeout=5.0)
+            assert done, steps
+        await store.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        server.kill()

@@ -6,6 +6,7 @@ from redis_server import RedisServer
 from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.placement import Reason
 from holdfast.router.redis_info import RedisInfo
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
@@ -61,20 +62,24 @@ def test_tenants_that_come_later_have_series_and_limits():
 def test_the_line_is_read_when_it_is_asked_for():
     metrics, stats = RouterMetrics(CollectorRegistry()), [LineStats()]
     watch_line(metrics, lambda: stats[0])
-    stats[0] = LineStats(waiting=3).waited(2.0, again=False).waited(1.0, again=True).changed(joined=2, lost=1)
-    found = {
-        name: metrics.registry.get_sample_value(f"holdfast_{name}")
-        for name in (
-            "requests_in_line",
-            "line_waits_total",
-            "line_wait_seconds_total",
-            "replicas_joined_total",
-            "replicas_lost_total",
-        )
-    }
-    assert list(found.values()) == [3, 1, 3.0, 2, 1]
+    waited = LineStats(waiting=3, balance=1.5).waited(2.0, again=False, for_home=True).waited(1.0, True, False)
+    stats[0] = waited.changed(joined=2, lost=1).placed_for(Reason.HOME).placed_for(Reason.HOME)
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value(f"holdfast_{name}", labels)
+
+    assert value("requests_in_line") == 3
+    assert [value("line_waits_total", **{"for": what}) for what in ("home", "any")] == [1, 0]
+    assert [value("line_wait_seconds_total", **{"for": what}) for what in ("home", "any")] == [2.0, 1.0]
+    assert [value(name) for name in ("replicas_joined_total", "replicas_lost_total")] == [2, 1]
+    assert value("placements_total", reason="home") == 2
+    assert value("placements_total", reason="load") == 0
+    assert value("replica_balance") == 1.5
 
 
 def test_the_stats_of_several_add_up():
-    assert LineStats.total([LineStats(1, 2, 3.0, 4, 5, 6)] * 2) == LineStats(2, 4, 6.0, 8, 10, 12)
+    one = LineStats(waiting=1, replicas=4, balance=2.0, placed={Reason.HOME: 1, Reason.LOAD: 2})
+    two = LineStats(waiting=2, waits=3, placed={Reason.HOME: 5})
+    together = LineStats(waiting=3, waits=3, replicas=4, balance=2.0, placed={Reason.HOME: 6, Reason.LOAD: 2})
+    assert LineStats.total([one, two]) == together
     assert LineStats.total([]) == LineStats()

@@ -5,7 +5,7 @@ from engine_world import World, words
 from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
-from holdfast.replicas.events import Abort, ProgramEnded, ToolLatencies, TurnEnded
+from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 
@@ -110,6 +110,22 @@ def test_the_next_turn_finds_its_cells_where_without_a_pin_they_are_gone():
         stats = world.engine.stats
         assert stats.pin_hits == hits
         assert (world.end("b").usage.cached > 90) == bool(hits)
+
+
+def test_a_pin_outlives_its_time_while_the_next_turn_waits_elsewhere():
+    world = make(ttl=5.0)
+    turn(world, "p", words(1, 40))
+    since = world.now
+    world.now = since + 4.0
+    world.give(ProgramExpected("", "p", 3.0))
+    world.give(ProgramExpected("", "unknown", 3.0))
+    world.now = since + 6.0
+    world.give(ProgramExpected("", "p", 0.5))  # shortens nothing
+    world.step()
+    assert pinned(world) == {"p"}
+    world.now = since + 8.0
+    world.step()
+    assert pinned(world) == set()
 
 
 @pytest.mark.parametrize("end", ["last", "flag", "program", "no tool time"])

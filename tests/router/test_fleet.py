@@ -1,0 +1,109 @@
+"""What replicas tell, and what routers tell them, through a real Redis that is lost and comes back."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from redis_server import RedisServer
+
+from holdfast.replicas.stats import LoadReport
+from holdfast.router.fleet import Fleet, Listener, Reporter, decode, encode
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+
+PATIENT = 5.0
+OFTEN = 0.01
+SILENT = 0.3
+
+
+class Watcher:
+    """A router's view of replicas."""
+
+    def __init__(self) -> None:
+        self.heard: dict[str, LoadReport] = {}
+        self.changes = 0
+
+    def told(self, replica_id: str, report: LoadReport) -> None:
+        self.heard[replica_id] = report
+
+    def replicas_changed(self) -> None:
+        self.changes += 1
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENT):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(OFTEN)
+
+
+def store_at(server: RedisServer) -> RedisStore:
+    return RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, OFTEN)
+
+
+def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def scenario() -> None:
+        fleet, watcher = Fleet(), Watcher()
+        fleet.watch(watcher)
+        stores = [store_at(server) for _ in range(3)]
+        how = {"a": LoadReport(running=1), "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5)}
+        expected: asyncio.Queue[tuple[str, str, str, float]] = asyncio.Queue()
+
+        def reporter(name: str, store: RedisStore) -> Reporter:
+            return Reporter(store, name, OFTEN, lambda: how[name], lambda *what: expected.put_nowait((name, *what)))
+
+        listener = Listener(stores[0], fleet, OFTEN, SILENT)
+        reporters = {name: reporter(name, store) for name, store in zip("ab", stores[1:], strict=True)}
+        try:
+            await until(lambda: watcher.heard == how)
+            how["a"] = LoadReport(running=2, tokens_waiting=9)
+            await until(lambda: watcher.heard == how)
+
+            async def reaches(name: str) -> None:
+                """A replica may not listen yet: it is told again, as by the next turn that waits."""
+                async with asyncio.timeout(PATIENT):
+                    while expected.empty():
+                        fleet.expect(name, "tenant", "tenant/p", 2.5)
+                        await asyncio.sleep(OFTEN)
+                assert await expected.get() == (name, "tenant", "tenant/p", 2.5)
+
+            await reaches("b")
+            server.kill()
+            server.socket.unlink(missing_ok=True)
+            await until(lambda: all(store.degraded for store in stores[1:]))
+            await asyncio.sleep(2 * SILENT)
+            assert not fleet.silent("a"), "nobody can be heard while Redis is away"
+            server.start()
+            how["a"] = LoadReport(running=3)
+            await until(lambda: watcher.heard == how)
+            await reporters.pop("a").close()
+            await until(lambda: fleet.silent("a"))
+            assert not fleet.silent("b")
+            assert watcher.changes == 1
+            reporters["a"] = reporter("a", stores[1])
+            await until(lambda: not fleet.silent("a"))
+            assert watcher.changes == 2
+        finally:
+            for each in (listener, *reporters.values(), *stores):
+                await each.close()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        server.kill()
+
+
+def test_a_report_of_a_newer_release_is_read_as_far_as_it_is_known() -> None:
+    report = LoadReport(running=1, prefixes={"d": 3})
+    message = encode("a", report)
+    assert decode(message) == ("a", report)
+    assert decode(message.replace(b'"running"', b'"unknown":5,"running"')) == ("a", report)
+
+
+def test_what_has_gone_is_forgotten() -> None:
+    fleet = Fleet(lambda: 0.0)
+    fleet.tell("a", LoadReport(running=1))
+    assert fleet.latest("a") == LoadReport(running=1)
+    fleet.keep(set())
+    assert fleet.latest("a") is None

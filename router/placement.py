@@ -31,6 +31,7 @@ class PlacementConfig:
     imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
     group_load: float = 1.25  # programs placed together leave a replica with so many times the mean of programs
     turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
+    crowded_load: float = 1.5  # turns above so many times the mean count more the more there are
     move_factor: float = 4.0  # a program leaves its replica where that saves so many times what it computes again
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
@@ -40,8 +41,9 @@ class PlacementConfig:
         for name in ("pins", "imbalance", "turn_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.group_load < 1:
-            raise ConfigError(f"group_load must be at least 1, not {self.group_load}", "group_load")
+        for name in ("group_load", "crowded_load"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         for name in ("patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
@@ -94,7 +96,8 @@ class Choice:
 class Placement:
     """Where turns go: to the replica where they are expected to have their first token soonest.
 
-        expected work = (turns in hand * turn_tokens + tokens of the prompt not held there) * its seconds per token
+        expected work = (turns * turn_tokens + tokens of the prompt not held there) * its seconds per token
+        turns         = turns in hand + half the square of those above crowded_load times the mean of all replicas
 
     A new program may go to replicas known to hold the longest beginning of its prompt (`CANDIDATES` of them, drawn at
     random where more do), to its parent's, or to the one with the fewest turns in hand. A program with a home leaves
@@ -112,6 +115,7 @@ class Placement:
         self._others: dict[str, int] = {}
         self._token_s: dict[str, float] = {}
         self._holders: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+        self._total = 0  # turns in hand of all replicas
         self._order: list[tuple[bool, int, float, str]] = []
 
     def update(self, capacity: Mapping[str, int]) -> None:
@@ -123,13 +127,16 @@ class Placement:
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
             self._others.setdefault(replica_id, 0)
+        self._total = sum(map(self._turns, capacity))
         self._sort()
 
     def report(self, replica_id: str, report: LoadReport) -> None:
         """A replica has told how it is."""
         if replica_id not in self._capacity:
             return
+        before = self._turns(replica_id)
         self._others[replica_id] = max(0, report.running + report.waiting - self._sent[replica_id])
+        self._total += self._turns(replica_id) - before
         if report.seconds_per_token > 0:
             self._token_s[replica_id] = report.seconds_per_token
         for digest in report.prefixes:
@@ -142,12 +149,14 @@ class Placement:
             self._holds(replica_id, prefix.digest)
         if replica_id in self._sent:
             self._sent[replica_id] += 1
+            self._total += 1
             self._changed(replica_id)
 
     def ended(self, replica_id: str) -> None:
         """A turn that was sent there has ended."""
         if replica_id in self._sent:
             self._sent[replica_id] -= 1
+            self._total -= 1
             self._changed(replica_id)
 
     def choose(self, ask: Ask) -> Choice | None:
@@ -185,7 +194,8 @@ class Placement:
 
     def _cost(self, replica_id: str, tokens: int, held: int) -> tuple[bool, float]:
         turns = self._turns(replica_id)
-        work = turns * self._config.turn_tokens + tokens - min(held, tokens)
+        crowd = max(0.0, turns - self._config.crowded_load * self._total / len(self._capacity))
+        work = (turns + crowd**2 / 2) * self._config.turn_tokens + tokens - min(held, tokens)
         return turns >= self._capacity[replica_id], work * self._token_s.get(replica_id, 1.0)
 
     def _turns(self, replica_id: str) -> int:

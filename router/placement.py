@@ -30,23 +30,34 @@ class PlacementConfig:
     )
     imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
     group_load: float = 1.25  # programs placed together leave a replica with so many times the mean of programs
-    turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
-    crowded_load: float = 1.5  # turns above so many times the mean count more the more there are
-    move_factor: float = 4.0  # a program leaves its replica where that saves so many times what it computes again
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     def __post_init__(self) -> None:
-        for name in ("pins", "imbalance", "turn_tokens", "max_waiting"):
+        for name in ("pins", "imbalance", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in ("group_load", "crowded_load"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        for name in ("patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
+        if self.group_load < 1:
+            raise ConfigError(f"group_load must be at least 1, not {self.group_load}", "group_load")
+        for name in ("patience_s", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What counts how much where turns are placed."""
+
+    turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
+    crowded_load: float = 1.5  # turns above so many times the mean count more the more there are
+    move_factor: float = 4.0  # a program leaves its replica where that saves so many times what it computes again
+    prefixes: int = 65536  # beginnings of prompts that are remembered, with who holds them
+
+    def __post_init__(self) -> None:
+        for name, least in (("turn_tokens", 1), ("crowded_load", 1), ("move_factor", 0), ("prefixes", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +118,8 @@ class Placement:
     others'. What replicas hold is known from reports, and from what this router sent. A choice costs O(log replicas).
     """
 
-    def __init__(self, config: PlacementConfig, rng: random.Random) -> None:
-        self._config = config
+    def __init__(self, weights: Weights, rng: random.Random) -> None:
+        self._weights = weights
         self._rng = rng
         self._capacity: dict[str, int] = {}
         self._sent: dict[str, int] = {}
@@ -121,8 +132,9 @@ class Placement:
     def update(self, capacity: Mapping[str, int]) -> None:
         """These are the replicas from now on, each with the turns that it takes at once."""
         for gone in self._capacity.keys() - capacity.keys():
-            for known in (self._sent, self._others, self._token_s):
-                known.pop(gone, None)
+            self._sent.pop(gone)
+            self._others.pop(gone)
+            self._token_s.pop(gone, None)
         self._capacity = dict(capacity)
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
@@ -181,21 +193,23 @@ class Placement:
         found += [Choice(each, "prefix") for each in drawn if each != near]
         if not any(each.replica_id == least for each in found):
             found.append(Choice(least, "prefix" if least in holders else "load"))
-        return min(found, key=lambda each: self._cost(each.replica_id, ask.tokens, 0 if each.reason == "load" else held))
+        return min(
+            found, key=lambda each: self._cost(each.replica_id, ask.tokens, 0 if each.reason == "load" else held)
+        )
 
     # ---- parts ----
 
     def _leave(self, home: str, least: str, held: int) -> Choice:
         """Home, or where there is less to do."""
-        saved = (self._turns(home) - self._turns(least)) * self._config.turn_tokens
-        if saved > self._config.move_factor * held + self._config.turn_tokens:
+        saved = (self._turns(home) - self._turns(least)) * self._weights.turn_tokens
+        if saved > self._weights.move_factor * held + self._weights.turn_tokens:
             return Choice(least, "crowded")
         return Choice(home, "home")
 
     def _cost(self, replica_id: str, tokens: int, held: int) -> tuple[bool, float]:
         turns = self._turns(replica_id)
-        crowd = max(0.0, turns - self._config.crowded_load * self._total / len(self._capacity))
-        work = (turns + crowd**2 / 2) * self._config.turn_tokens + tokens - min(held, tokens)
+        crowd = max(0.0, turns - self._weights.crowded_load * self._total / len(self._capacity))
+        work = (turns + crowd**2 / 2) * self._weights.turn_tokens + tokens - min(held, tokens)
         return turns >= self._capacity[replica_id], work * self._token_s.get(replica_id, 1.0)
 
     def _turns(self, replica_id: str) -> int:
@@ -208,7 +222,7 @@ class Placement:
         holders.move_to_end(replica_id)
         if len(holders) > HOLDERS:
             holders.popitem(last=False)
-        if len(self._holders) > self._config.pins:
+        if len(self._holders) > self._weights.prefixes:
             self._holders.popitem(last=False)
 
     def _changed(self, replica_id: str) -> None:

@@ -145,7 +145,11 @@ def main(options: Options, json_file: Path | None = None, told: Sequence[Path] =
             rows.append(run(crowd, machine, replicas, name, seed))
             shown.advance()
             if json_file is not None:
-                content = {"options": asdict(options), "machine": asdict(machine), "rows": [asdict(row) for row in rows]}
+                content = {
+                    "options": asdict(options),
+                    "machine": asdict(machine),
+                    "rows": [asdict(row) for row in rows],
+                }
                 json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
     return 0

@@ -1,11 +1,24 @@
 """Laws of placement: who is tried, in which order, and who moves when the replica set changes."""
 
+import random
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
+from holdfast.router.placement import (
+    Ask,
+    Group,
+    LoadReport,
+    Placement,
+    PlacementConfig,
+    Prefix,
+    ReplicaView,
+    Weights,
+    rank,
+)
 
 CONFIG = PlacementConfig()
 LONG = CONFIG.patience_s + 1.0
@@ -120,3 +133,117 @@ def test_a_share_below_the_mean_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         PlacementConfig(group_load=0.5)
     assert refused.value.field == "group_load"
+
+
+WEIGHTS = Weights()
+LONG_PREFIX = Prefix("preamble", 20 * WEIGHTS.turn_tokens)
+NEW = Ask(LONG_PREFIX.tokens + 100, (LONG_PREFIX,))
+
+
+def placement(*replica_ids: str, seed: int = 0) -> Placement:
+    made = Placement(WEIGHTS, random.Random(seed))
+    made.update(dict.fromkeys(replica_ids, 100))
+    return made
+
+
+def chosen(made: Placement, ask: Ask) -> tuple[str, str]:
+    choice = made.choose(ask)
+    assert choice is not None
+    return choice.replica_id, choice.reason
+
+
+def send(made: Placement, replica_id: str, turns: int, *prefixes: Prefix) -> None:
+    for _ in range(turns):
+        made.sent(replica_id, prefixes)
+
+
+def test_without_replicas_there_is_no_choice() -> None:
+    assert placement().choose(NEW) is None
+
+
+def test_a_new_program_goes_where_its_prefix_was_sent_or_is_told_of_until_that_is_dearer() -> None:
+    made = placement("a", "b", "c")
+    send(made, "b", 1, LONG_PREFIX)
+    assert chosen(made, NEW) == ("b", "prefix")
+    send(made, "b", 30)
+    assert chosen(made, NEW)[1] == "load"
+    made.report("c", LoadReport(running=2, prefixes={"preamble": LONG_PREFIX.tokens}))
+    assert chosen(made, NEW) == ("c", "prefix")
+
+
+def test_the_longest_prefix_that_anybody_holds_counts() -> None:
+    made = placement("a", "b", "c")
+    send(made, "a", 1, Prefix("short", 5000))
+    send(made, "b", 1, Prefix("long", 9000))
+    assert chosen(made, Ask(9100, (Prefix("longest", 9050), Prefix("long", 9000), Prefix("short", 5000))))[0] == "b"
+    assert chosen(made, Ask(9100, (Prefix("unknown", 9050), Prefix("short", 5000))))[0] == "a"
+
+
+def test_others_turns_are_known_from_reports_and_own_ones_at_once() -> None:
+    made = placement("a", "b")
+    made.report("a", LoadReport(running=3, waiting=2))
+    assert chosen(made, Ask(10))[0] == "b"
+    send(made, "b", 6)
+    assert chosen(made, Ask(10))[0] == "a"
+    made.report("b", LoadReport(running=6))  # these six: nothing new
+    for _ in range(2):
+        made.ended("b")
+    assert chosen(made, Ask(10))[0] == "b"
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(0, 50_000))
+def test_a_program_leaves_its_home_only_for_what_saves_more_than_it_computes_again(turns: list[int], held: int) -> None:
+    made = placement(*map(str, range(len(turns))))
+    for number, count in enumerate(turns):
+        send(made, str(number), count)
+    replica_id, reason = chosen(made, Ask(held + 10, home="0", held=held))
+    saved = (turns[0] - min(turns) - 1) * WEIGHTS.turn_tokens
+    assert (reason == "crowded") == (saved > WEIGHTS.move_factor * held)
+    assert turns[int(replica_id)] == (min(turns) if reason == "crowded" else turns[0])
+
+
+def test_a_home_that_is_gone_counts_as_none() -> None:
+    made = placement("a", "b")
+    send(made, "b", 1, LONG_PREFIX)
+    made.update({"a": 100})
+    assert chosen(made, Ask(NEW.tokens, NEW.prefixes, home="b", held=5000)) == ("a", "load")
+
+
+def test_sub_agents_go_where_their_parent_is_while_there_is_room() -> None:
+    made = placement("a", "b", "c")
+    send(made, "b", 2)
+    child = Ask(NEW.tokens, NEW.prefixes, near="b")
+    assert chosen(made, child) == ("b", "near")
+    send(made, "b", 30)
+    assert chosen(made, child)[0] != "b"
+
+
+def test_a_full_replica_is_passed_by() -> None:
+    made = placement("a", "b")
+    made.update({"a": 1, "b": 100})
+    send(made, "a", 1, LONG_PREFIX)
+    send(made, "b", 5)
+    assert chosen(made, NEW)[0] == "b"
+
+
+def test_a_slow_replica_is_chosen_less() -> None:
+    made = placement("slow", "fast")
+    made.report("slow", LoadReport(running=1, seconds_per_token=1e-2, prefixes={"preamble": 100}))
+    made.report("fast", LoadReport(running=2, seconds_per_token=1e-4))
+    assert chosen(made, Ask(5000, (Prefix("preamble", 100),)))[0] == "slow", (
+        "the least loaded one is all that is looked at"
+    )
+    made.report("fast", LoadReport(running=2, prefixes={"preamble": 100}))
+    assert chosen(made, Ask(5000, (Prefix("preamble", 100),)))[0] == "fast"
+
+
+def test_routers_that_know_the_same_spread() -> None:
+    places = Counter(chosen(placement("a", "b", "c", "d", seed=seed), Ask(10))[0] for seed in range(200))
+    assert min(places[replica_id] for replica_id in "abcd") > 20
+
+
+@pytest.mark.parametrize("wrong", [{"turn_tokens": 0}, {"crowded_load": 0.5}, {"move_factor": -1.0}, {"prefixes": 0}])
+def test_impossible_weights_name_their_field(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Weights(**wrong)  # type: ignore[arg-type]
+    assert caught.value.field == next(iter(wrong))

@@ -51,6 +51,7 @@ class Exchange:
     failure: Failure | None = None
     detail: str = ""
     cache: str = ""  # what the server says of its response cache
+    replica: str = ""  # which one it says has answered
 
     @property
     def said(self) -> Said | None:
@@ -113,12 +114,21 @@ class ChatClient:
             failure, detail = Failure.REPORTED, str(error)
         ended = time.perf_counter()
         return Exchange(
-            watch.started, watch.first_byte, watch.first_token, ended, watch.answer, failure, detail, watch.cache
+            watch.started,
+            watch.first_byte,
+            watch.first_token,
+            ended,
+            watch.answer,
+            failure,
+            detail,
+            watch.cache,
+            watch.replica,
         )
 
     async def _read(self, content: bytes, headers: Mapping[str, str], watch: _Watch) -> tuple[Failure | None, str]:
         async with self._http.post(self._url + PATH, data=content, headers=headers, allow_redirects=False) as response:
             watch.cache = response.headers.get("x-holdfast-cache", "")
+            watch.replica = response.headers.get("x-holdfast-replica", "")
             watch.answer.timing = from_header(response.headers.get("server-timing", ""))
             if response.status != 200:
                 return Failure.HTTP, await _told(response)
@@ -149,7 +159,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
 class _Watch:
     """What has come of one request so far, and when."""
 
-    __slots__ = ("answer", "cache", "first_byte", "first_token", "started")
+    __slots__ = ("answer", "cache", "first_byte", "first_token", "replica", "started")
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -157,6 +167,7 @@ class _Watch:
         self.first_token: float | None = None
         self.answer = Gathered()
         self.cache = ""
+        self.replica = ""
 
     def piece(self, lines: EventLines, piece: bytes) -> None:
         now = time.perf_counter()

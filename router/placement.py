@@ -2,7 +2,8 @@
 
 A turn goes where its first token is expected soonest:
 
-    expected work = (turns in hand * turn_tokens + tokens of the prompt that are not held there) * seconds per token
+    expected work = (turns * turn_tokens + tokens of the prompt that are not held there) * seconds per token
+    turns         = turns in hand + half the square of those above crowded_load times the mean of all replicas
 
 A program's next turn goes home, to the replica that holds its state, unless that is so crowded that computing it all
 again elsewhere is clearly less. A new program may go where its prompt's beginning is held, where its parent is, or
@@ -32,6 +33,7 @@ class PlacementConfig:
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
     patience_s: float = 10.0  # at most so long a program waits for its own full replica; less where computing is less
     turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
+    crowded_load: float = 1.5  # turns above so many times the mean of all replicas count more the more there are
     move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
     report_s: float = 1.0  # between two reports of a replica to the routers
     silent_s: float = 6.0  # a replica that reports nothing for so long is passed by
@@ -43,6 +45,8 @@ class PlacementConfig:
         for name in ("pins", "turn_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
+        if self.crowded_load < 1:
+            raise ConfigError(f"crowded_load must be at least 1, not {self.crowded_load}", "crowded_load")
         for name in ("patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
@@ -116,6 +120,7 @@ class Placement:
         self._token_s: dict[str, float] = {}
         self._told: dict[str, frozenset[str]] = {}  # the prefixes that a replica told of last
         self._holders: OrderedDict[str, OrderedDict[str, int]] = OrderedDict()  # tokens by replica, 0: not known
+        self._total = 0  # turns in hand of all replicas
         self._order: list[tuple[bool, int, float, str]] = []
 
     def update(self, capacity: Mapping[str, int]) -> None:
@@ -128,6 +133,7 @@ class Placement:
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
             self._others.setdefault(replica_id, 0)
+        self._total = sum(map(self._turns, capacity))
         self._sort()
 
     def report(self, replica_id: str, report: LoadReport) -> None:
@@ -142,7 +148,9 @@ class Placement:
     def ongoing(self, replica_id: str, turns: int) -> None:
         """A replica has said how many turns it has, of all routers."""
         if replica_id in self._sent:
-            self._others[replica_id] = max(0, turns - self._sent[replica_id])
+            others = max(0, turns - self._sent[replica_id])
+            self._total += others - self._others[replica_id]
+            self._others[replica_id] = others
             self._changed(replica_id)
 
     def holds(self, replica_id: str, prefixes: Sequence[Prefix]) -> None:
@@ -154,12 +162,14 @@ class Placement:
         """A turn was sent there."""
         if replica_id in self._sent:
             self._sent[replica_id] += 1
+            self._total += 1
             self._changed(replica_id)
 
     def ended(self, replica_id: str) -> None:
         """A turn that was sent there has ended."""
         if self._sent.get(replica_id):
             self._sent[replica_id] -= 1
+            self._total -= 1
             self._changed(replica_id)
 
     def choose(self, ask: Ask) -> Choice | None:
@@ -210,10 +220,12 @@ class Placement:
             if choice.reason is Reason.NEAR:
                 held = max(held, *(each.tokens for each in ask.prefixes), 0)
             turns = self._turns(choice.replica_id)
-            work = turns * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
+            crowd = max(0.0, turns - self._config.crowded_load * self._total / len(self._capacity))
+            work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
             return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
 
-        drawn = list(holders) if len(holders) <= CANDIDATES else self._rng.sample(list(holders), CANDIDATES)
+        there = [each for each in holders if each in self._capacity]
+        drawn = there if len(there) <= CANDIDATES else self._rng.sample(there, CANDIDATES)
         found = [Choice(ask.near, Reason.NEAR)] if ask.near is not None and ask.near in self._capacity else []
         found += [Choice(each, Reason.PREFIX) for each in drawn]
         found.append(Choice(least, Reason.PREFIX if least in holders else Reason.LOAD))

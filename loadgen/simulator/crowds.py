@@ -114,7 +114,8 @@ class _Drawing:
         length = sum(turn.prompt + turn.reply for turn in turns[: at + 1])
         kind = replace(_CHILD, shared=length)
         children = tuple(
-            replace(self._one(kind, i * _CHILD_S), number=self._children + i, parent=alone, fork=at) for i in range(count)
+            replace(self._one(kind, i * _CHILD_S), number=self._children + i, parent=alone, fork=at)
+            for i in range(count)
         )
         turns[at] = replace(turns[at], tool="", tool_s=0.0, children=children)
         return replace(alone, turns=tuple(turns))

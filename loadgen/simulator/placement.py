@@ -34,25 +34,31 @@ WARM = 1 / 3  # of the arrivals, before anything is looked at
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One run. Times in seconds; `others_p99_s` is of the tenants that are not the hot one, where there is one."""
+class Figures:
+    """Times in seconds; `others_p99_s` is of the tenants that are not the hot one, where there is one."""
 
-    workload: str
-    replicas: int
-    placement: str
-    seed: int
-    turns: int
     hit: float  # share of prompt tokens that were found cached
     p50_s: float
     p99_s: float
     first_p50_s: float
     first_p99_s: float
     others_p99_s: float | None
+    in_hand: float  # turns in hand in the mean, of a replica
+    most_in_hand: float  # of the replica with the most
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Figures):
+    """One run."""
+
+    workload: str
+    replicas: int
+    placement: str
+    seed: int
+    turns: int
     busy: float  # share of the time that replicas compute
     most_busy: float  # the busiest replica's time over the mean
     busy_cv: float  # standard deviation of the busy times over their mean
-    in_hand: float  # turns in hand in the mean, of a replica
-    most_in_hand: float  # of the replica with the most
     took_s: float  # processor time of the run
 
 
@@ -77,31 +83,37 @@ def run(crowd: Crowd, machine: Profile, replicas: int, placement: str, seed: int
         )
         simulation.run(programs)
     took = time.process_time() - began
-    looked = [turn for turn in turns if window[0] <= turn.asked <= window[1]]
-    seconds, first = (np.array([getattr(turn, name) for turn in looked]) for name in ("seconds", "first_s"))
-    others = np.array([turn.seconds for turn in looked if turn.tenant != "hot"])
+    found = figures([turn for turn in turns if window[0] <= turn.asked <= window[1]], window[1] - window[0], replicas)
     busy = np.array([site.busy_s for site in simulation.sites])
-    length = window[1] - window[0]
-    hand = np.zeros(replicas)
-    np.add.at(hand, [turn.replica for turn in looked], seconds / length)
     return Row(
         workload=crowd.kind,
         replicas=replicas,
         placement=placement,
         seed=seed,
         turns=len(turns),
-        hit=sum(turn.cached for turn in looked) / sum(turn.prompt for turn in looked),
-        p50_s=_percentile(seconds, 50),
-        p99_s=_percentile(seconds, 99),
-        first_p50_s=_percentile(first, 50),
-        first_p99_s=_percentile(first, 99),
-        others_p99_s=_percentile(others, 99) if len(others) < len(looked) else None,
-        busy=float(busy.mean()) / length,
+        busy=float(busy.mean()) / (window[1] - window[0]),
         most_busy=float(busy.max() / busy.mean()),
         busy_cv=float(busy.std() / busy.mean()),
+        took_s=took,
+        **asdict(found),
+    )
+
+
+def figures(turns: Sequence[Served], seconds: float, replicas: int) -> Figures:
+    """Of turns that were sent within so many seconds."""
+    whole, first = (np.array([getattr(turn, name) for turn in turns]) for name in ("seconds", "first_s"))
+    others = np.array([turn.seconds for turn in turns if turn.tenant != "hot"])
+    hand = np.zeros(replicas)
+    np.add.at(hand, [turn.replica for turn in turns], whole / seconds)
+    return Figures(
+        hit=sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns),
+        p50_s=_percentile(whole, 50),
+        p99_s=_percentile(whole, 99),
+        first_p50_s=_percentile(first, 50),
+        first_p99_s=_percentile(first, 99),
+        others_p99_s=_percentile(others, 99) if 0 < len(others) < len(turns) else None,
         in_hand=float(hand.mean()),
         most_in_hand=float(hand.max()),
-        took_s=took,
     )
 
 
@@ -145,7 +157,11 @@ def main(options: Options, json_file: Path | None = None, told: Sequence[Path] =
             rows.append(run(crowd, machine, replicas, name, seed))
             shown.advance()
             if json_file is not None:
-                content = {"options": asdict(options), "machine": asdict(machine), "rows": [asdict(row) for row in rows]}
+                content = {
+                    "options": asdict(options),
+                    "machine": asdict(machine),
+                    "rows": [asdict(row) for row in rows],
+                }
                 json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
     return 0

@@ -28,8 +28,9 @@ from typing import Protocol
 from holdfast.loadgen.simulator.programs import Program
 from holdfast.loadgen.simulator.replica import Replica
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import TokenIds
-from holdfast.router.placement import Ask, LoadReport, Placement, PlacementConfig, Prefix
+from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
 
 _CAPACITY = 1 << 30
 REPORT_S = 1.0
@@ -201,7 +202,8 @@ class Ours:
         ask = Ask(asked.tokens, (begins,), None if home is None else self._names[home], asked.tokens - prompt, near)
         choice = router.choose(ask)
         assert choice is not None
-        router.sent(choice.replica_id, (begins, Prefix(program.standing(asked.at), asked.tokens)))
+        router.sent(choice.replica_id)
+        router.holds(choice.replica_id, (begins, Prefix(program.standing(asked.at), asked.tokens)))
         self._by[program.number, asked.at] = router
         return int(choice.replica_id)
 

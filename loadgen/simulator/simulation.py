@@ -138,7 +138,8 @@ class Simulation:
         make = machine or (lambda: CostRunner(profile, config.page_size))
         self._clients = clients or Clients()
         self.sites = [
-            Site(Replica(f"replica-{number}", config, profile, make(), bulk or Bulk()), []) for number in range(replicas)
+            Site(Replica(f"replica-{number}", config, profile, make(), bulk or Bulk()), [])
+            for number in range(replicas)
         ]
         self._routing = routing(replicas)
         self._window = window

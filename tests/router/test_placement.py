@@ -46,7 +46,8 @@ happenings = st.lists(
 
 
 def placement(*replica_ids: str, capacity: int = 100, **config: float) -> Placement:
-    made = Placement(PlacementConfig(**config), random.Random(0))  # type: ignore[arg-type]
+    """Crowds count no more than their turns, unless a test says so."""
+    made = Placement(PlacementConfig(**{"crowded_load": 100.0} | config), random.Random(0))  # type: ignore[arg-type]
     made.update(dict.fromkeys(replica_ids, capacity))
     return made
 
@@ -180,6 +181,16 @@ def test_routers_that_share_nothing_agree_by_a_programs_name() -> None:
     assert found.pop().reason is Reason.HASH
 
 
+def test_a_crowd_counts_more_than_its_turns() -> None:
+    ask = Ask(9000, (Prefix("p", 8000),))
+    for load, goes in ((100.0, "a"), (1.5, "b")):
+        made = placement("a", "b", "c", "d", turn_tokens=1000, crowded_load=load)
+        made.report("a", LoadReport(prefixes={"p": 8000}))
+        for name, turns in (("a", 6), ("b", 0), ("c", 1), ("d", 1)):
+            send(made, name, turns)
+        assert first(made, ask).replica_id == goes
+
+
 def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
     """However many there are, and however many hold its prefix."""
     looked = Counter[str]()
@@ -204,6 +215,7 @@ def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
     [
         {"pins": 0},
         {"turn_tokens": 0},
+        {"crowded_load": 0.5},
         {"max_waiting": 0},
         {"patience_s": -1.0},
         {"move_factor": -1.0},

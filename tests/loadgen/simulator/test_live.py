@@ -1,0 +1,61 @@
+"""The simulator's programs over HTTP: what a server is sent, and what is told of its answers."""
+
+import json
+import threading
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
+
+from holdfast.loadgen.simulator.crowds import Crowd
+from holdfast.loadgen.simulator.live import main
+
+GOOD = ((0.0, chunk({"content": "hello"}) + usage(30, 1, 2) + DONE),)
+
+
+def answering(asked: Asked) -> Answer:
+    return models() if asked.method == "GET" else Answer(GOOD)
+
+
+def test_programs_grow_and_sub_agents_name_their_parent(capsys: pytest.CaptureFixture[str]) -> None:
+    with stub_server(answering) as stub:
+        asked = ["--workload", "fan-out", "--programs", "4", "--rate", "1000", "--scale", "0.002", "--tools", "0"]
+        assert main([stub.url, *asked]) == 0
+        sent = [each for each in stub.asked if each.method == "POST"]
+    told = json.loads(capsys.readouterr().out)
+    programs = list(Crowd("fan-out", 4, 1000.0).draw(100))
+    children = [child for program in programs for turn in program.turns for child in turn.children]
+    turns = Counter(each.headers["x-program-id"].partition("program-")[2] for each in sent)
+    assert turns == {str(program.number): len(program.turns) for program in programs + children}
+    assert told["turns"] == len(sent)
+    assert told["hit"] == pytest.approx(1 / 30)
+    by_program: dict[str, list[list[dict]]] = {}
+    for each in sent:
+        by_program.setdefault(each.headers["x-program-id"], []).append(each.body["messages"])
+    for conversation in by_program.values():
+        for before, after in pairwise(conversation):
+            assert after[: len(before)] == before
+            assert after[len(before)]["content"] == "hello"
+    named = [each for each in sent if "x-parent-session-id" in each.headers]
+    assert {each.headers["x-program-id"].partition("program-")[2] for each in named} == {
+        str(child.number) for child in children
+    }
+    for each in named:
+        parent = by_program[each.headers["x-parent-session-id"]]
+        assert each.body["messages"][:2] == parent[0][:2]
+
+
+def test_a_server_that_fails_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    first = threading.Lock()
+
+    def failing(asked: Asked) -> Answer:
+        if asked.method == "GET":
+            return models()
+        return Answer(GOOD) if first.acquire(blocking=False) else Answer.of(b"busy", status=503)
+
+    with stub_server(failing) as stub:
+        assert main([stub.url, "--programs", "3", "--rate", "1000", "--scale", "0.002", "--tools", "0"]) == 1
+    captured = capsys.readouterr()
+    assert "http: 503" in captured.err
+    assert json.loads(captured.out)["turns"] == 1

@@ -76,8 +76,9 @@ class TokenCache:
     def __init__(self, tokenizer: Any, characters: float = math.inf) -> None:
         self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
         self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
-        self._starts = np.zeros(max(self.added.starts.values(), default=-1) + 2, np.bool_)  # by id; none from the end on
-        self._starts[list(self.added.starts.values())] = True
+        starts = list(self.added.starts.values())
+        self._starts = np.zeros(max(starts, default=-1) + 2, np.bool_)  # by id; the last stands for all above, too
+        self._starts[starts] = True
         self._limit = characters
         self._size = 0
         self._scopes: dict[str, _ScopeEntries] = {}

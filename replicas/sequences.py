@@ -93,9 +93,11 @@ class Sequence:
     awaited: int | None = None
     counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
     request_id: str = field(init=False)
+    matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
 
     def __post_init__(self) -> None:
         self.request_id = self.submit.request_id
+        self.matcher = self.submit.matcher
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
@@ -126,11 +128,6 @@ class Sequence:
             self.counts = TokenCounts()
         self.counts.add(self.generated[self.counts.seen :])
         return self.counts
-
-    @property
-    def matcher(self) -> Matcher | None:
-        """Which tokens may come next, of a constrained sequence."""
-        return self.submit.matcher
 
     @property
     def pending(self) -> int:
@@ -186,7 +183,7 @@ class Sequence:
         """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
         if self.first_token is None:
             self.first_token = now
-        matcher, end = self.submit.matcher, self.length + len(drawn)
+        matcher, end = self.matcher, self.length + len(drawn)
         if matcher is None and end < len(self.buffer) and self.stop_ids.isdisjoint(drawn):
             self.buffer[self.length : end] = drawn
             self.length = end

@@ -9,7 +9,6 @@ That is checked on the merges, and other tokenizers are refused.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import shutil
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, pre_tokenizers
 from torch import Tensor
 
-from holdfast.loadgen.pocket.shapes import Family, InflateError, NoRoomError, Shape, full_config, shape_of
+from holdfast.loadgen.pocket.shapes import Family, InflateError, NoRoomError, Shape, full_config, read_object, shape_of
 from holdfast.loadgen.pocket.tokenizer import CUT, WEIGHTS
 
 CUT_AT_DIGITS = "superbpe"
@@ -47,8 +46,8 @@ def write_gguf(folder: Path, out: Path) -> Path:
         import gguf
     except ImportError as error:
         raise GgufError("the package gguf is missing: .venv/bin/pip install -e '.[gguf]' -c constraints.txt") from error
-    written = _read(folder / "config.json")
-    tokenizer = _read(folder / "tokenizer.json")
+    written = read_object(folder / "config.json", GgufError)
+    tokenizer = read_object(folder / "tokenizer.json", GgufError)
     shape = shape_of(written, context=0)
     config = full_config(written)
     check_merges(tokenizer)
@@ -84,16 +83,6 @@ def check_merges(tokenizer: dict[str, Any]) -> None:
         text = bytes_of.decode([left + right])
         if "\ufffd" in text or any(sign.isnumeric() for sign in text) or len(cut.pre_tokenize_str(text)) != 1:
             raise GgufError(f"the merge {text!r} joins what another cut into words may divide")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GgufError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise GgufError(f"{path} does not hold a JSON object")
-    return found
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ from holdfast.loadgen.pocket.shapes import (
     UnknownShapeError,
     check_embeds,
     full_config,
-    read_config,
+    read_object,
     resolve_shape,
     shape_of,
     tensors_of,
@@ -70,7 +70,7 @@ def read_source(name: str) -> Source:
     folder = WEIGHTS if name == "pocket" else Path(name)
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
         raise UnknownShapeError(f"{folder} holds no config.json with a model.safetensors")
-    config = read_config(folder / "config.json")
+    config = read_object(folder / "config.json", UnknownShapeError)
     shape = shape_of(config, context=0)
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = rotary.get("rope_type", rotary.get("type", "default")) == "default"

@@ -104,18 +104,18 @@ def resolve_shape(name: str, *, context: int) -> Shape:
         raise UnknownShapeError(
             f"unknown shape {name!r}: give one of {', '.join(SHAPES)}, or the path of a config.json"
         )
-    return shape_of(read_config(path), context=context)
+    return shape_of(read_object(path, UnknownShapeError), context=context)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """What a config.json says. Raises UnknownShapeError."""
+def read_object(path: Path, failure: type[InflateError]) -> dict[str, Any]:
+    """The JSON object in a model's file: a config.json, a tokenizer.json. Raises `failure`."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnknownShapeError(f"{path} is not a readable config.json: {error}") from error
-    if not isinstance(config, dict):
-        raise UnknownShapeError(f"{path} does not hold a JSON object")
-    return config
+        raise failure(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise failure(f"{path} does not hold a JSON object")
+    return found
 
 
 def shape_of(config: dict[str, Any], *, context: int) -> Shape:

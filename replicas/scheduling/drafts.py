@@ -121,7 +121,7 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
 
     Forced tokens are always drawn, so they cost a row of the forward each and never a step.
     """
-    matcher = sequence.submit.matcher
+    matcher = sequence.matcher
     if matcher is None:
         return drafts
     limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
@@ -133,6 +133,5 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
 
 def check_grammar(sequence: Sequence) -> None:
     """Raises InvalidRequestError once the sequence's grammar has grown beyond its limits: it says no more."""
-    matcher = sequence.submit.matcher
-    if matcher is not None and matcher.failed:
+    if sequence.matcher is not None and sequence.matcher.failed:
         raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")

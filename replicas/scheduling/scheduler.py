@@ -235,10 +235,11 @@ class Scheduler:
                 continue
             try:
                 self._advance(sequence, chunk, drawn, now)
-                # A prompt that was only to be computed is over with its last cell.
-                reason: FinishReason | None = "length" if sequence.n_computed == len(sequence.buffer) else None
+                reason: FinishReason | None = None
                 if drawn is not None:
                     reason = self._take_in(sequence, chunk, drawn, now)
+                elif sequence.n_computed == len(sequence.buffer):  # a prompt that was only to be computed is over
+                    reason = "length"
             except Exception as failure:
                 self.ends.fault(None, sequence, failure, now)
                 continue

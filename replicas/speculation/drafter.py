@@ -118,7 +118,7 @@ class Drafter:
         for (state, _), length in zip(sequences, lengths, strict=True):
             state.proposed = length
             self.counts.withheld += len(state.draft) - length
-            proposals.append(np.array(state.draft[:length], np.int32) if length else NO_DRAFT)
+            proposals.append(np.asarray(state.draft[:length], np.int32) if length else NO_DRAFT)
         return proposals
 
     def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
@@ -138,8 +138,9 @@ class Drafter:
             state.acceptance.learn(compared, right, self.config.ema_weight)
             state.kind.learn(compared, right, self.config.ema_weight)
             state.kind = None
-            proposed = state.draft[: state.proposed]
-            counted = len(proposed) if verified is None else common_prefix(proposed, verified)
+            counted = state.proposed
+            if verified is not None:
+                counted = common_prefix(state.draft[:counted], verified)
             self.counts.drafted[state.source] += counted
             self.counts.accepted[state.source] += min(right, counted)
         if state.cursor is not None:

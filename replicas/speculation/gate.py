@@ -56,15 +56,12 @@ def uniform_length(acceptance: float, most: int, decoding: int, seconds: Sequenc
     """
     expected, best, best_rate = 1.0, 0, _WORTH / seconds[decoding]
     right = 1.0
-    for n in range(1, most + 1):
-        rows = decoding * (1 + n)
-        if rows >= len(seconds):
-            break
+    for n, step_seconds in enumerate(seconds[2 * decoding : (most + 1) * decoding + 1 : decoding], 1):
         right *= acceptance
         if right < _UNLIKELY:
             break
         expected += right
-        rate = expected / seconds[rows]
+        rate = expected / step_seconds
         if rate > best_rate:
             best, best_rate = n, rate
     return best

@@ -30,8 +30,8 @@ TOKEN_BYTES = 4
 _BITS = 8 * TOKEN_BYTES
 _WORD = 0xFFFFFFFF
 _MULTIPLIER = 0x9E3779B1
-_DROP = pow(_MULTIPLIER, LONG, _WORD + 1)  # what a token leaving the hash was multiplied with
 _FINALIZER = 0x85EBCA6B  # the high bits of a product with it are well mixed
+_DROP = pow(_MULTIPLIER, LONG, _WORD + 1) * _FINALIZER & _WORD  # what a token leaving the hash was multiplied with
 _MIN_BITS, _MAX_BITS = 8, 16  # of a chain's table; 2**16 heads are 256 KiB
 
 
@@ -51,7 +51,7 @@ class Context(NamedTuple):
     window: array[int]
     long: int
     pair: int
-    last: int
+    single: int
 
     def then(self, tokens: Sequence[int]) -> Context:
         """This context with `tokens` behind it."""
@@ -68,7 +68,7 @@ class NGramIndex:
     """
 
     __slots__ = ("_buffer", "_capacity", "_long", "_long_heads", "_long_older", "_pair", "_pair_heads",
-                 "_pair_older", "_shift", "_single_heads")  # fmt: skip
+                 "_pair_older", "_shift", "_single", "_single_heads")  # fmt: skip
 
     def __init__(self, tokens: TokenIds, capacity: int = 0) -> None:
         """Index `tokens`. `capacity`: how many it is going to hold, which sizes the tables and bounds nothing."""
@@ -78,7 +78,7 @@ class NGramIndex:
         bits = min(max(max(len(tokens), capacity).bit_length() + 1, _MIN_BITS), _MAX_BITS)
         self._capacity = 1 << (bits - 1) if bits < _MAX_BITS else sys.maxsize
         self._shift = 32 - bits
-        self._long, self._pair, _ = _hashes(self._buffer)
+        self._long, self._pair, self._single = _hashes(self._buffer)
         self._long_heads, self._long_older = _chain(padded, LONG, self._shift)
         self._pair_heads, self._pair_older = _chain(padded, 2, self._shift)
         heads = np.zeros(1 << bits, np.int32)
@@ -110,24 +110,22 @@ class NGramIndex:
         buffer.extend(tokens)
         long_heads, pair_heads, single_heads = self._long_heads, self._pair_heads, self._single_heads
         older_long, older_pair = self._long_older.append, self._pair_older.append
-        long, pair = self._long, self._pair
-        recent = buffer[end - LONG :]
-        last = recent[LONG - 1]
-        for dropped, token in zip(recent, tokens, strict=False):
+        long, pair, single = self._long, self._pair, self._single
+        for dropped, token in zip(buffer[end - LONG :], tokens, strict=False):
             if end > WINDOW:
-                slot = (long * _FINALIZER & _WORD) >> shift
+                slot = long >> shift
                 older_long(long_heads[slot])
                 long_heads[slot] = end
-                slot = (pair * _FINALIZER & _WORD) >> shift
+                slot = pair >> shift
                 older_pair(pair_heads[slot])
                 pair_heads[slot] = end
-                single_heads[(last * _FINALIZER & _WORD) >> shift] = end
+                single_heads[single >> shift] = end
             # The polynomial hash rolls: the new token comes in, the one `LONG` before it drops out.
-            long = (long * _MULTIPLIER + token - dropped * _DROP) & _WORD
-            pair = (last * _MULTIPLIER + token) & _WORD
-            last = token
+            before, single = single, token * _FINALIZER & _WORD
+            long = (long * _MULTIPLIER + single - dropped * _DROP) & _WORD
+            pair = (before * _MULTIPLIER + single) & _WORD
             end += 1
-        self._long, self._pair = long, pair
+        self._long, self._pair, self._single = long, pair, single
 
     def window(self) -> array[int]:
         """The last `WINDOW` tokens, padded before the first."""
@@ -139,7 +137,7 @@ class NGramIndex:
 
     def context(self) -> Context:
         """The sequence's own end, as `longest` takes it."""
-        return Context(self.window(), self._long, self._pair, self._buffer[-1])
+        return Context(self.window(), self._long, self._pair, self._single)
 
     def after(self, occurrence: Occurrence, limit: int) -> array[int]:
         """At most `limit` tokens that came after it, up to the end or a gap."""
@@ -151,21 +149,21 @@ class NGramIndex:
         if above >= WINDOW:
             return NO_OCCURRENCE
         window = context.window
-        if end := self._long_heads[(context.long * _FINALIZER & _WORD) >> self._shift]:
+        if end := self._long_heads[context.long >> self._shift]:
             least = above if above >= LONG else LONG - 1
             found = self._walk(window, end, self._long_older, LONG_CANDIDATES, least)
             if found.length:
                 return found
         if above >= LONG - 1:  # a shorter n-gram would not lead to a longer match
             return NO_OCCURRENCE
-        if end := self._pair_heads[(context.pair * _FINALIZER & _WORD) >> self._shift]:
+        if end := self._pair_heads[context.pair >> self._shift]:
             found = self._walk(window, end, self._pair_older, PAIR_CANDIDATES, above or 1)
             if found.length:
                 return found
         if above:
             return NO_OCCURRENCE
-        end = self._single_heads[(context.last * _FINALIZER & _WORD) >> self._shift]
-        return Occurrence(1, end) if end and self._buffer[end - 1] == context.last else NO_OCCURRENCE
+        end = self._single_heads[context.single >> self._shift]
+        return Occurrence(1, end) if end and self._buffer[end - 1] == window[-1] else NO_OCCURRENCE
 
     def _walk(self, window: array[int], end: int, older: array[int], candidates: int, best: int) -> Occurrence:
         """The longest one of more than `best` tokens along the chain that begins at position `end`."""
@@ -190,11 +188,13 @@ class NGramIndex:
 
 
 def _hashes(tokens: array[int]) -> tuple[int, int, int]:
-    """Of the last `LONG` tokens, of the last two and of the last: polynomials, the last token with power 0."""
+    """Of the last `LONG` tokens, of the last two and of the last: polynomials, the last token with power 0, times the
+    finalizer. The high bits are the slot in a table."""
     long = 0
     for token in tokens[-LONG:]:
         long = (long * _MULTIPLIER + token) & _WORD
-    return long, (tokens[-2] * _MULTIPLIER + tokens[-1]) & _WORD, tokens[-1]
+    pair, single = tokens[-2] * _MULTIPLIER + tokens[-1], tokens[-1]
+    return long * _FINALIZER & _WORD, pair * _FINALIZER & _WORD, single * _FINALIZER & _WORD
 
 
 def _chain(padded: TokenIds, n: int, shift: int) -> tuple[array[int], array[int]]:

@@ -52,9 +52,10 @@ class Pieces:
         if word is None:
             return b""
         if self.byte_level:
-            if all(char in _ALPHABET for char in word):
-                return bytes(_ALPHABET[char] for char in word)
-            return word.encode()
+            try:
+                return bytes(map(_ALPHABET.__getitem__, word))
+            except KeyError:  # an added token, which is text as it stands
+                return word.encode()
         if not self.exact:
             return str(self.backend.decode([token], skip_special_tokens=False)).encode()
         byte = _BYTE.fullmatch(word)

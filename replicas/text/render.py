@@ -145,46 +145,47 @@ def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = Tr
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty", "messages")
-    return [_message(message, f"messages[{index}]", parse_arguments) for index, message in enumerate(messages)]
+    return [_message(message, index, parse_arguments) for index, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], where: str, parse_arguments: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], index: int, parse_arguments: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError("a message must be an object with a role", f"{where}.role")
+        raise InvalidRequestError("a message must be an object with a role", f"messages[{index}].role")
     result = {key: value for key, value in message.items() if value is not None}
     if result["role"] == "developer":
         result["role"] = "system"
-    result["content"] = _content(message.get("content"), f"{where}.content")
+    result["content"] = _content(message.get("content"), index)
     calls = result.pop("tool_calls", None)
     if calls:
-        result["tool_calls"] = [_tool_call(call, f"{where}.tool_calls", parse_arguments) for call in calls]
+        result["tool_calls"] = [_tool_call(call, index, parse_arguments) for call in calls]
     return result
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, index: int) -> str:
     """Text as it is; text parts joined; null is no text (templates print None)."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise InvalidRequestError("content must be a string or a list of parts", where)
-    return "\n".join(_part(part, where) for part in content)
+        raise InvalidRequestError("content must be a string or a list of parts", f"messages[{index}].content")
+    return "\n".join(_part(part, index) for part in content)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, index: int) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidRequestError(f"content parts of type {kind!r} are not supported, only text", where)
+    why = f"content parts of type {kind!r} are not supported, only text"
+    raise InvalidRequestError(why, f"messages[{index}].content")
 
 
-def _tool_call(call: Any, where: str, parse_arguments: bool) -> dict[str, Any]:
+def _tool_call(call: Any, index: int, parse_arguments: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool call needs a function with a name", where)
+        raise InvalidRequestError("a tool call needs a function with a name", f"messages[{index}].tool_calls")
     arguments = function.get("arguments")
     if parse_arguments:
         arguments = _parsed(arguments)

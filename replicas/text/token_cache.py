@@ -76,7 +76,9 @@ class TokenCache:
     def __init__(self, tokenizer: Any, characters: float = math.inf) -> None:
         self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
         self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
-        self._start_ids = np.array(sorted(self.added.starts.values()), np.int32)
+        starts = list(self.added.starts.values())
+        self._starts = np.zeros(max(starts, default=-1) + 2, np.bool_)  # by id; the last stands for all above, too
+        self._starts[starts] = True
         self._limit = characters
         self._size = 0
         self._scopes: dict[str, _ScopeEntries] = {}
@@ -159,7 +161,7 @@ class TokenCache:
         if self.added.all is None:
             return [], []
         found = (match for match in self.added.all.finditer(text, char) if match[0] in self.added.starts)
-        places = token + np.flatnonzero(np.isin(ids[token:], self._start_ids))
+        places = token + np.flatnonzero(self._starts.take(ids[token:], mode="clip"))
         chars: list[int] = []
         for place, match in zip(places, found, strict=False):
             if ids[place] != self.added.starts[match[0]]:

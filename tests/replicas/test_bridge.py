@@ -74,6 +74,14 @@ async def collect(bridge: Bridge, command: Submit):
     return [event async for events in bridge.run(command) for event in events]
 
 
+async def begun(bridge: Bridge, runner: GatedRunner):
+    """The stream of request "a", whose first tokens were read. The gate closed behind them, or all would be done."""
+    runner.closes_after = 1
+    stream = bridge.run(submit("a", max_tokens=400))
+    await anext(stream)
+    return stream
+
+
 def test_many_requests_at_once_each_get_their_own_tokens():
     async def main():
         engine, _ = make()
@@ -94,10 +102,7 @@ def test_what_was_drawn_for_who_left_is_known():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 1
-        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
-            async for _ in stream:
-                break
+        await (await begun(bridge, runner)).aclose()
         known = asyncio.create_task(bridge.drawn("a"))
         await asyncio.sleep(0)
         assert not known.done()
@@ -120,9 +125,7 @@ def test_it_may_be_asked_before_the_caller_has_left():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 1
-        stream = bridge.run(submit("a", max_tokens=400))
-        await anext(stream)
+        stream = await begun(bridge, runner)
         known = asyncio.create_task(bridge.drawn("a"))
         await asyncio.sleep(0)
         await stream.aclose()
@@ -137,10 +140,7 @@ def test_an_engine_that_dies_keeps_nobody_who_asks():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 1
-        stream = bridge.run(submit("a", max_tokens=400))
-        await anext(stream)
-        await stream.aclose()
+        await (await begun(bridge, runner)).aclose()
         known = asyncio.create_task(bridge.drawn("a"))
         closing = asyncio.create_task(bridge.close())
         runner.gate.set()
@@ -205,10 +205,7 @@ def test_leaving_early_aborts():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 1  # or all would be done before the first event is read
-        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
-            async for _ in stream:
-                break
+        await (await begun(bridge, runner)).aclose()
         steps = engine.stats.steps
         runner.gate.set()
         await collect(bridge, submit("b"))
@@ -315,10 +312,7 @@ def test_the_id_of_an_abandoned_request_is_in_use_until_the_engine_has_ended_it(
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
-        runner.closes_after = 1
-        async with aclosing(bridge.run(submit("a", max_tokens=400))) as stream:
-            async for _ in stream:
-                break
+        await (await begun(bridge, runner)).aclose()
         with pytest.raises(InvalidRequestError):
             await asyncio.wait_for(collect(bridge, submit("a", 2)), 5)
         runner.gate.set()

@@ -3,9 +3,6 @@
 import asyncio
 from itertools import count
 
-import pytest
-from redis_server import RedisServer
-
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, ToolCall
 from holdfast.router.conversations import MOST, REPLIES, Conversations, conversation, mark_of
@@ -16,14 +13,6 @@ PATIENT = 5.0
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
 TOOLS = ({"type": "function", "function": {"name": "ls"}},)
 numbers = count()
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 class Routers:

@@ -7,7 +7,6 @@ import time
 from dataclasses import asdict
 
 import pytest
-from redis_server import RedisServer
 
 from holdfast.router.programs import Begun, ProgramTable, Run
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
@@ -15,14 +14,6 @@ from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 RETRY = 0.01
 DAY = 86400.0
-
-
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 class Router:

@@ -10,14 +10,6 @@ from holdfast.router.store import MemoryStore, PasswordFile, RedisAddress, Redis
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
 def memory():
     return MemoryStore(100, 2**20)
 

@@ -17,14 +17,6 @@ PATIENT = 5.0  # seconds a slow machine may take where the test is not about tim
 RETRY = 0.01
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
 def store_at(server: RedisServer) -> RedisStore:
     return RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), PATIENT, RETRY)
 

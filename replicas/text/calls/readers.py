@@ -210,15 +210,21 @@ def _list(tracker: Tracker, char: str, call: Block) -> Scan:
         raise NotACallError(char)
     while char != "]":
         char = yield from call(tracker, char)
-        char = yield from space(char, tracker.hold)
-        if char == ",":
-            char = yield from _expect(tracker, char, ",")
-            char = yield from space(char, tracker.hold)
-        elif char != "]":
-            raise NotACallError(char)
+        char = yield from _comma(tracker, char, "]")
     tracker.hold(char)
     tracker.end_markup()
     return (yield)
+
+
+def _comma(tracker: Tracker, char: str, end: str) -> Scan:
+    """Between two members of a list or an object, or behind the last one: a comma, or nothing before `end`."""
+    char = yield from space(char, tracker.hold)
+    if char == ",":
+        char = yield from _expect(tracker, char, ",")
+        return (yield from space(char, tracker.hold))
+    if char != end:
+        raise NotACallError(char)
+    return char
 
 
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.:/")
@@ -293,12 +299,7 @@ def _object(tracker: Tracker, char: str) -> Scan:
         char = yield from _expect(tracker, char, ":")
         char = yield from space(char, tracker.hold)
         char = yield from _member(tracker, char, key[0])
-        char = yield from space(char, tracker.hold)
-        if char == ",":
-            char = yield from _expect(tracker, char, ",")
-            char = yield from space(char, tracker.hold)
-        elif char != "}":
-            raise NotACallError(char)
+        char = yield from _comma(tracker, char, "}")
     tracker.hold(char)
     tracker.close_call()
     return (yield)

@@ -184,3 +184,9 @@ def test_one_step_that_something_else_delayed_changes_little() -> None:
 def test_what_was_measured_in_a_noisy_moment_is_evened_out() -> None:
     cost = LearnedCost(VerificationCost((1, 8, 16, 32), (1.0, 9.0, 2.0, 3.0)), 64)
     assert cost.table[8] == 2.0
+
+
+@pytest.mark.parametrize(("decoding", "longest"), [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0)])
+def test_no_draft_goes_beyond_the_widest_step(decoding: int, longest: int) -> None:
+    """Of at most 8 rows, where every draft is right and costs nothing."""
+    assert uniform_length(1.0, 16, decoding, [1.0] * 9) == longest

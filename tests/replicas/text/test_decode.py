@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import read_added_tokens
@@ -82,3 +82,11 @@ def test_a_decoder_without_bytes_goes_through_the_library(sizes: list[int]) -> N
 
 def test_an_unknown_id_leaves_no_text(qwen_like: Any) -> None:
     assert StreamDecoder(Pieces(qwen_like.backend_tokenizer)).feed([10**6]) == ""
+
+
+@pytest.mark.parametrize("text", ["two words", "line\nbreak", "日本", "caf\u00e9 \u0120"])
+def test_an_added_token_is_the_text_it_was_given(qwen_like: Any, text: str) -> None:
+    """Not every sign of it stands for a byte, as those of other tokens do."""
+    backend = type(qwen_like.backend_tokenizer).from_str(qwen_like.backend_tokenizer.to_str())
+    backend.add_tokens([AddedToken(text)])
+    assert Pieces(backend).of(backend.token_to_id(text)) == text.encode()

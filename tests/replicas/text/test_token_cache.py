@@ -132,6 +132,16 @@ def test_a_finished_turn_goes_on_from_the_ids_as_generated(qwen_like: Any) -> No
     assert cache.encode(other).tolist() == qwen_like.encode(other, add_special_tokens=False)
 
 
+def test_a_turn_may_hold_ids_beyond_the_vocabulary(qwen_like: Any) -> None:
+    """A model's rows for tokens are often more than the tokenizer has: one of the others may be drawn."""
+    cache = TokenCache(qwen_like)
+    prompt = "<|im_start|>assistant\n"
+    ids = [*cache.encode(prompt).tolist(), len(qwen_like), len(qwen_like) + 1000]
+    cache.remember(prompt, np.array(ids, np.int32))
+    rest = "<|im_end|>\n"
+    assert cache.encode(prompt + rest).tolist() == ids + qwen_like.encode(rest, add_special_tokens=False)
+
+
 def test_generated_text_that_looks_like_an_added_token_is_no_place_to_cut(qwen_like: Any) -> None:
     cache = TokenCache(qwen_like)
     prompt = "<|im_start|>assistant\n"

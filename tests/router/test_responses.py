@@ -114,7 +114,7 @@ def validator(what, loaded={}):  # noqa: B006 (read once)
             kind = schema.get("properties", {}).get("type", {}).get("enum", [""])[0]
             if name.endswith("StreamingEvent"):
                 loaded[f"{kind} event"] = name
-        loaded["response"] = "ResponseResource"
+        loaded["response"], loaded["compaction"] = "ResponseResource", "CompactResource"
     if what not in loaded:  # an event that OpenAI has and the specification has not
         return jsonschema.Draft202012Validator(True)
     return jsonschema.Draft202012Validator(
@@ -205,6 +205,40 @@ def test_case_an_image_is_refused_by_name():
     parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": "data:,"}]
     answer = post(World(), input=[{"role": "user", "content": parts}])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.content.1")
+
+
+def test_case_phases_of_an_assistant():
+    world = World()
+    phases = [("commentary", "I should say it."), ("final_answer", "It is four.")]
+    items = [{"type": "message", "role": "assistant", "phase": phase, "content": text} for phase, text in phases]
+    made = whole(world, input=[*items, {"type": "message", "role": "user", "content": "Repeat."}])
+    listed = world.call("GET", f"{PATH}/{made['id']}/input_items?order=asc").json()["data"]
+    assert [item.get("phase") for item in listed] == ["commentary", "final_answer", None]
+
+
+def test_case_a_compaction():
+    body = {"model": "pocket", "prompt_cache_key": "k", **said(("user", "On Tuesday."), ("assistant", "Understood."))}
+    world = World()
+    answer = world.call("POST", f"{PATH}/compact", json=body)
+    conforms("compaction", answer.json())
+    assert [item["type"] for item in answer.json()["output"]] == ["message", "compaction"]
+    del body["model"]
+    refused = world.call("POST", f"{PATH}/compact", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+def test_case_a_socket_that_is_no_request_is_refused():
+    """The specification's WebSocket is not served: a client that tries one is told so, and goes on with requests."""
+    world = World()
+    asked = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "a" * 24,
+    }
+    with world.served() as address:
+        answer = httpx.get(f"{address}{PATH}", headers=asked, timeout=PATIENT)
+    assert answer.status_code in (400, 403, 405)
 
 
 # The official package.

@@ -4,6 +4,7 @@ Chat is the inner form: items become messages, so a conversation has the same pr
 are in `response_events`, what is kept between requests in `stored_responses`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
@@ -22,6 +23,8 @@ from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, 
 
 OPEN = ConfigDict(strict=True, extra="allow")
 MAX_TOP_LOGPROBS = 20
+WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MOST_WORDS = 32  # that the header of what was skipped names
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -200,20 +203,27 @@ def read_responses(raw: bytes) -> ResponsesBody:
 
 
 def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
-    """The request's own items, each with a type and an id, as they are kept and shown."""
+    """The request's own items, each with a type and an id, as they are kept and shown.
+
+    Raises InvalidRequestError for a type or an id that is no text.
+    """
     given: Sequence[Mapping[str, Any]] = (
         [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
     items = []
     for index, item in enumerate(given):
         kept: dict[str, Any] = {**item}
-        kept.setdefault("type", "message" if "role" in kept else "item_reference")
+        kept.setdefault("type", "message" if "role" in kept else "item_reference" if "id" in kept else "unknown")
         if kept["type"] == "message" and isinstance(kept["content"], str):
             part = "output_text" if kept["role"] == "assistant" else "input_text"
             more: dict[str, Any] = {"annotations": []} if kept["role"] == "assistant" else {}
             kept["content"] = [{"type": part, "text": kept["content"], **more}]
         if kept["type"] == "message":
             kept.setdefault("status", "completed")
+        for name in ("type", "id"):
+            if not isinstance(kept.get(name, ""), str):
+                field = f"input.{index}.{name}"
+                raise InvalidRequestError(f"'{field}' must be a string", field)
         kept.setdefault("id", f"{PREFIXES.get(kept['type'], 'item')}_{unique}_in{index}")
         items.append(kept)
     return items
@@ -268,7 +278,7 @@ class _ItemReader:
         self._own: dict[str, Any] | None = None  # the assistant's message that may still grow
 
     def read(self, item: Mapping[str, Any], where: str) -> None:
-        kind = item["type"] if isinstance(item.get("type"), str) else "unknown"
+        kind: str = item["type"]
         if kind == "item_reference":
             known = self._known.get(item["id"])
             if known is None:
@@ -289,7 +299,7 @@ class _ItemReader:
                 raise InvalidRequestError(f"'{field}' was not made by this server for this tenant", field)
             self._others({"role": "user", "content": SUMMARY + summary})
         else:
-            self.skipped.append(kind)
+            self.skipped.append(_word(kind))
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, text = item["role"], _text(item["content"], f"{where}.content")
@@ -372,13 +382,15 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     turn = build_turn(body, prompt, card, sampling)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
-    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped)))
+    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped)))[:MOST_WORDS]
 
 
 def compaction_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
     """The turn in which the model sums its conversation up: no calls, no form."""
     asked = [*translated.messages, {"role": "user", "content": SUMMARISE}]
-    plain = body.model_copy(update={"tool_choice": "none", "text": TextField(), "stream": False})
+    plain = body.model_copy(
+        update={"tool_choice": "none", "text": TextField(), "stream": False, "stream_options": None}
+    )
     return responses_turn(plain, replace(translated, messages=asked), card)
 
 
@@ -438,7 +450,7 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[st
     skipped: list[str] = []
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
-            skipped.append(str(tool.get("type"))[:64])
+            skipped.append(_word(tool.get("type")))
             continue
         function: Any = {"name": tool["name"]}
         function.update({name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name)})
@@ -460,6 +472,11 @@ def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
         raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
     function: Mapping[str, Any] = _named(given)
     return function
+
+
+def _word(kind: object) -> str:
+    """A type as it may stand in a header, whatever a client has sent."""
+    return kind if isinstance(kind, str) and WORD.fullmatch(kind) else "unknown"
 
 
 def _named(tool: Any) -> Any:

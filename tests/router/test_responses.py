@@ -393,6 +393,15 @@ def test_tools_that_are_no_functions_are_skipped_and_told():
     assert bad.json()["error"]["param"] == "tools.1.name"
 
 
+def test_what_was_skipped_is_told_in_words_only():
+    world = World()
+    tools = [{"type": "a\r\nset-cookie: b"}, {"type": ["list"]}, {}, {"type": "ä" * 100}]
+    items = [{"role": "user", "content": "x"}, {"type": "x\n"}, {"any": "thing"}]
+    assert post(world, input=items, tools=tools).headers["x-holdfast-skipped"] == "unknown"
+    many = post(world, tools=[{"type": f"t{n}"} for n in range(100)])
+    assert len(many.headers["x-holdfast-skipped"].split(", ")) == 32
+
+
 @pytest.mark.parametrize(
     ("choice", "forced", "allowed"),
     [
@@ -468,6 +477,8 @@ def test_a_reference_to_an_item_of_the_chain():
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"type": ["list"]}]}, "input.0.type"),
+        ({"input": [{"type": "new", "id": {}}]}, "input.0.id"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"conversation": "conv_1"}, "conversation"),

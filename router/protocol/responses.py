@@ -263,6 +263,8 @@ def chat_messages(
         reader.read(item, "previous_response_id")
     for index, item in enumerate(own):
         reader.read(item, f"input.{index}")
+    if not reader.messages:
+        raise InvalidRequestError("'input' has no item that a model can read", "input")
     return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)))
 
 

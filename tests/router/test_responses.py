@@ -477,6 +477,7 @@ def test_a_reference_to_an_item_of_the_chain():
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"input": [{"type": ["list"]}]}, "input.0.type"),
         ({"input": [{"type": "new", "id": {}}]}, "input.0.id"),
         ({"max_tokens": 5}, "max_tokens"),

@@ -38,6 +38,7 @@ from holdfast.router.parser_process import ParserProcess
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
@@ -106,6 +107,7 @@ class Ingress:
             Conversations(self._programs, self._store, entries, ttl_s),
             self._drain,
             self._parser,
+            StoredResponses(self._store, config),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 
 import orjson
@@ -18,6 +19,7 @@ from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations
 from holdfast.router.drain import Drain
+from holdfast.router.formats import ChatFormat, CompletionFormat, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import (
     AnswerHeadersMiddleware,
@@ -36,10 +38,13 @@ from holdfast.router.protocol.models import model_reply, models_reply
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
+from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
+from holdfast.router.store import MemoryStore
+from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
-from holdfast.router.turns import CHAT, COMPLETION, Turns
+from holdfast.router.turns import Turns
 
 
 def create_app(
@@ -55,6 +60,7 @@ def create_app(
     conversations: Conversations | None = None,
     drain: Drain | None = None,
     parser: ParserProcess | None = None,
+    responses: StoredResponses | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
@@ -65,21 +71,26 @@ def create_app(
     drain = drain or Drain()
     guard = Guard(tenants, metrics, config, drain, parser or ParserProcess())
     turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
+    responses = responses or StoredResponses(MemoryStore(config.store_entries, config.store_memory), config)
+    stored = ResponseEndpoints(guard, responses)
     agents = ProgramEndpoints(backend, guard, programs, latencies)
     small = SmallEndpoints(backend, guard, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
 
-    async def chat(request: Request) -> Response:
-        return await turns.serve(request, CHAT)
-
-    async def completion(request: Request) -> Response:
-        return await turns.serve(request, COMPLETION)
+    def generates(format_: Format) -> Handler:
+        return partial(turns.serve, format_=format_)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     routes: Sequence[tuple[str, str, Handler]] = (
-        ("POST", "/v1/chat/completions", chat),
-        ("POST", "/v1/completions", completion),
+        ("POST", "/v1/chat/completions", generates(ChatFormat(guard))),
+        ("POST", "/v1/completions", generates(CompletionFormat(guard))),
+        ("POST", "/v1/responses", generates(ResponsesFormat(guard, backend, responses))),
+        ("POST", "/v1/responses/compact", generates(CompactionFormat(guard, responses))),
+        ("GET", "/v1/responses/{response_id}", stored.show),
+        ("DELETE", "/v1/responses/{response_id}", stored.delete),
+        ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
+        ("GET", "/v1/responses/{response_id}/input_items", stored.input_items),
         ("DELETE", "/v1/programs/{program_id:path}", agents.end),
         ("GET", "/v1/tools/latency", agents.tool_latency),
         ("GET", "/v1/cluster/status", status.show),

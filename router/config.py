@@ -41,6 +41,9 @@ class RouterConfig:
 
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
+    response_ttl_s: float = 86400.0  # a stored response is forgotten so long after it was made or continued last
+    response_tenant_bytes: int = 2**28  # of the responses that one tenant may store in `response_ttl_s`
+
     program_entries: int = 65536  # programs in this process
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
     program_rest_s: float = 3600.0  # after a longer rest a program has lost its place in the order: it begins anew

@@ -41,6 +41,7 @@ class AnswerHeaders:
     cache: str = "bypass"
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
+    skipped: str = ""  # likewise
 
     def encode(self) -> list[tuple[bytes, bytes]]:
         told = [
@@ -48,7 +49,11 @@ class AnswerHeaders:
             (b"x-holdfast-cache", self.cache.encode()),
             (b"x-holdfast-replica", self.replica.encode()),
         ]
-        return [*told, (b"server-timing", self.server_timing.encode())] if self.server_timing else told
+        if self.server_timing:
+            told.append((b"server-timing", self.server_timing.encode()))
+        if self.skipped:
+            told.append((b"x-holdfast-skipped", self.skipped.encode()))
+        return told
 
 
 class AnswerHeadersMiddleware:

@@ -61,6 +61,12 @@ class Lru(Generic[V]):
         while len(self._entries) > self._max_entries or self._over_weight():
             self.remove(self._first_out())
 
+    def renew(self, key: str, deadline: float) -> None:
+        """Keep what is under `key`, if anything, until `deadline`."""
+        if key in self._entries:
+            value, _, weight, owner = self._entries[key]
+            self._entries[key] = (value, deadline, weight, owner)
+
     def remove(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:

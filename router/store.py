@@ -49,6 +49,10 @@ class Store(Protocol):
 
     async def get(self, key: str) -> bytes | None: ...
 
+    async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
+        """The values under `keys`; each of them lives for `ttl_s` from now on."""
+        ...
+
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
     async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
@@ -73,6 +77,13 @@ class MemoryStore:
 
     async def get(self, key: str) -> bytes | None:
         return self._values.get(key, self._clock())
+
+    async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
+        now = self._clock()
+        found = [self._values.get(key, now) for key in keys]
+        for key in keys:
+            self._values.renew(key, now + ttl_s)
+        return found
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
@@ -182,6 +193,17 @@ class RedisStore:
 
         done = await self._guarded(work)
         return done[0] if done else await self._fallback.get(key)
+
+    async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
+        async def work() -> list[bytes | None]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipeline.getex(self._prefix + key, px=_milliseconds(ttl_s))
+            return list(await pipeline.execute())
+
+        near = await self._fallback.renew(keys, ttl_s)  # what was put while Redis was away is here only
+        found = await self._guarded(work)
+        return near if found is None else [there or here for there, here in zip(found, near, strict=True)]
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         async def work() -> bool:

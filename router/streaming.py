@@ -28,6 +28,10 @@ class Encoder(Protocol):
 
     def encode(self, pieces: Iterable[Piece]) -> bytes: ...
 
+    def failed(self, error: ErrorInfo) -> bytes:
+        """The event that ends a reply which broke off without an `Errored` among its pieces."""
+        ...
+
 
 def error_event(error: ErrorInfo) -> bytes:
     """The event that ends a stream which failed."""
@@ -68,6 +72,9 @@ class ChatEncoder:
     def encode(self, pieces: Iterable[Piece]) -> bytes:
         return b"".join([self._event(piece) for piece in pieces])
 
+    def failed(self, error: ErrorInfo) -> bytes:
+        return error_event(error)
+
     def _event(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             if piece.logprobs:
@@ -100,6 +107,9 @@ class CompletionEncoder:
 
     def encode(self, pieces: Iterable[Piece]) -> bytes:
         return b"".join([self._event(piece) for piece in pieces])
+
+    def failed(self, error: ErrorInfo) -> bytes:
+        return error_event(error)
 
     def _event(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):

@@ -10,7 +10,7 @@ from holdfast.router.backend import Batch
 from holdfast.router.drain import Drain
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.streaming import Encoder, error_event
+from holdfast.router.streaming import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class TurnStream:
     async def _take(self, batch: Batch) -> bytes:
         built = self._built
         built.add(batch.pieces)
+        events = self._encoder.encode(batch.pieces)
         if isinstance(built.terminal, Errored):
             self._meter.failed(ReplyError(built.terminal.error))
         elif isinstance(built.terminal, Completed):
@@ -101,12 +102,12 @@ class TurnStream:
                 self._note(batch.replica_id, answer)
             self._meter.answered(answer.usage, answer.timing)
             await self._on_answer(batch.replica_id, answer)
-        return self._encoder.encode(batch.pieces)
+        return events
 
     def _fail(self, error: HoldfastError) -> bytes:
         self._built.terminal = Errored(error.info)
         self._meter.failed(error)
-        return error_event(error.info)
+        return self._encoder.failed(error.info)
 
 
 def _ended_early() -> EngineError:

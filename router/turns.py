@@ -7,7 +7,7 @@ happens, a request ends in exactly one outcome and gives back what it holds.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.requests import Answer, Errored, GenerateRequest, ModelCard
+from holdfast.replicas.requests import Answer, Errored, GenerateRequest
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
@@ -34,39 +34,19 @@ from holdfast.router.conversations import (
 )
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
+from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.identity import neighbour, program_named
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import Begun, ProgramTable
-from holdfast.router.protocol.chat import chat_reply, read_chat
-from holdfast.router.protocol.completions import completion_reply, read_completion
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Turn
 from holdfast.router.response_cache import CacheResult, ResponseCache
-from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
 from holdfast.router.turn_stream import TurnStream
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """How one endpoint reads requests, beside the event loop where they are long, and writes answers.
-
-    `prefix` begins the ids of its replies.
-    """
-
-    name: str
-    prefix: str
-    turn: Callable[[bytes, Sequence[ModelCard]], Turn]
-    reply: Callable[[str, int, str, Answer], bytes]
-    encoder: Callable[[str, int, str, bool], Encoder]
-
-
-CHAT = Endpoint("chat", "chatcmpl-", read_chat, chat_reply, ChatEncoder)
-COMPLETION = Endpoint("completion", "cmpl-", read_completion, completion_reply, CompletionEncoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +56,18 @@ class Accepted:
     `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with.
     """
 
-    endpoint: Endpoint
     tenant: Tenant
-    turn: Turn
+    exchange: Exchange
     meter: Meter
     program: str | Conversation
     near: str
     cache_key: str | None
     unique: str
-    created: int
     report: TurnReport
 
     @property
-    def encoder(self) -> Encoder:
-        return self.endpoint.encoder(self._reply_id, self.created, self.turn.model.name, self.turn.include_usage)
-
-    def reply(self, answer: Answer) -> bytes:
-        return self.endpoint.reply(self._reply_id, self.created, self.turn.model.name, answer)
-
-    @property
-    def _reply_id(self) -> str:
-        return self.endpoint.prefix + self.unique
+    def turn(self) -> Turn:
+        return self.exchange.turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +84,7 @@ class Served:
 
 
 class Turns:
-    """Serves generation requests of both endpoints."""
+    """Serves generation requests of every format."""
 
     def __init__(
         self,
@@ -140,17 +111,17 @@ class Turns:
         self._reports = reports or TurnReports()
         self._background = Background()
 
-    async def serve(self, request: Request, endpoint: Endpoint) -> Response:
+    async def serve(self, request: Request, format_: Format) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
-        meter = Meter(self._metrics, endpoint.name)
-        report = self._reports.begin(request, endpoint.name, answer_headers(request).request_id)
+        meter = Meter(self._metrics, format_.name)
+        report = self._reports.begin(request, format_.name, answer_headers(request).request_id)
         meter.on_end = report.ended
         try:
             tenant = self._guard.authenticate(request)
             meter.tenant = report.facts.tenant = tenant.name
             with ExitStack() as held:
                 held.enter_context(self._guard.admitted(tenant))
-                accepted = await self._accept(request, endpoint, tenant, meter, report)
+                accepted = await self._accept(request, format_, tenant, meter, report)
                 repeat = await self._look_up(request, accepted)
                 return await self._ask(request, accepted, held) if repeat is None else repeat
         except BaseException as error:
@@ -158,29 +129,30 @@ class Turns:
             raise
 
     async def _accept(
-        self, request: Request, endpoint: Endpoint, tenant: Tenant, meter: Meter, report: TurnReport
+        self, request: Request, format_: Format, tenant: Tenant, meter: Meter, report: TurnReport
     ) -> Accepted:
         models = await self._backend.models()
         if not models:
             raise UnavailableError("No model is loaded yet")
-        turn = await self._guard.read(request, endpoint.turn, models)
+        unique = secrets.token_hex(12)
+        exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
+        turn = exchange.turn
+        answer_headers(request).skipped = exchange.skipped
         meter.model = turn.model.name
         config, headers = self._config, request.headers
         named = program_named(tenant.name, turn.ids, headers, config.program_headers)
         bypassed = self._cache.bypassed(request.headers.get("cache-control"))
         accepted = Accepted(
-            endpoint=endpoint,
             tenant=tenant,
-            turn=turn,
+            exchange=exchange,
             meter=meter,
-            program=named or conversation(turn.model.name, turn.prompt),
+            program=named or exchange.program or conversation(turn.model.name, turn.prompt),
             near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
             cache_key=None if bypassed else self._cache.key(tenant.name, turn),
-            unique=secrets.token_hex(12),
-            created=int(time.time()),
+            unique=unique,
             report=report,
         )
-        report.accepted(accepted.unique, tenant.name, named or "", turn.model.name, turn.stream)
+        report.accepted(unique, tenant.name, named or exchange.program, turn.model.name, turn.stream)
         return accepted
 
     async def _look_up(self, request: Request, accepted: Accepted) -> Response | None:
@@ -193,12 +165,12 @@ class Turns:
         if answer is None:
             return None
         served = await self._begin(accepted)
-        await self._settle(served, "", answer)
         if accepted.turn.stream:
-            encoder = accepted.encoder
+            encoder = accepted.exchange.encoder()
             response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
         else:
-            response = json_response(accepted.reply(answer))
+            response = json_response(accepted.exchange.reply(answer))
+        await self._settle(served, "", answer)
         accepted.meter.end(Outcome.CACHED)
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
@@ -244,8 +216,9 @@ class Turns:
         accepted.report.answered(routed.replica_id, answer)
         accepted.meter.answered(answer.usage, timing)
         self._remember(accepted, answer)
+        body = accepted.exchange.reply(answer)
         await self._settle(served, routed.replica_id, answer)
-        return json_response(accepted.reply(answer))
+        return json_response(body)
 
     async def _begin_stream(
         self, request: Request, served: Served, command: GenerateRequest, place: Place
@@ -259,7 +232,7 @@ class Turns:
 
         batches = self._backend.stream(command, place)
         told, left = accepted.report.answered, partial(self._left, accepted)
-        stream = TurnStream(batches, accepted.encoder, accepted.meter, settle, told, self._drain, left)
+        stream = TurnStream(batches, accepted.exchange.encoder(), accepted.meter, settle, told, self._drain, left)
         with self._paid(accepted):
             try:
                 await until_disconnect(request.receive, stream.start())
@@ -325,6 +298,7 @@ class Turns:
             accepted.meter.program_ended(run)
         if served.standing is not None:
             await self._conversations.replied(served.standing, mark_of(answer))
+        await accepted.exchange.keep(served.key)
 
     def _remember(self, accepted: Accepted, answer: Answer) -> None:
         if accepted.cache_key is not None:

@@ -23,6 +23,7 @@ TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end
 
 IGNORED = frozenset(
     {
+        "client_metadata",
         "metadata",
         "prediction",
         "prompt_cache_options",
@@ -40,6 +41,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "audio": (),
     "best_of": (1, 1.0),
+    "conversation": (),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": (),
@@ -124,9 +126,10 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
     """
     given: dict[str, Any] = {}
     for name, value in body.items():
-        if value is None or name in IGNORED:
+        known = name in model.model_fields
+        if value is None or (name in IGNORED and not known):
             continue
-        if name in NEUTRAL and name not in model.model_fields:
+        if name in NEUTRAL and not known:
             _require_neutral(name, value)
             continue
         given[name] = value

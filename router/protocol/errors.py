@@ -23,6 +23,7 @@ class Refusal(StrEnum):
     NO_MODEL = "model_not_found"
     NO_PATH = "not_found"
     NO_PROGRAM = "program_not_found"
+    NO_RESPONSE = "response_not_found"
     NO_METHOD = "method_not_allowed"
     SLOW_BODY = "request_timeout"
     TOO_LARGE = "request_too_large"
@@ -73,6 +74,7 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.FORBIDDEN: Row(403, "permission_error", "forbidden"),
     Refusal.NO_MODEL: Row(404, "invalid_request_error", "model_not_found"),
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
+    Refusal.NO_RESPONSE: Row(404, "invalid_request_error", "response_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
     Refusal.SLOW_BODY: Row(408, "invalid_request_error", "request_timeout"),

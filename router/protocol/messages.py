@@ -130,13 +130,16 @@ class Tool(TypedDict):
     function: FunctionTool
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object."""
+def check_tools(tools: Sequence[Tool], fields: Sequence[str] | None = None) -> None:
+    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object.
+
+    `fields` is where in the request each of them stands, where that is not as in chat.
+    """
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         function = tool["function"]
         name = function["name"]
-        where = f"tools.{index}.function"
+        where = f"tools.{index}.function" if fields is None else fields[index]
         if not TOOL_NAME.fullmatch(name):
             raise InvalidRequestError(f"Invalid '{where}.name': {name!r} is not [a-zA-Z0-9_-]{{1,64}}", f"{where}.name")
         if name in seen:

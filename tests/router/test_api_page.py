@@ -11,6 +11,7 @@ from holdfast.router.http import AnswerHeaders
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import TABLE
+from holdfast.router.protocol.responses import ResponsesBody
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
 
@@ -43,6 +44,14 @@ def test_every_field_of_a_body_is_on_it_and_exists() -> None:
     assert set(CompletionBody.model_fields) - told == {"prompt"}
 
 
+def test_every_field_of_a_response_is_on_it_and_exists() -> None:
+    """Those that chat has too stand there; `max_tokens` is refused."""
+    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A response")))))
+    known = set(ResponsesBody.model_fields)
+    assert told - known == {"conversation"}
+    assert known - told - {"max_tokens"} <= set(ChatBody.model_fields)
+
+
 def test_every_error_is_on_it() -> None:
     told = sorted(tuple(cell.strip("`") for cell in cells[:3]) for cells in rows(section("Errors")))
     assert told == sorted((str(row.status), row.type, row.code or "null") for row in TABLE.values())
@@ -50,9 +59,10 @@ def test_every_error_is_on_it() -> None:
 
 def test_every_header_of_an_answer_is_on_it() -> None:
     told = {cells[0].strip("`") for cells in rows(section("Headers"))}
-    sent = {name.decode() for name, _ in AnswerHeaders("r", server_timing="x").encode()}
+    sent = {name.decode() for name, _ in AnswerHeaders("r", server_timing="x", skipped="x").encode()}
     assert told == sent | {"retry-after"}
-    assert set(World().chat().headers) & told == sent
+    body = {"model": "pocket", "input": "hello", "tools": [{"type": "web_search"}]}
+    assert set(World().call("POST", "/v1/responses", json=body).headers) & told == sent
 
 
 def test_the_ways_to_name_a_program_are_on_it() -> None:

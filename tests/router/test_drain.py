@@ -74,6 +74,25 @@ def test_what_runs_goes_on_and_ends_with_an_error_when_its_time_is_over(streamed
     assert world.outcomes() == {"failed": 1}
 
 
+def test_a_response_that_outlives_its_time_fails_once():
+    async def scenario():
+        backend = FakeBackend([(TextDelta("half"),), (TextDelta("never"),)])
+        backend.stall = 1
+        world = Draining(backend)
+        async with client(world) as http:
+            body = {"model": "pocket", "input": "hello", "stream": True}
+            asked = asyncio.create_task(http.post("/v1/responses", json=body))
+            await asyncio.to_thread(backend.started.wait, 10.0)
+            world.drain.begin(0.0)
+            return world, await asked
+
+    world, answer = asyncio.run(scenario())
+    *_, last, done, rest = answer.text.split("\n\n")
+    assert last.startswith("event: response.failed\n")
+    assert (done, rest, answer.text.count("event: response.failed")) == ("data: [DONE]", "", 1)
+    assert world.outcomes() == {"failed": 1}
+
+
 def test_a_time_limit_of_the_work_itself_stays_what_it_is():
     async def scenario():
         async with Drain().bounded():

@@ -43,6 +43,37 @@ def test_memory_keeps_values():
     asyncio.run(same_behaviour(memory()))
 
 
+def test_values_that_are_renewed_live_on():
+    now = [0.0]
+    store = MemoryStore(10, 2**20, clock=lambda: now[0])
+
+    async def scenario():
+        for key in "ab":
+            await store.set(key, key.encode(), 10.0)
+        now[0] = 9.0
+        assert await store.renew(["x", "b"], 10.0) == [None, b"b"]
+        now[0] = 12.0
+        assert [await store.get(key) for key in "ab"] == [None, b"b"]
+
+    asyncio.run(scenario())
+
+
+def test_redis_renews_what_it_has_and_finds_what_was_put_while_it_was_away(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            await store.set("a", b"1", 5.0)
+            server.kill()
+            await store.set("b", b"2", 60.0)
+            assert await store.renew(["a", "b"], 60.0) == [None, b"2"]
+            server.start()
+            await recovered(store)
+            await store.set("a", b"1", 5.0)
+            assert await store.renew(["a", "b", "c"], 60.0) == [b"1", b"2", None]
+            assert await store._redis.pttl("holdfast/a") > 5000
+
+    asyncio.run(scenario())
+
+
 def test_memory_forgets_at_the_deadline_and_beyond_its_size():
     now = [0.0]
     store = MemoryStore(2, 2**20, clock=lambda: now[0])

@@ -34,6 +34,7 @@ from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore
+from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
@@ -143,6 +144,7 @@ class World:
     store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
     now: float = 1_000_000.0  # of the program table
     reports: TurnReports = field(default_factory=TurnReports)
+    responses: StoredResponses | None = None  # its own, where none are given
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -151,7 +153,15 @@ class World:
         metrics = self.metrics = RouterMetrics(self.registry)
         self.latencies = ToolLatencies()
         self.app: FastAPI = create_app(
-            self.backend, self.tenants, self.programs, self.cache, metrics, self.config, self.latencies, self.reports
+            self.backend,
+            self.tenants,
+            self.programs,
+            self.cache,
+            metrics,
+            self.config,
+            self.latencies,
+            self.reports,
+            responses=self.responses,
         )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:

@@ -1,0 +1,120 @@
+"""Wire formats: how one endpoint that generates reads its requests and writes its answers. `turns` runs them all.
+
+A format is made of two objects: a `Format` lives as long as the router and reads, an `Exchange` is one request that it
+has read. Chat and plain completion are here, `/v1/responses` is in `responses`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.requests import Request
+
+from holdfast.replicas.requests import Answer, ModelCard
+from holdfast.router.guard import Guard
+from holdfast.router.protocol.chat import chat_reply, read_chat
+from holdfast.router.protocol.completions import completion_reply, read_completion
+from holdfast.router.protocol.turn import Turn
+from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What every exchange knows of its request: whose it is, an id that no other one has, and when it came.
+
+    `created` is in seconds since the epoch. `models` is never empty.
+    """
+
+    tenant: str
+    unique: str
+    created: int
+    models: Sequence[ModelCard]
+
+
+class Exchange(Protocol):
+    """One request, read and valid. Its answer is written once, by `encoder` or by `reply`; then comes `keep`."""
+
+    @property
+    def turn(self) -> Turn: ...
+
+    @property
+    def program(self) -> str:
+        """The key of the program that the request goes on with, where the format knows; "": it does not."""
+        ...
+
+    @property
+    def skipped(self) -> str:
+        """What of the request was left out, for the header `x-holdfast-skipped`; "": nothing."""
+        ...
+
+    def encoder(self) -> Encoder:
+        """What writes the answer as events."""
+        ...
+
+    def reply(self, answer: Answer) -> bytes:
+        """The whole answer in JSON."""
+        ...
+
+    async def keep(self, program: str) -> None:
+        """Keep what later requests may name of the answer, which was a turn of `program`. Its client waits for this."""
+        ...
+
+
+class Format(Protocol):
+    """One endpoint. `name` is its label in metrics and logs."""
+
+    name: str
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        """What the request asks for. Raises HoldfastError or ClientGoneError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExchange:
+    """A request of a format that keeps nothing."""
+
+    turn: Turn
+    encoder: Callable[[], Encoder]
+    reply: Callable[[Answer], bytes]
+    program: str = field(default="", init=False)
+    skipped: str = field(default="", init=False)
+
+    async def keep(self, program: str) -> None:
+        return
+
+
+class ChatFormat:
+    """`/v1/chat/completions`."""
+
+    name = "chat"
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        turn = await self._guard.read(request, read_chat, arrival.models)
+        reply_id, created, model = f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name
+        return PlainExchange(
+            turn,
+            lambda: ChatEncoder(reply_id, created, model, turn.include_usage),
+            lambda answer: chat_reply(reply_id, created, model, answer),
+        )
+
+
+class CompletionFormat:
+    """`/v1/completions`."""
+
+    name = "completion"
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        turn = await self._guard.read(request, read_completion, arrival.models)
+        reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
+        return PlainExchange(
+            turn,
+            lambda: CompletionEncoder(reply_id, created, model, turn.include_usage),
+            lambda answer: completion_reply(reply_id, created, model, answer),
+        )

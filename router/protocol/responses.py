@@ -1,0 +1,504 @@
+"""`/v1/responses`: its request body, the chat prompt that its items become, and the response object.
+
+Chat is the inner form: items become messages, so a conversation has the same prompt whichever API it comes by. Events
+are in `response_events`, what is kept between requests in `stored_responses`.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+import orjson
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import ChatPrompt, ModelCard
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, one_or_many, validate
+from holdfast.router.protocol.messages import Parameters, Tool, check_tools
+from holdfast.router.protocol.output import JsonObjectFormat, TextFormat, json_output, tool_choice
+from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
+
+OPEN = ConfigDict(strict=True, extra="allow")
+MAX_TOP_LOGPROBS = 20
+WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MOST_WORDS = 32  # that the header of what was skipped names
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
+CALLS = frozenset({"function_call", "custom_tool_call"})
+SUMMARY = "Summary of the conversation so far:\n"
+SUMMARISE = (
+    "Summarise this conversation for whoever goes on with it without having seen it: what was asked, what was done and "
+    "found, which files, names and values matter, what is decided, and what is left. Answer with the summary only."
+)
+
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
+]
+
+
+@with_config(OPEN)
+class MessageItem(TypedDict):
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+@with_config(OPEN)
+class FunctionCallItem(TypedDict):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    arguments: str
+
+
+@with_config(OPEN)
+class CustomCallItem(TypedDict):
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    input: str
+
+
+@with_config(OPEN)
+class CallOutputItem(TypedDict):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Content
+
+
+@with_config(OPEN)
+class ReasoningItem(TypedDict):
+    """`encrypted_content` is what we have given out, or a foreign server's, which is not read."""
+
+    type: Literal["reasoning"]
+    content: NotRequired[list[dict[str, Any]]]
+    encrypted_content: NotRequired[str]
+
+
+@with_config(OPEN)
+class CompactionItem(TypedDict):
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: str
+
+
+@with_config(OPEN)
+class ReferenceItem(TypedDict):
+    type: NotRequired[Literal["item_reference"]]
+    id: str
+
+
+KINDS: Mapping[str, str] = {
+    "message": "a message",
+    "function_call": "a call",
+    "custom_tool_call": "a custom call",
+    "function_call_output": "an output",
+    "custom_tool_call_output": "an output",
+    "reasoning": "thoughts",
+    "compaction": "a compaction",
+    "compaction_summary": "a compaction",
+    "item_reference": "a reference",
+}
+
+
+def _kind(item: object) -> str:
+    """Discriminates items. Those of types that are not known are kept and not shown to the model."""
+    if not isinstance(item, Mapping):
+        return "another"
+    kind = item.get("type") or ("message" if "role" in item else "item_reference" if set(item) == {"id"} else "")
+    return KINDS.get(kind, "another") if isinstance(kind, str) else "another"
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[FunctionCallItem, Tag("a call")]
+    | Annotated[CustomCallItem, Tag("a custom call")]
+    | Annotated[CallOutputItem, Tag("an output")]
+    | Annotated[ReasoningItem, Tag("thoughts")]
+    | Annotated[CompactionItem, Tag("a compaction")]
+    | Annotated[ReferenceItem, Tag("a reference")]
+    | Annotated[dict[str, Any], Tag("another")],
+    Discriminator(_kind),
+    NULL_IS_ABSENT,
+]
+
+
+@with_config(OPEN)
+class FunctionTool(TypedDict):
+    type: Literal["function"]
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[Parameters | None]
+    strict: NotRequired[bool | None]
+
+
+def _tool_kind(tool: object) -> str:
+    return "a function" if isinstance(tool, Mapping) and tool.get("type") == "function" else "another"
+
+
+ResponseTool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("a function")] | Annotated[dict[str, Any], Tag("another")], Discriminator(_tool_kind)
+]
+
+
+@with_config(OPEN)
+class JsonSchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    name: str
+    schema: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class TextField(Body):
+    """`verbosity` changes nothing: no model that is served knows it."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] = Field(
+        default_factory=lambda: TextFormat(type="text")
+    )
+    verbosity: str | None = None
+
+
+class ResponsesBody(GenerationBody):
+    """What a client may send. `reasoning` and what is about bills and users changes nothing and is told back."""
+
+    input: Annotated[Annotated[str, Tag("one")] | Annotated[list[Item], Tag("many")], Discriminator(one_or_many)] = (
+        Field(default_factory=list)
+    )
+    instructions: str | None = None
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools, of which there are none
+    text: Annotated[TextField, NULL_IS_ABSENT] = Field(default_factory=TextField)
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    include: list[str] = Field(default_factory=list)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    reasoning: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = Field(
+        default_factory=dict
+    )
+    store: bool = True
+    background: bool = False
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+def read_responses(raw: bytes) -> ResponsesBody:
+    """A request body, checked as far as it can be without what it goes on with. Raises InvalidRequestError."""
+    body = validate(ResponsesBody, decode(raw))
+    if body.background:
+        raise InvalidRequestError("'background' is not supported; only false is accepted", "background")
+    if body.max_tokens is not None:
+        message = "Unrecognized request argument supplied: max_tokens (did you mean 'max_output_tokens'?)"
+        raise InvalidRequestError(message, "max_tokens")
+    if not body.input and body.previous_response_id is None:
+        raise InvalidRequestError("Missing required parameter: 'input'", "input")
+    return body
+
+
+def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
+    """The request's own items, each with a type and an id, as they are kept and shown.
+
+    Raises InvalidRequestError for a type or an id that is no text.
+    """
+    given: Sequence[Mapping[str, Any]] = (
+        [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
+    items = []
+    for index, item in enumerate(given):
+        kept: dict[str, Any] = {**item}
+        kept.setdefault("type", "message" if "role" in kept else "item_reference" if "id" in kept else "unknown")
+        if kept["type"] == "message" and isinstance(kept["content"], str):
+            part = "output_text" if kept["role"] == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": []} if kept["role"] == "assistant" else {}
+            kept["content"] = [{"type": part, "text": kept["content"], **more}]
+        if kept["type"] == "message":
+            kept.setdefault("status", "completed")
+        for name in ("type", "id"):
+            if not isinstance(kept.get(name, ""), str):
+                field = f"input.{index}.{name}"
+                raise InvalidRequestError(f"'{field}' must be a string", field)
+        kept.setdefault("id", f"{PREFIXES.get(kept['type'], 'item')}_{unique}_in{index}")
+        items.append(kept)
+    return items
+
+
+PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "compaction": "cmp",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A prompt, and the types of tools and items that were left out of it."""
+
+    messages: list[dict[str, Any]]
+    skipped: tuple[str, ...]
+
+
+def chat_messages(
+    history: Sequence[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+    instructions: str | None,
+    reveal: Callable[[str], str | None],
+) -> Translated:
+    """The messages that items stand for: what a model said between two messages of others is one of its own.
+
+    `reveal` reads an `encrypted_content`; None: it is not ours. Raises InvalidRequestError that names the item.
+    """
+    reader = _ItemReader(reveal, {item["id"]: item for item in history if "id" in item})
+    if instructions:
+        reader.messages.append({"role": "system", "content": instructions})
+    for item in history:
+        reader.read(item, "previous_response_id")
+    for index, item in enumerate(own):
+        reader.read(item, f"input.{index}")
+    if not reader.messages:
+        raise InvalidRequestError("'input' has no item that a model can read", "input")
+    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)))
+
+
+class _ItemReader:
+    """Reads items one after the other."""
+
+    def __init__(self, reveal: Callable[[str], str | None], known: Mapping[str, Mapping[str, Any]]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        self._reveal = reveal
+        self._known = known
+        self._calls: set[str] = set()
+        self._own: dict[str, Any] | None = None  # the assistant's message that may still grow
+
+    def read(self, item: Mapping[str, Any], where: str) -> None:
+        kind: str = item["type"]
+        if kind == "item_reference":
+            known = self._known.get(item["id"])
+            if known is None:
+                raise InvalidRequestError(f"'{where}.id': no earlier item is {item['id']!r}", f"{where}.id")
+            self.read(known, where)
+        elif kind == "message":
+            self._message(item, where)
+        elif kind in CALLS:
+            self._call(item, kind)
+        elif kind.removesuffix("_output") in CALLS:
+            self._output(item, where)
+        elif kind == "reasoning":
+            self._reasoning(item)
+        elif kind.startswith("compaction"):
+            summary = self._reveal(item["encrypted_content"])
+            if summary is None:
+                field = f"{where}.encrypted_content"
+                raise InvalidRequestError(f"'{field}' was not made by this server for this tenant", field)
+            self._others({"role": "user", "content": SUMMARY + summary})
+        else:
+            self.skipped.append(_word(kind))
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role, text = item["role"], _text(item["content"], f"{where}.content")
+        if role != "assistant":
+            self._others({"role": "system" if role == "developer" else role, "content": text})
+            return
+        own = self._own
+        if own is None or own["content"] is not None or "tool_calls" in own:
+            own = self._begin()
+        own["content"] = text
+
+    def _call(self, item: Mapping[str, Any], kind: str) -> None:
+        own = self._own or self._begin()
+        arguments = item["arguments"] if kind == "function_call" else _custom_arguments(item["input"])
+        function = {"name": item["name"], "arguments": arguments}
+        own.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        self._calls.add(item["call_id"])
+
+    def _output(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = item["call_id"]
+        if call_id not in self._calls:
+            message = f"No tool call found for function call output with call_id {call_id}."
+            raise InvalidRequestError(message, f"{where}.call_id")
+        text = _text(item["output"], f"{where}.output")
+        self._others({"role": "tool", "content": text, "tool_call_id": call_id})
+
+    def _reasoning(self, item: Mapping[str, Any]) -> None:
+        text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+        if not text and "encrypted_content" in item:
+            text = self._reveal(item["encrypted_content"]) or ""
+        if text:
+            self._begin()["reasoning_content"] = text
+
+    def _begin(self) -> dict[str, Any]:
+        self._own = {"role": "assistant", "content": None}
+        self.messages.append(self._own)
+        return self._own
+
+    def _others(self, message: dict[str, Any]) -> None:
+        self._own = None
+        self.messages.append(message)
+
+
+def _custom_arguments(given: str) -> str:
+    """A custom call's free text as the arguments that a template can write."""
+    return orjson.dumps({"input": given}).decode()
+
+
+def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        text = part.get("text") if kind in TEXT_PARTS else part.get("refusal") if kind == "refusal" else None
+        if not isinstance(text, str):
+            field = f"{where}.{index}"
+            raise InvalidRequestError(f"'{field}': {kind!r} is not supported; content is text", field)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
+    """The turn, and all that was left out. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    tools, fields, skipped = _chat_tools(body.tools)
+    check_tools(tools, fields)
+    choice = tool_choice(_chat_choice(body.tool_choice), [tool["function"]["name"] for tool in tools])
+    prompt = ChatPrompt(
+        messages=translated.messages,
+        tools=tuple(tools),
+        tool_choice=choice.mode,
+        parallel_tool_calls=body.parallel_tool_calls,
+        template_kwargs=body.chat_template_kwargs,
+        forced_tool=choice.forced,
+        allowed_tools=choice.allowed,
+        output=json_output(_chat_format(body.text)),
+    )
+    wanted = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
+    sampling = build_sampling(body, card, wanted, body.max_output_tokens, "max_output_tokens")
+    turn = build_turn(body, prompt, card, sampling)
+    # The response that it goes on with names the program itself (`Exchange.program`).
+    turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
+    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped)))[:MOST_WORDS]
+
+
+def compaction_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
+    """The turn in which the model sums its conversation up: no calls, no form."""
+    asked = [*translated.messages, {"role": "user", "content": SUMMARISE}]
+    plain = body.model_copy(
+        update={"tool_choice": "none", "text": TextField(), "stream": False, "stream_options": None}
+    )
+    return responses_turn(plain, replace(translated, messages=asked), card)
+
+
+def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[str, Any]:
+    """The response before its first item."""
+    return {
+        "id": reply_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": body.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {"format": _told_format(body.text), "verbosity": body.text.verbosity or "medium"},
+        "tool_choice": body.tool_choice,
+        "tools": [_told_tool(tool) for tool in body.tools],
+        "top_logprobs": body.top_logprobs,
+        "top_p": body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "truncation": body.truncation,
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata,
+    }
+
+
+def response_usage(usage: Usage) -> dict[str, Any]:
+    """Token counts. What was not cached has been written to the cache."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": usage.prompt - usage.cached},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[str], list[str]]:
+    """Functions as chat has them, the field of each, and the types of the tools that are none."""
+    functions: list[Tool] = []
+    fields: list[str] = []
+    skipped: list[str] = []
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            skipped.append(_word(tool.get("type")))
+            continue
+        function: Any = {"name": tool["name"]}
+        function.update({name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name)})
+        functions.append({"type": "function", "function": function})
+        fields.append(f"tools.{index}")
+    return functions, fields, skipped
+
+
+def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """`tool_choice` as chat has it. Raises InvalidRequestError for one that needs a tool which is no function."""
+    if isinstance(given, str):
+        return given
+    kind = given.get("type")
+    if kind == "allowed_tools":
+        tools = given.get("tools")
+        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": named}}
+    if kind != "function":
+        raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
+    function: Mapping[str, Any] = _named(given)
+    return function
+
+
+def _word(kind: object) -> str:
+    """A type as it may stand in a header, whatever a client has sent."""
+    return kind if isinstance(kind, str) and WORD.fullmatch(kind) else "unknown"
+
+
+def _named(tool: Any) -> Any:
+    """A function as chat names it; what is none stays, and is refused there."""
+    if isinstance(tool, Mapping) and tool.get("type") == "function":
+        return {"type": "function", "function": {"name": tool.get("name")}}
+    return tool
+
+
+def _chat_format(text: TextField) -> Any:
+    given: Any = text.format
+    return {"type": "json_schema", "json_schema": given} if given["type"] == "json_schema" else given
+
+
+def _told_format(text: TextField) -> Any:
+    given: Any = text.format
+    return {"description": None, "strict": False, **given} if given["type"] == "json_schema" else given
+
+
+def _told_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": None, **tool}

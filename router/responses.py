@@ -1,0 +1,244 @@
+"""`/v1/responses`: its wire formats for `turns`, and what else a tenant may do with its stored responses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.requests import Answer, ChatPrompt
+from holdfast.router.answers import pieces_of
+from holdfast.router.backend import Backend
+from holdfast.router.formats import Arrival, Exchange
+from holdfast.router.guard import Guard
+from holdfast.router.http import json_response
+from holdfast.router.protocol.responses import (
+    ENCRYPTED,
+    ResponsesBody,
+    Translated,
+    chat_messages,
+    compaction_turn,
+    input_items,
+    read_responses,
+    response_object,
+    response_usage,
+    responses_turn,
+)
+from holdfast.router.protocol.turn import Turn, find_model
+from holdfast.router.response_events import ResponseEncoder
+from holdfast.router.stored_responses import StoredResponse, StoredResponses
+
+PAGE = 20  # input items in one answer where a client does not say how many
+MOST = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds."""
+
+    body: ResponsesBody
+    before: list[StoredResponse]
+    own: list[dict[str, Any]]
+    translated: Translated
+
+    @property
+    def program(self) -> str:
+        return self.before[-1].program if self.before else ""
+
+
+class ResponseExchange:
+    """One response. It is stored as it was written."""
+
+    def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
+        self.turn = turn
+        self.skipped = skipped
+        self.program = asked.program
+        self._asked = asked
+        self._arrival = arrival
+        self._stored = stored
+        self._written: ResponseEncoder | None = None
+
+    def encoder(self) -> ResponseEncoder:
+        arrival, body = self._arrival, self._asked.body
+        shell = response_object(body, f"resp_{arrival.unique}", arrival.created)
+        conceal = partial(self._stored.conceal, arrival.tenant) if ENCRYPTED in body.include else None
+        self._written = ResponseEncoder(shell, arrival.unique, conceal)
+        return self._written
+
+    def reply(self, answer: Answer) -> bytes:
+        encoder = self.encoder()
+        encoder.encode(pieces_of(answer))
+        return orjson.dumps(encoder.response)
+
+    async def keep(self, program: str) -> None:
+        if self._asked.body.store and self._written is not None:
+            chain = [each.response["id"] for each in self._asked.before]
+            kept = StoredResponse(self._written.response, self._asked.own, chain, program)
+            await self._stored.keep(self._arrival.tenant, kept)
+
+
+class CompactionExchange:
+    """A conversation made short: what its users said, and a summary by the model that only we can read."""
+
+    def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
+        self.turn = turn
+        self.skipped = skipped
+        self.program = asked.program
+        self._asked = asked
+        self._arrival = arrival
+        self._stored = stored
+
+    def encoder(self) -> ResponseEncoder:
+        raise NotImplementedError("a compaction is not streamed")
+
+    def reply(self, answer: Answer) -> bytes:
+        arrival, items = self._arrival, [*_items(self._asked.before), *self._asked.own]
+        said = [item for item in items if item.get("type") == "message" and item.get("role") == "user"]
+        summary = self._stored.conceal(arrival.tenant, (answer.text or "").strip())
+        compacted = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
+        return orjson.dumps(
+            {
+                "id": f"resp_{arrival.unique}",
+                "object": "response.compaction",
+                "created_at": arrival.created,
+                "output": [*said, compacted],
+                "usage": response_usage(answer.usage),
+            }
+        )
+
+    async def keep(self, program: str) -> None:
+        return
+
+
+class ResponsesFormat:
+    """`POST /v1/responses`."""
+
+    name = "responses"
+
+    def __init__(self, guard: Guard, backend: Backend, stored: StoredResponses) -> None:
+        self._guard = guard
+        self._backend = backend
+        self._stored = stored
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        asked = await _asked(self._guard, self._stored, request, arrival)
+        turn, skipped = responses_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
+        if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
+            turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length))
+        return ResponseExchange(asked, arrival, turn, ", ".join(skipped), self._stored)
+
+    async def _fitted(self, prompt: ChatPrompt, room: int) -> ChatPrompt:
+        """`prompt` without as many of its oldest exchanges as it takes to fit, and to leave room for a reply.
+
+        What stands before the first user's message stays, and so does the last exchange, whether it fits or not.
+        """
+        messages = prompt.messages
+        begins = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not begins:
+            return prompt
+
+        def without(n: int) -> ChatPrompt:
+            return replace(prompt, messages=[*messages[: begins[0]], *messages[begins[n] :]])
+
+        async def fits(n: int) -> bool:
+            try:
+                return len(await self._backend.tokenize(without(n))) < room
+            except ContextLengthError:
+                return False
+
+        least, most = 0, len(begins) - 1
+        while least < most:
+            n = (least + most) // 2
+            if await fits(n):
+                most = n
+            else:
+                least = n + 1
+        return without(least)
+
+
+class CompactionFormat:
+    """`POST /v1/responses/compact`."""
+
+    name = "compact"
+
+    def __init__(self, guard: Guard, stored: StoredResponses) -> None:
+        self._guard = guard
+        self._stored = stored
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        asked = await _asked(self._guard, self._stored, request, arrival)
+        turn, skipped = compaction_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
+        return CompactionExchange(asked, arrival, turn, ", ".join(skipped), self._stored)
+
+
+class ResponseEndpoints:
+    """Stored responses over HTTP."""
+
+    def __init__(self, guard: Guard, stored: StoredResponses) -> None:
+        self._guard = guard
+        self._stored = stored
+
+    async def show(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+                raise InvalidRequestError("'stream': only responses made in the background can be streamed", "stream")
+            stored = await self._stored.find(tenant.name, request.path_params["response_id"])
+            return json_response(orjson.dumps(stored.response))
+
+    async def delete(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            response_id = request.path_params["response_id"]
+            await self._stored.delete(tenant.name, response_id)
+            return json_response(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
+
+    async def cancel(self, request: Request) -> Response:
+        """Always refused: what is stored has ended, and nothing is made in the background."""
+        with self._guard.entered(request) as tenant:
+            await self._stored.find(tenant.name, request.path_params["response_id"])
+            raise InvalidRequestError("Cannot cancel a synchronous response: close its connection instead")
+
+    async def input_items(self, request: Request) -> Response:
+        """The items that the response's own request had, the latest first unless `order` says `asc`."""
+        with self._guard.entered(request) as tenant:
+            stored = await self._stored.find(tenant.name, request.path_params["response_id"])
+            return json_response(orjson.dumps(_page(stored.input, request.query_params)))
+
+
+async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> Asked:
+    body: ResponsesBody = await guard.read(request, read_responses)
+    before: list[StoredResponse] = []
+    if body.previous_response_id is not None:
+        before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
+    own = input_items(body, arrival.unique)
+    reveal = partial(stored.reveal, arrival.tenant)
+    return Asked(body, before, own, chat_messages(_items(before), own, body.instructions, reveal))
+
+
+def _items(responses: Sequence[StoredResponse]) -> list[dict[str, Any]]:
+    return [item for each in responses for item in each.items]
+
+
+def _page(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
+    order, limit, after = asked.get("order", "desc"), asked.get("limit", str(PAGE)), asked.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("'order' must be 'asc' or 'desc'", "order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(MOST)) and 1 <= int(limit) <= MOST):
+        raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST}", "limit")
+    listed = list(items) if order == "asc" else list(reversed(items))
+    if after is not None:
+        places = [index for index, item in enumerate(listed) if item["id"] == after]
+        if not places:
+            raise InvalidRequestError(f"'after': there is no item {after!r}", "after")
+        listed = listed[places[0] + 1 :]
+    data = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(listed) > len(data),
+    }

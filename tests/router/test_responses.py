@@ -1,0 +1,671 @@
+"""`/v1/responses` as clients see it: the official package, the Open Responses cases, and what is kept between turns."""
+
+import asyncio
+import base64
+import http.client
+import itertools
+import json
+import os
+from pathlib import Path
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
+from openai.types.responses import Response
+from redis_server import RedisServer
+
+from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, UnavailableError
+from holdfast.replicas.requests import (
+    Completed,
+    Errored,
+    LogprobText,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from holdfast.router.config import RouterConfig
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.stored_responses import StoredResponses
+from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+
+PATIENT = 10.0  # seconds a slow machine may take
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+THOUGHT = ((ReasoningDelta("Let me "), ReasoningDelta("see.")), *HELLO)
+PARALLEL = (
+    (TextDelta("Both."), ToolCallDelta(0, "call_1", "get_weather", "{}")),
+    (ToolCallDelta(1, "call_2", "get_weather"), ToolCallDelta(1, arguments="{}")),
+    (Completed("tool_calls", USAGE, DONE.timing),),
+)
+CUT = ((TextDelta("Hel"),), (Completed("length", USAGE, DONE.timing),))
+TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
+REQUIRED = {
+    "id",
+    "object",
+    "created_at",
+    "completed_at",
+    "status",
+    "incomplete_details",
+    "model",
+    "previous_response_id",
+    "instructions",
+    "output",
+    "error",
+    "tools",
+    "tool_choice",
+    "truncation",
+    "parallel_tool_calls",
+    "text",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_logprobs",
+    "temperature",
+    "reasoning",
+    "user",
+    "usage",
+    "max_output_tokens",
+    "max_tool_calls",
+    "store",
+    "background",
+    "service_tier",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+}
+SCHEMA = os.environ.get("HOLDFAST_TEST_OPENRESPONSES")  # the specification's openapi.json, where there is a copy
+
+
+def post(world, **body):
+    return world.call("POST", PATH, json={"model": "pocket", "input": "hello", **body})
+
+
+def events(text):
+    """The data of each event, after a look at the form of all: names, numbers, one end."""
+    blocks = [block for block in text.split("\n\n") if block]
+    assert blocks.pop() == "data: [DONE]"
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"] in TERMINAL for event in found] == [False] * (len(found) - 1) + [True]
+    for event in found:
+        conforms(f"{event['type']} event", event)
+    return found
+
+
+def conforms(what, value):
+    """`value` has what the specification requires, and where its schema is at hand, all that it says."""
+    if what == "response":
+        assert set(value) >= REQUIRED
+        Response.model_validate(value, strict=True)
+    if SCHEMA is not None:
+        validator(what).validate(value)
+
+
+def validator(what, loaded={}):  # noqa: B006 (read once)
+    if not loaded:
+        loaded.update(json.loads(Path(SCHEMA).read_text()))
+        for name, schema in loaded["components"]["schemas"].items():
+            kind = schema.get("properties", {}).get("type", {}).get("enum", [""])[0]
+            if name.endswith("StreamingEvent"):
+                loaded[f"{kind} event"] = name
+        loaded["response"], loaded["compaction"] = "ResponseResource", "CompactResource"
+    if what not in loaded:  # an event that OpenAI has and the specification has not
+        return jsonschema.Draft202012Validator(True)
+    return jsonschema.Draft202012Validator(
+        {"$ref": f"#/components/schemas/{loaded[what]}", "components": loaded["components"]}
+    )
+
+
+def whole(world, **body):
+    answer = post(world, **body)
+    assert answer.status_code == 200, answer.text
+    conforms("response", answer.json())
+    return answer.json()
+
+
+def streamed(world, **body):
+    found = events(post(world, stream=True, **body).text)
+    conforms("response", found[-1]["response"])
+    return found
+
+
+# The cases of the Open Responses specification, in our words: what is sent, and what must come back.
+
+WEATHER = {
+    "input": [{"type": "message", "role": "user", "content": "What's the weather like in San Francisco?"}],
+    "tools": [{**TOOL, "description": "Weather", "parameters": {"type": "object", "properties": {"location": {}}}}],
+}
+
+
+def said(*pairs):
+    return {"input": [{"type": "message", "role": role, "content": text} for role, text in pairs]}
+
+
+@pytest.mark.parametrize(
+    ("body", "roles"),
+    [
+        (said(("user", "Say hello in exactly 3 words.")), ["user"]),
+        (said(("system", "You are a pirate."), ("user", "Say hello.")), ["system", "user"]),
+        (said(("user", "I am Alice."), ("assistant", "Hello Alice!"), ("user", "Who?")), ["user", "assistant", "user"]),
+    ],
+)
+def test_case_texts(body, roles):
+    world = World()
+    response = whole(world, **body)
+    assert (response["status"], response["output"][0]["content"][0]["text"]) == ("completed", "Hello!")
+    assert [message["role"] for message in world.backend.requests[0].prompt.messages] == roles
+
+
+def test_case_a_streamed_text():
+    found = streamed(World(), **said(("user", "Count from 1 to 5.")))
+    assert [event["type"].removeprefix("response.") for event in found] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert "".join(event["delta"] for event in found if "delta" in event) == "Hello!"
+    assert found[-1]["response"]["output"] == [found[-2]["item"]]
+
+
+def test_case_a_tool_call():
+    [call] = whole(World(FakeBackend(CALL)), **WEATHER)["output"]
+    assert (call["type"], call["call_id"], call["arguments"]) == ("function_call", "call_1", '{"city":"Oslo"}')
+
+
+def test_case_a_streamed_tool_call():
+    found = streamed(World(FakeBackend(CALL)), **WEATHER)
+    assert [event["type"].removeprefix("response.") for event in found[2:]] == [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert found[2]["item"]["type"] == found[-2]["item"]["type"] == "function_call"
+    assert found[-3]["arguments"] == found[-2]["item"]["arguments"] == '{"city":"Oslo"}'
+
+
+def test_case_an_image_is_refused_by_name():
+    """No model that is served reads images."""
+    parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": "data:,"}]
+    answer = post(World(), input=[{"role": "user", "content": parts}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.content.1")
+
+
+def test_case_phases_of_an_assistant():
+    world = World()
+    phases = [("commentary", "I should say it."), ("final_answer", "It is four.")]
+    items = [{"type": "message", "role": "assistant", "phase": phase, "content": text} for phase, text in phases]
+    made = whole(world, input=[*items, {"type": "message", "role": "user", "content": "Repeat."}])
+    listed = world.call("GET", f"{PATH}/{made['id']}/input_items?order=asc").json()["data"]
+    assert [item.get("phase") for item in listed] == ["commentary", "final_answer", None]
+
+
+def test_case_a_compaction():
+    body = {"model": "pocket", "prompt_cache_key": "k", **said(("user", "On Tuesday."), ("assistant", "Understood."))}
+    world = World()
+    answer = world.call("POST", f"{PATH}/compact", json=body)
+    conforms("compaction", answer.json())
+    assert [item["type"] for item in answer.json()["output"]] == ["message", "compaction"]
+    del body["model"]
+    refused = world.call("POST", f"{PATH}/compact", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+def test_case_a_socket_that_is_no_request_is_refused():
+    """The specification's WebSocket is not served: a client that tries one is told so, and goes on with requests."""
+    world = World()
+    asked = {
+        "connection": "upgrade",
+        "upgrade": "websocket",
+        "sec-websocket-version": "13",
+        "sec-websocket-key": "a" * 24,
+    }
+    with world.served() as address:
+        answer = httpx.get(f"{address}{PATH}", headers=asked, timeout=PATIENT)
+    assert answer.status_code in (400, 403, 405)
+
+
+# The official package.
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@pytest.fixture
+def client(world):
+    with world.served() as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_creates_reads_lists_and_deletes(world, client):
+    made = client.responses.create(model="pocket", input="hello", instructions="Be kind.", metadata={"a": "b"})
+    assert made.output_text == "Hello!"
+    assert (made.usage.total_tokens, made.usage.input_tokens_details.cached_tokens) == (13, 4)
+    assert client.responses.retrieve(made.id).model_dump() == made.model_dump()
+    [item] = client.responses.input_items.list(made.id)
+    assert (item.role, item.content[0].text) == ("user", "hello")
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        client.responses.cancel(made.id)
+    client.responses.delete(made.id)
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError) as missing:
+            gone(made.id)
+        assert missing.value.code == "response_not_found"
+    assert world.backend.requests[0].prompt.messages[0] == {"role": "system", "content": "Be kind."}
+
+
+def test_openai_streams_a_tool_loop(world, client):
+    world.backend.script = PARALLEL
+    with client.responses.stream(model="pocket", input="weather?", tools=[TOOL]) as stream:
+        first = stream.get_final_response()
+    text, *calls = first.output
+    assert text.content[0].text == "Both."
+    assert [call.call_id for call in calls] == ["call_1", "call_2"]
+    world.backend.script = HELLO
+    outputs = [{"type": "function_call_output", "call_id": call.call_id, "output": "4 degrees"} for call in calls]
+    second = client.responses.create(model="pocket", input=outputs, previous_response_id=first.id, tools=[TOOL])
+    stateless = client.responses.create(
+        model="pocket", input=[{"role": "user", "content": "weather?"}, *first.output, *outputs], tools=[TOOL]
+    )
+    assert second.output_text == stateless.output_text == "Hello!"
+    one, two = world.backend.requests[0], world.backend.requests[1]
+    assert [message["role"] for message in two.prompt.messages] == ["user", "assistant", "tool", "tool"]
+    assert len(two.prompt.messages[1]["tool_calls"]) == 2
+    assert two.program_id == one.program_id, "the response before names the program"
+    assert len(world.backend.requests) == 2, "the stateless form is the same prompt: a repeat"
+
+
+def test_openai_parses_a_form(world, client):
+    world.backend.script = ((TextDelta('{"a": 1}'),), (DONE,))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "form", "schema": schema, "strict": True}
+    made = client.responses.create(model="pocket", input="a?", text={"format": form})
+    assert json.loads(made.output_text) == {"a": 1}
+    output = world.backend.requests[0].prompt.output
+    assert (output.schema, output.strict) == (schema, True)
+    assert made.text.format.name == "form"
+
+
+def test_openai_compacts(world, client):
+    first = client.responses.create(model="pocket", input="remember 7")
+    world.backend.script = ((TextDelta("It is 7."),), (DONE,))
+    compacted = client.responses.compact(model="pocket", previous_response_id=first.id, input="go on")
+    *users, summary = [item.model_dump(exclude_none=True) for item in compacted.output]
+    assert [item["content"][0]["text"] for item in users] == ["remember 7", "go on"]
+    assert (summary["type"], compacted.object) == ("compaction", "response.compaction")
+    assert world.backend.requests[-1].prompt.tool_choice == "none"
+    client.responses.create(model="pocket", input=[*users, summary, {"role": "user", "content": "which?"}])
+    texts = [message["content"] for message in world.backend.requests[-1].prompt.messages]
+    assert texts[:2] == ["remember 7", "go on"]
+    assert texts[2].endswith("It is 7.")
+
+
+def test_a_compaction_of_somebody_else_is_refused():
+    item = {"type": "compaction", "encrypted_content": "gAAAA"}
+    answer = post(World(), input=[item])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input.0.encrypted_content")
+
+
+# What a response is made of.
+
+
+@pytest.mark.parametrize("script", [HELLO, CALL, THOUGHT, PARALLEL, CUT])
+@pytest.mark.parametrize("options", [{}, {"include": ["reasoning.encrypted_content"]}])
+def test_a_stream_adds_up_to_what_is_stored(script, options):
+    world = World(FakeBackend(script))
+    last = streamed(world, tools=[TOOL], **options)[-1]["response"]
+    assert world.call("GET", f"{PATH}/{last['id']}").json() == last
+    again = whole(world, tools=[TOOL], **options)  # from the cache
+    assert len(world.backend.requests) == 1
+    strip = [[{k: v for k, v in item.items() if k != "id"} for item in each["output"]] for each in (last, again)]
+    assert strip[0] == strip[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_response_is_incomplete(stream):
+    world = World(FakeBackend(CUT))
+    if stream:
+        last = streamed(world, max_output_tokens=1)[-1]
+        assert last["type"] == "response.incomplete"
+        response = last["response"]
+    else:
+        response = whole(world, max_output_tokens=1)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert world.backend.requests[0].sampling.max_tokens == 1
+
+
+def test_thoughts_come_back_open_or_concealed():
+    world = World(FakeBackend(THOUGHT))
+    open_, told = whole(world)["output"], whole(world, include=["reasoning.encrypted_content"], store=False)["output"]
+    assert open_[0]["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+    assert "encrypted_content" not in open_[0]
+    concealed = {name: value for name, value in told[0].items() if name != "content"}
+    for thoughts in (open_[0], concealed, {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}):
+        items = [{"role": "user", "content": "hello"}, thoughts, open_[1], {"role": "user", "content": "so?"}]
+        whole(world, input=items, seed=1)
+    answers = [request.prompt.messages[1].get("reasoning_content") for request in world.backend.requests[1:]]
+    assert answers == ["Let me see.", None], "the concealed one is the same prompt, a foreign one is left out"
+
+
+def test_logprobs_where_they_are_asked_for():
+    token = LogprobText("Hi", b"Hi", -0.5)
+    world = World(FakeBackend(((TextDelta("Hi", (token,)),), (DONE,))))
+    response = whole(world, include=["message.output_text.logprobs"])
+    assert response["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5
+    assert world.backend.requests[0].sampling.logprobs == 0
+    assert streamed(world, top_logprobs=2)[4]["logprobs"][0]["token"] == "Hi"
+
+
+def test_an_empty_reply_has_an_empty_message():
+    found = streamed(World(FakeBackend(((DONE,),))))
+    assert found[-1]["response"]["output"][0]["content"][0]["text"] == ""
+
+
+def test_tools_that_are_no_functions_are_skipped_and_told():
+    world = World()
+    tools = [{"type": "web_search"}, TOOL, {"type": "custom", "name": "patch"}, {"type": "namespace", "name": "n"}]
+    answer = post(world, tools=tools)
+    assert answer.headers["x-holdfast-skipped"] == "web_search, custom, namespace"
+    assert [tool["type"] for tool in answer.json()["tools"]] == [tool["type"] for tool in tools]
+    assert [tool["function"]["name"] for tool in world.backend.requests[0].prompt.tools] == ["get_weather"]
+    refused = post(world, tools=tools, tool_choice={"type": "web_search"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice.type")
+    bad = post(world, tools=[{"type": "web_search"}, {**TOOL, "name": "a b"}])
+    assert bad.json()["error"]["param"] == "tools.1.name"
+
+
+def test_what_was_skipped_is_told_in_words_only():
+    world = World()
+    tools = [{"type": "a\r\nset-cookie: b"}, {"type": ["list"]}, {}, {"type": "ä" * 100}]
+    items = [{"role": "user", "content": "x"}, {"type": "x\n"}, {"any": "thing"}]
+    assert post(world, input=items, tools=tools).headers["x-holdfast-skipped"] == "unknown"
+    many = post(world, tools=[{"type": f"t{n}"} for n in range(100)])
+    assert len(many.headers["x-holdfast-skipped"].split(", ")) == 32
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced", "allowed"),
+    [
+        ({"type": "function", "name": "get_weather"}, "get_weather", ()),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+            "",
+            ("get_weather",),
+        ),
+    ],
+)
+def test_tool_choices(choice, forced, allowed):
+    world = World(FakeBackend(CALL))
+    assert whole(world, tools=[TOOL], tool_choice=choice)["tool_choice"] == choice
+    prompt = world.backend.requests[0].prompt
+    assert (prompt.forced_tool, prompt.allowed_tools) == (forced, allowed)
+
+
+ITEMS = [
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}], "status": "completed"},
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "o"}]},
+    {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "c2", "output": "y"},
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": None}},
+    {"type": "something_new", "any": [1, {"thing": None}]},
+]
+
+
+def test_every_kind_of_item_survives_the_round_trip():
+    world = World()
+    made = post(world, input=ITEMS)
+    assert made.headers["x-holdfast-skipped"] == "web_search_call, something_new"
+    listed = world.call("GET", f"{PATH}/{made.json()['id']}/input_items?order=asc").json()["data"]
+    assert [
+        {name: value for name, value in item.items() if name in given}
+        for item, given in zip(listed, ITEMS, strict=True)
+    ] == [{name: value for name, value in given.items() if value is not None} for given in ITEMS]
+    assert len({item["id"] for item in listed}) == len(ITEMS)
+    messages = world.backend.requests[0].prompt.messages
+    assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant", "tool"]
+    assert (messages[1]["reasoning_content"], messages[2]["content"]) == ("t", "o")
+    assert messages[3]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"x"}'}
+
+
+def test_pages_of_input_items():
+    world = World()
+    made = whole(world, input=[{"role": "user", "content": str(n)} for n in range(5)])
+    path = f"{PATH}/{made['id']}/input_items"
+    first = world.call("GET", f"{path}?limit=2").json()
+    assert ([item["content"][0]["text"] for item in first["data"]], first["has_more"]) == (["4", "3"], True)
+    rest = world.call("GET", f"{path}?after={first['last_id']}").json()
+    assert ([item["content"][0]["text"] for item in rest["data"]], rest["has_more"]) == (["2", "1", "0"], False)
+    for query in ("limit=0", "limit=x", "order=up", "after=nobody"):
+        answer = world.call("GET", f"{path}?{query}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, query.split("=")[0])
+
+
+def test_a_reference_to_an_item_of_the_chain():
+    world = World(FakeBackend(CALL))
+    made = whole(world, tools=[TOOL])
+    items = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+    assert post(world, input=items).json()["error"]["param"] == "input.0.id"
+    assert post(world, input=items, previous_response_id=made["id"]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"background": True}, "background"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input.0.call_id"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
+        ({"input": [{"role": "nobody", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": ["list"]}]}, "input.0.type"),
+        ({"input": [{"type": "new", "id": {}}]}, "input.0.id"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"temprature": 1}, "temprature"),
+        ({"truncation": "some"}, "truncation"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ],
+)
+def test_what_is_wrong_is_named(body, field):
+    answer = post(World(), **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+def test_truncation_drops_the_oldest_exchanges():
+    class Narrow(FakeBackend):
+        """A prompt has a thousand tokens a message, and more than it holds is refused as an engine does."""
+
+        async def tokenize(self, prompt):
+            if len(prompt.messages) > 4:
+                raise ContextLengthError("too long", "messages")
+            return [0] * (1000 * len(prompt.messages))
+
+    items = said(*[("user", str(n)) if n % 2 == 0 else ("assistant", str(n)) for n in range(7)])["input"]
+    world = World(Narrow())
+    whole(world, input=items, instructions="Be kind.", truncation="auto")
+    texts = [message["content"] for message in world.backend.requests[0].prompt.messages]
+    assert texts == ["Be kind.", "4", "5", "6"]
+
+
+# Exactly one end, whatever happens.
+
+
+@pytest.mark.parametrize("last", [(Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),), UnavailableError("broke"), None])
+def test_a_stream_that_fails_ends_with_a_failed_response(last):
+    world = World(FakeBackend([(TextDelta("half"),), *([] if last is None else [last])]))
+    found = streamed(world)
+    assert (found[-1]["type"], found[-1]["response"]["status"]) == ("response.failed", "failed")
+    assert found[-1]["response"]["error"]["code"] == "server_error"
+    assert world.outcomes() == {"failed": 1}
+    assert world.call("GET", f"{PATH}/{found[-1]['response']['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(("kind", "status"), [(ErrorKind.TOO_LONG, 400), (ErrorKind.OVERLOADED, 429)])
+def test_an_error_before_the_first_piece_has_its_http_status(kind, status):
+    world = World(FakeBackend([(Errored(ErrorInfo(kind, "told")),)]))
+    for stream in (False, True):
+        assert post(world, stream=stream).status_code == status
+
+
+def test_a_client_that_leaves_aborts_its_response():
+    backend = FakeBackend()
+    backend.stall = 1
+    world = World(backend)
+    with world.served() as address:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"))
+        connection.request("POST", PATH, json.dumps({"model": "pocket", "input": "x", "stream": True}))
+        assert backend.started.wait(PATIENT)
+        connection.close()
+        assert backend.aborted.wait(PATIENT)
+    assert (backend.open_streams, world.outcomes(), world.in_flight()) == (0, {"aborted": 1}, 0)
+
+
+# What is kept.
+
+
+def test_what_is_not_stored_is_not_found():
+    world = World()
+    made = whole(world, store=False)
+    assert world.call("GET", f"{PATH}/{made['id']}").status_code == 404
+    answer = post(world, previous_response_id=made["id"])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+def test_a_tenant_finds_its_own_responses_only():
+    tenants = TenantDirectory([Tenant("one", (hash_key("1"),)), Tenant("two", (hash_key("2"),))])
+    world = World(tenants=tenants)
+
+    def call(key, method, path, **arguments):
+        return world.call(method, path, headers={"Authorization": f"Bearer {key}"}, **arguments)
+
+    made = call("1", "POST", PATH, json={"model": "pocket", "input": "x"}).json()
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        assert call("2", method, f"{PATH}/{made['id']}{path}").status_code == 404
+    follow = {"model": "pocket", "input": "y", "previous_response_id": made["id"]}
+    assert call("2", "POST", PATH, json=follow).status_code == 404
+    assert call("1", "GET", f"{PATH}/{made['id']}").json()["id"] == made["id"]
+    assert world.call("GET", f"{PATH}/{made['id']}").status_code == 401
+
+
+def test_limits_hold_for_every_path():
+    limited = Tenant("one", (hash_key("1"),), limits=TenantLimits(requests_per_minute=1))
+    world = World(tenants=TenantDirectory([limited]))
+    calls = [("POST", PATH), ("GET", f"{PATH}/r"), ("DELETE", f"{PATH}/r"), ("POST", f"{PATH}/r/cancel")]
+    calls += [("GET", f"{PATH}/r/input_items"), ("POST", f"{PATH}/compact")]
+    headers = {"Authorization": "Bearer 1"}
+    assert world.call("GET", "/v1/models", headers=headers).status_code == 200
+    assert {world.call(method, path, headers=headers).status_code for method, path in calls} == {429}
+
+
+def test_a_continued_chain_lives_on_and_another_ends():
+    now = [0.0]
+    store = MemoryStore(1000, 2**20, clock=lambda: now[0])
+    stored = StoredResponses(store, RouterConfig(response_ttl_s=10.0))
+    world = World(responses=stored)
+    idle, first = whole(world), whole(world)
+    now[0] = 8.0
+    second = whole(world, previous_response_id=first["id"])
+    now[0] = 16.0
+    whole(world, previous_response_id=second["id"])
+    assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
+
+
+def test_what_a_tenant_may_store_is_bounded(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+
+        async def scenario():
+            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 2**20), timeout_s=PATIENT)
+            world = World(responses=StoredResponses(store, RouterConfig(response_tenant_bytes=4000)))
+            ids = [(await acall(world, input=str(n)))["id"] for n in range(4)]
+            found = [await store.get(f"responses/default/{each}") for each in ids]
+            await store.close()
+            return [each is not None for each in found]
+
+        kept = asyncio.run(scenario())
+        assert kept[0]
+        assert not kept[-1]
+    finally:
+        server.kill()
+
+
+async def acall(world, **body):
+    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        answer = await client.post(PATH, json={"model": "pocket", **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, sealed):
+    """Each turn comes to a router that has just begun, with a Redis that has not."""
+    keys = tmp_path / "keys"
+    keys.write_text(base64.b64encode(bytes(32)).decode())
+    config = RouterConfig(cache_key_file=str(keys) if sealed else "")
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+
+        async def turn(n, previous):
+            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 2**20), timeout_s=PATIENT)
+            world = World(responses=StoredResponses(store, config))
+            try:
+                answer = await acall(world, input=f"word {n}", previous_response_id=previous)
+                values = await store.get(f"responses/default/{answer['id']}")
+                assert (b"word" in values) is not sealed
+                return answer["id"], world.backend.requests[0]
+            finally:
+                await store.close()
+
+        previous, programs = None, set()
+        for n in range(50):
+            previous, request = asyncio.run(turn(n, previous))
+            programs.add(request.program_id)
+        texts = [message["content"] for message in request.prompt.messages]
+        told = itertools.chain.from_iterable((f"word {n}", "Hello!") for n in range(50))
+        assert texts == list(told)[:-1]
+        assert len(programs) == 1
+    finally:
+        server.kill()
+
+
+def test_instructions_are_of_one_response_only():
+    world = World()
+    first = whole(world, instructions="Be kind.")
+    whole(world, previous_response_id=first["id"], instructions="Be brief.")
+    texts = [message["content"] for message in world.backend.requests[-1].prompt.messages]
+    assert texts == ["Be brief.", "hello", "Hello!", "hello"]
+
+
+def test_who_names_its_program_keeps_it():
+    world = World()
+    first = whole(world, program_id="mine")
+    whole(world, previous_response_id=first["id"])
+    whole(world, previous_response_id=first["id"], program_id="other", seed=1)
+    programs = [request.program_id for request in world.backend.requests]
+    assert programs == ["default/mine", "default/mine", "default/other"]

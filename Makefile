@@ -18,8 +18,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
 
+# Two at a time, each file whole in one of them: much of a test of a cluster is waiting for processes to start.
 test: $(STAMP_DEV)
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .

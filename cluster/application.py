@@ -31,6 +31,7 @@ from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
 from holdfast.router.conversations import Conversations
 from holdfast.router.drain import Drain
+from holdfast.router.fleet import FLEET, Listener
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
@@ -79,6 +80,8 @@ class Ingress:
         self._store = RedisStore(redis, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
         watch_line(self._metrics, line_stats)
         watch_redis(self._metrics, self._store)
+        placement = settings.placement
+        self._fleet = Listener(self._store, FLEET, placement.report_s, placement.silent_s)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         self._programs = ProgramTable(self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s)
@@ -126,6 +129,7 @@ class Ingress:
         if self._tenants is not None:
             await self._tenants.close()
         await self._parser.close()
+        await self._fleet.close()
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()
@@ -193,7 +197,14 @@ def build(
         graceful_shutdown_timeout_s=settings.server.drain_s + ENDING_S,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
-    engines = replicas.bind(settings.engine, redis, settings.router, settings.logging, settings.tracing)
+    engines = replicas.bind(
+        settings.engine,
+        redis,
+        settings.router,
+        settings.logging,
+        settings.tracing,
+        settings.placement.report_s,
+    )
     return ingress.bind(engines, settings, redis, tenants_file)
 
 

@@ -26,7 +26,8 @@ from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import RedisAddress
+from holdfast.router.fleet import Reporter
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class EngineReplica:
         router: RouterConfig,
         logging: LoggingConfig | None = None,
         tracing_config: TracingConfig | None = None,
+        report_s: float = 1.0,
     ) -> None:
         from holdfast.replicas.actor import Replica
 
@@ -53,7 +55,10 @@ class EngineReplica:
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
         self._fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
-        self._tools = ToolWatch(redis, router, self._replica.learn)
+        # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
+        self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
+        self._tools = ToolWatch(self._store, router.tool_latency_s, self._replica.learn)
+        self._reporter = Reporter(self._store, self._id, report_s, self._replica.load, self._replica.expect)
 
     async def generate(self, request: GenerateRequest) -> Routed:
         _serving(request)
@@ -102,9 +107,6 @@ class EngineReplica:
     async def status(self) -> ReplicaStatus:
         return await self._replica.status()
 
-    def record_routing_stats(self) -> dict[str, float]:
-        return self._replica.record_routing_stats()
-
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._replica.record_autoscaling_stats()
 
@@ -112,7 +114,9 @@ class EngineReplica:
         await self._replica.check_health()
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        await self._reporter.close()
         await self._tools.close()
+        await self._store.close()
         await self._replica.shutdown()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)

@@ -13,13 +13,13 @@ from prometheus_client.registry import Collector
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import ProgramEnded, ToolLatencies, Usage
+from holdfast.replicas.events import ProgramEnded, ProgramExpected, ToolLatencies, Usage
 from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
-from holdfast.replicas.stats import Histogram, ReplicaStatus, replica_status
+from holdfast.replicas.stats import Histogram, LoadReport, ReplicaStatus, replica_status
 
 
 class Replica:
@@ -64,14 +64,17 @@ class Replica:
         """A program is over: nothing is kept for it any more. Nothing, where this replica does not know it."""
         self._service.notice(ProgramEnded(scope, program_id))
 
+    def load(self) -> LoadReport:
+        """What routers are to know of it when they place programs."""
+        return self._service.engine.load()
+
+    def expect(self, scope: str, program_id: str, seconds: float) -> None:
+        """A program's next turn waits in a router for this replica: its pin lives so much longer."""
+        self._service.notice(ProgramExpected(scope, program_id, seconds))
+
     async def drawn(self, request_id: str) -> Usage | None:
         """What was done for a request whose client has left, once it has ended; None where it never came here."""
         return await self._service.drawn(request_id)
-
-    def record_routing_stats(self) -> dict[str, float]:
-        """Load, polled by Serve for the request router."""
-        now = self._service.engine.occupancy()
-        return {"running": now.running, "waiting": now.waiting, "cells_free": now.cells_free}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica has to do and what would be lost with it, polled by Serve for `cluster.autoscaling`."""

@@ -38,6 +38,7 @@ from holdfast.replicas.events import (
     Terminal,
     Tokens,
 )
+from holdfast.replicas.kv.beginnings import Beginnings
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.retention.policy import Learned
@@ -51,7 +52,7 @@ from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.sessions import Session, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
-from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
 from holdfast.replicas.types import NO_TOKENS
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Engine:
         self._numbers = count()
         self._live: dict[str, Sequence] = {}
         self._arrivals = Arrivals()
+        self._beginnings = Beginnings()
         self._events: list[Event] = []
         self._open_books()
         self._sessions = Sessions(self.scheduler.rows, self._events, config.session_rows, config.session_idle_s)
@@ -104,6 +106,20 @@ class Engine:
     def occupancy(self) -> Occupancy:
         return replace(
             self.scheduler.occupancy(), sessions=len(self._sessions), cells_host_total=self.config.host_cells
+        )
+
+    def load(self) -> LoadReport:
+        """What those who place programs are to know. Any thread may ask."""
+        now = self.occupancy()
+        return LoadReport(
+            running=now.running,
+            waiting=now.waiting,
+            tokens_waiting=now.tokens_waiting,
+            cells_total=now.cells_total,
+            cells_free=now.cells_free,
+            cells_pinned=now.cells_pinned,
+            seconds_per_token=self._learned.token_s,
+            prefixes=self._beginnings.held,
         )
 
     def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
@@ -133,6 +149,7 @@ class Engine:
         try:
             self._sessions.expire(now)
             self._pipeline.advance(self.scheduler, self.cache, now, clock)
+            self._beginnings.look(self.cache, now)
         except Exception as failure:
             self._start_anew(failure, now)
         return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
@@ -184,6 +201,9 @@ class Engine:
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
             sequence.n_history = len(history)
             sequence.cache_scope = self._cache_scope(submit.scope, sequence.owner)
+            if self.config.prefix_cache:
+                for digest in submit.prefixes:
+                    self._beginnings.seen(submit.scope, digest, submit.tokens)
             self.scheduler.add(sequence)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))

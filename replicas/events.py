@@ -110,7 +110,8 @@ class Submit:
     finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
     `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
     `program_end`: it has none after this one.
-    `weight` is the tenant's, for an order that shares.
+    `weight` is the tenant's, for an order that shares. `prefixes` are a router's digests of what
+    it begins with.
     """
 
     request_id: str
@@ -128,6 +129,7 @@ class Submit:
     answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
+    prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,15 @@ class ProgramEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramExpected:
+    """The next turn of a program waits elsewhere to be let in here: what is kept for it is kept `seconds` more."""
+
+    scope: str
+    program_id: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ToolLatencies:
     """How long tools take, as the cluster knows it now."""
 
@@ -217,7 +228,7 @@ class ToolLatencies:
 
 SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
 Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
-Notice: TypeAlias = TurnEnded | ProgramEnded | ToolLatencies
+Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | ToolLatencies
 Command: TypeAlias = Request | Stop | Abort | Notice
 
 # ---- events ----

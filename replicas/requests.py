@@ -56,7 +56,9 @@ class GenerateRequest:
 
     `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one,
     `answered_turns` of them up to the program's last answer; `program_end`: the program will not come back after it.
-    `weight` is the tenant's. `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
+    `weight` is the tenant's. `prefixes`: a router's digests of what the prompt of a new
+    program begins with.
+    `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing.
     """
 
@@ -71,6 +73,7 @@ class GenerateRequest:
     answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
+    prefixes: tuple[str, ...] = ()
     trace: Mapping[str, str] = field(default_factory=dict)
 
 

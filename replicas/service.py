@@ -195,6 +195,7 @@ class Service:
             answered_turns=request.answered_turns,
             program_end=request.program_end,
             weight=request.weight,
+            prefixes=request.prefixes,
         )
         return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -115,6 +116,24 @@ class Occupancy:
     cells_pinned: int = 0  # of `cells_tree`, those that they keep
     cells_host_total: int = 0  # room in host memory; 0: no second tier
     tokens_waiting: int = 0  # in the prompts of the `waiting`; some of them may be found in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a replica tells of itself about once a second, for those who place programs. Small: it goes to all of them.
+
+    `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them.
+    `seconds_per_token`: to compute one more token of a prompt, as learned; 0 where it is not known yet.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    tokens_waiting: int = 0
+    cells_total: int = 0
+    cells_free: int = 0
+    cells_pinned: int = 0
+    seconds_per_token: float = 0.0
+    prefixes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

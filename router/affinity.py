@@ -10,9 +10,10 @@ The state below lives once per ingress process: each keeps the order of the requ
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,43 +28,33 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
+from holdfast.replicas.stats import LoadReport
 from holdfast.router.backend import ANYWHERE, Place
+from holdfast.router.fleet import FLEET
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
-from holdfast.router.placement import Group, PlacementConfig, ReplicaView, rank
+from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, Prefix, Reason
 
 HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
-NEAR = "_holdfast_near"  # attribute of a pending request: what it is to be placed with
+ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its placement
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
 
 
 class Pins:
-    """Where each program was last served: a map of bounded size, least recently routed out first.
-
-    `programs` counts those of each replica.
-    """
+    """Where each program was last served: a map of bounded size, least recently routed out first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._replica: OrderedDict[str, str] = OrderedDict()
-        self.programs: Counter[str] = Counter()
 
     def get(self, program: str) -> str | None:
         return self._replica.get(program)
 
     def put(self, program: str, replica_id: str) -> None:
-        self._leave(self._replica.pop(program, None))
-        self._replica[program] = replica_id  # the last one
-        self.programs[replica_id] += 1
+        self._replica[program] = replica_id
+        self._replica.move_to_end(program)
         if len(self._replica) > self._size:
-            self._leave(self._replica.popitem(last=False)[1])
-
-    def _leave(self, replica_id: str | None) -> None:
-        if replica_id is None:
-            return
-        self.programs[replica_id] -= 1
-        if not self.programs[replica_id]:
-            del self.programs[replica_id]
+            self._replica.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._replica)
@@ -88,15 +79,18 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._control_calls = control_calls
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
-        self._gate = Gate(self._config.max_waiting, control_calls)
+        self._placement = Placement(self._config, random.Random())
+        self._gate = Gate(self._config.max_waiting, self._placement, control_calls)
         self._tally = LineStats()
-        self._known: frozenset[str] = frozenset()
-        # Trap: Serve copies this module into the process by value, so what is to be found there stands in another one.
+        self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
+        # Trap: Serve copies this module into the process by value, so what is to be found there stands in other ones.
         show(self)
+        FLEET.watch(self)
 
     @property
     def line_stats(self) -> LineStats:
-        return replace(self._tally, waiting=len(self._gate), replicas=len(self._known))
+        balance = self._placement.balance
+        return replace(self._tally, waiting=len(self._gate), replicas=len(self._by_id), balance=balance)
 
     # ---- choosing ----
 
@@ -110,41 +104,64 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         request_id = pending_request.metadata.internal_request_id
         while True:
             # Trap: with no replica left Serve waits for the next one without a bound.
-            if not self._replicas:
+            if not self._by_id:
                 await self._wait_for_a_replica()
-            ranking = self._rank(pending_request, by_id := _by_id(self._replicas.values()))
+            ask = self._ask(pending_request)
+            choice = self._placement.choose(ask)
+            if choice is None:
+                continue
             # Once refused by the replica, where too many such calls are, it waits as others do.
             if self._control_calls and not is_retry and _turn(pending_request) is None:
-                return by_id[ranking[0]]
-            chosen = self._gate.take(ranking, request_id) or await self._wait_in_line(pending_request, ranking)
-            if chosen is None:
+                return self._by_id[choice.replica_id]
+            taken = self._take(ask, choice, pending_request) or await self._wait_in_line(ask, choice, pending_request)
+            if taken is None:
                 continue
-            if (replica := _by_id(self._replicas.values()).get(chosen)) is not None:
+            if (replica := self._by_id.get(taken.replica_id)) is not None:
+                self._tally = self._tally.placed_for(taken.reason)
                 return replica
-            self._gate.give_back(chosen, request_id)
+            self._gate.give_back(taken.replica_id, request_id)
 
-    async def _wait_in_line(self, pending_request: PendingRequest, ranking: tuple[str, ...]) -> str | None:
+    def _take(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
+        """A slot where the request is to go, or where a new program may go instead; None: it has to wait."""
+        request_id = pending_request.metadata.internal_request_id
+        if self._gate.take(choice.replica_id, request_id):
+            return choice
+        if choice.reason is Reason.HOME:
+            if _waited(pending_request) < self._placement.patience(ask):
+                return None
+            other = self._placement.elsewhere(ask)
+            if other is not None and self._gate.take(other.replica_id, request_id):
+                return other
+        found = self._gate.take_any(request_id)
+        return None if found is None else _found(found, ask)
+
+    async def _wait_in_line(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
         """The replica that took this request; None once its program has waited long enough for its own alone, or
         where the last replica has gone.
         """
         waited = _waited(pending_request)
-        patience, left = self._config.patience_s - waited, self._config.queue_timeout_s - waited
-        home = ranking[0] if len(ranking) == 1 and 0 < patience < left else None
-        key = (_arrival(pending_request), pending_request.created_at)
+        left = self._config.queue_timeout_s - waited
+        patience = self._placement.patience(ask) - waited if choice.reason is Reason.HOME else 0.0
+        home = choice.replica_id if 0 < patience < left else None
+        if home is not None and (turn := _turn(pending_request)) is not None:
+            FLEET.expect(home, turn.scope, turn.program_id, patience)
+        # As the engine orders its own queue: first whose state is kept, then by when programs began.
+        key = (float(ask.home not in self._by_id), _arrival(pending_request), pending_request.created_at)
         request_id = pending_request.metadata.internal_request_id
         began = time.monotonic()
         try:
             chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
         finally:
-            self._tally = self._tally.waited(time.monotonic() - began, again=waited >= self._config.patience_s)
+            again = home is None and ask.home is not None and waited > 0
+            self._tally = self._tally.waited(time.monotonic() - began, again, for_home=home is not None)
         if chosen is None and _waited(pending_request) >= self._config.queue_timeout_s:
             raise OverloadedError("the request waited too long for a replica with room")
-        return chosen
+        return None if chosen is None else _found(chosen, ask)
 
     async def _wait_for_a_replica(self) -> None:
         try:
             async with asyncio.timeout(self._config.no_replica_s):
-                while not self._replicas:
+                while not self._by_id:
                     self._replicas_updated_event.clear()
                     await self._replicas_updated_event.wait()
         except TimeoutError:
@@ -153,24 +170,28 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Best first, each alone in its rank: for callers of Serve that choose without sending."""
-        if pending_request is None:
-            return [candidate_replicas]
-        by_id = _by_id(candidate_replicas)
-        return [[by_id[replica_id]] for replica_id in self._rank(pending_request, by_id)]
+        """The best one, then the others: for callers of Serve that choose without sending."""
+        choice = self._placement.choose(self._ask(pending_request)) if pending_request is not None else None
+        best = [each for each in candidate_replicas if choice and each.replica_id.unique_id == choice.replica_id]
+        return [best, [each for each in candidate_replicas if each not in best]] if best else [candidate_replicas]
 
-    def _rank(self, pending_request: PendingRequest, by_id: Mapping[str, RunningReplica]) -> tuple[str, ...]:
-        program = pending_request.metadata.session_id
-        place = pending_request.kwargs.pop(HINT, ANYWHERE)
-        if place.last_replica in by_id:
-            self._pins.put(program, place.last_replica)
-        if place.near:  # a request that was refused or waits is ranked again, as the same object
-            setattr(pending_request, NEAR, place)
-        near: Place | None = getattr(pending_request, NEAR, None)
-        count = self._pins.programs
-        views = [ReplicaView(each, self._gate.load(each), self._room(by_id[each]), count[each]) for each in by_id]
-        group = Group(near.near, near.near_replica or self._pins.get(near.near)) if near else None
-        return rank(program, views, self._pins.get(program), _waited(pending_request), self._config, group)
+    def _ask(self, pending_request: PendingRequest) -> Ask:
+        """What is known for the placement of a request, which asks again, as the same object, once it was refused."""
+        ask: Ask | None = getattr(pending_request, ASK, None)
+        if ask is None:
+            program = pending_request.metadata.session_id
+            place: Place = pending_request.kwargs.pop(HINT, ANYWHERE)
+            home = place.last_replica or (self._pins.get(program) if program else None)
+            ask = Ask(
+                place.tokens,
+                tuple(Prefix(digest, place.prefix_tokens) for digest in place.prefixes),
+                home,
+                place.tokens if home is not None else 0,
+                place.near_replica,
+                "" if place.shared or not program else program,
+            )
+            setattr(pending_request, ASK, ask)
+        return ask
 
     # ---- what Serve tells ----
 
@@ -184,6 +205,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # be what makes the number high. And of a call that does not stream it comes at the very end, after
         # `on_request_completed`.
         if _turn(pending_request) is not None:
+            self._placement.holds(replica_id.unique_id, self._ask(pending_request).prefixes)
             self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
@@ -195,6 +217,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # would look idle; what a replica says when it accepts, less what has ended since, does not age.
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         self._gate.told(replica_id.unique_id, num_ongoing_requests)
+        self._placement.ongoing(replica_id.unique_id, num_ongoing_requests)
 
     def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
         super().decrement_queue_len_cache(replica_id)
@@ -202,26 +225,45 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._replicas_changed()
+        self.replicas_changed()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._replicas_changed()
+        self.replicas_changed()
 
-    def _replicas_changed(self) -> None:
-        replicas = _by_id(self._replicas.values())
-        now = frozenset(replicas)
-        self._tally = self._tally.changed(joined=len(now - self._known), lost=len(self._known - now))
-        self._known = now
-        self._gate.replicas({each: self._room(replica) for each, replica in replicas.items()})
+    def replicas_changed(self) -> None:
+        """There are others, or one of them has fallen silent or is heard again."""
+        there = {each.replica_id.unique_id: each for each in self._replicas.values()}
+        FLEET.keep(set(there))
+        now = {each: replica for each, replica in there.items() if not FLEET.silent(each)}
+        joined, lost = now.keys() - self._by_id.keys(), self._by_id.keys() - now.keys()
+        self._tally = self._tally.changed(joined=len(joined), lost=len(lost))
+        self._by_id = now
+        capacity = {each: self._room(replica) for each, replica in now.items()}
+        self._placement.update(capacity)
+        for each in joined:
+            if (report := FLEET.latest(each)) is not None:
+                self._placement.report(each, report)
+        self._gate.replicas(capacity)
+        if now:
+            self._replicas_updated_event.set()
+
+    # ---- what replicas tell ----
+
+    def told(self, replica_id: str, report: LoadReport) -> None:
+        """A replica has told how it is."""
+        self._placement.report(replica_id, report)
 
     def _room(self, replica: RunningReplica) -> int:
         """How many turns a replica takes at once."""
         return int(replica.max_ongoing_requests) - self._control_calls
 
 
-def _by_id(replicas: Iterable[RunningReplica]) -> dict[str, RunningReplica]:
-    return {replica.replica_id.unique_id: replica for replica in replicas}
+def _found(replica_id: str, ask: Ask) -> Choice:
+    """A replica that had room when the one that was wanted had none."""
+    if ask.home is None:
+        return Choice(replica_id, Reason.LOAD)
+    return Choice(replica_id, Reason.HOME if replica_id == ask.home else Reason.WAITED)
 
 
 def _waited(pending_request: PendingRequest) -> float:

@@ -30,15 +30,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a turn would best be served: a wish, not a demand.
+    """What is known of where a turn would best be served: a wish, not a demand.
 
-    `last_replica` served the program's last turn, by the program table. A program that has none goes where `near` is,
-    while there is room: the key of another program, which `near_replica` served last, or whatever else both share.
+    `last_replica` served the program's last turn, by the program table. A program that has none goes where one of the
+    `prefixes` is, digests of what its prompt begins with, longest first, or near its parent, at `near_replica`.
+    `tokens` is about how long the prompt is, `prefix_tokens` of them are those that the last of `prefixes` names.
+    Not `shared`: other routers could not be asked.
     """
 
     last_replica: str | None = None
-    near: str = ""
     near_replica: str | None = None
+    prefixes: tuple[str, ...] = ()
+    tokens: int = 0
+    prefix_tokens: int = 0
+    shared: bool = True
 
 
 ANYWHERE = Place()

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -84,6 +85,40 @@ def conversation(scope: str, prompt: ChatPrompt | RawPrompt) -> Conversation:
     return _chat(scope, prompt) if isinstance(prompt, ChatPrompt) else _plain(scope, prompt)
 
 
+CHARACTERS = 4  # of a token, about: for placing programs that is exact enough
+FIRST_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """What other programs' prompts begin with as well: tools, and the messages before the first of a user.
+
+    `tokens` is about its length, `prompt_tokens` about that of the whole prompt.
+    """
+
+    digest: str
+    tokens: int
+    prompt_tokens: int
+
+
+def preamble(scope: str, prompt: ChatPrompt | RawPrompt) -> Preamble:
+    """That of `prompt`. `scope`: what it is never shared across, tenant and model."""
+    if isinstance(prompt, RawPrompt):
+        tokens = len(prompt.content) // (CHARACTERS if isinstance(prompt.content, str) else 1)
+        return Preamble("", 0, tokens)
+    first = list(takewhile(lambda message: message["role"] in FIRST_ROLES, prompt.messages))
+    tools = orjson.dumps(prompt.tools, option=orjson.OPT_SORT_KEYS)
+    tokens = (len(tools) + sum(map(_length, first))) // CHARACTERS
+    whole = (len(tools) + sum(map(_length, prompt.messages))) // CHARACTERS
+    digest = _hash(tools, [scope, [_canonical(message) for message in first]])[:8].hex() if tokens else ""
+    return Preamble(digest, tokens, whole)
+
+
+def hint(name: str) -> str:
+    """The digest of what two prompts share because their clients say so."""
+    return _hash(b"hint", name)[:8].hex()
+
+
 def mark_of(answer: Answer) -> str:
     """By what the next request's copy of a reply is known again."""
     return _mark([call.call_id for call in answer.tool_calls], answer.text)
@@ -115,6 +150,12 @@ def _plain(scope: str, prompt: RawPrompt) -> Conversation:
     n = len(content)
     places = tuple(_hash(b"", [scope, "plain", content[:each]]).hex() for each in BEGINNINGS if each <= n)
     return Conversation(places[0] if places else "", digest(n), n, places, digest, lambda length: "", again=False)
+
+
+def _length(message: Mapping[str, Any]) -> int:
+    return len(message.get("content") or "") + sum(
+        len(call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+    )
 
 
 def _canonical(message: Mapping[str, Any]) -> list[object]:

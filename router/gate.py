@@ -5,8 +5,9 @@ for it, and one that comes then may have the slot at once.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from holdfast.router.lines import Key, Lines
 from holdfast.router.slots import Slots
@@ -23,10 +24,19 @@ class Waiter:
     taken: asyncio.Future[str | None]
 
 
-class Gate:
-    """Replicas are known by their ids. Every slot that is taken has to be given back."""
+class Hand(Protocol):
+    """Who counts the requests that a replica has in hand."""
 
-    def __init__(self, max_waiting: int, control_calls: int = 0) -> None:
+    def sent(self, replica_id: str) -> None: ...
+
+    def ended(self, replica_id: str) -> None: ...
+
+
+class Gate:
+    """Replicas are known by their ids. Every slot that is taken has to be given back; `hand` is told of both."""
+
+    def __init__(self, max_waiting: int, hand: Hand, control_calls: int = 0) -> None:
+        self._hand = hand
         self._slots = Slots(CLOSED_S, control_calls)
         self._lines: Lines[Waiter] = Lines(max_waiting)
 
@@ -34,17 +44,16 @@ class Gate:
         """Requests that wait."""
         return len(self._lines)
 
-    def load(self, replica_id: str) -> int:
-        return self._slots.load(replica_id)
+    def take(self, replica_id: str, request_id: str) -> bool:
+        """Take a slot at a replica; False where it has none."""
+        if not self._slots.room(replica_id, asyncio.get_running_loop().time()):
+            return False
+        self._take(replica_id, request_id)
+        return True
 
-    def take(self, ranking: Iterable[str], request_id: str) -> str | None:
-        """A slot at the first of these replicas that has one."""
-        now = asyncio.get_running_loop().time()
-        for replica_id in ranking:
-            if self._slots.room(replica_id, now):
-                self._slots.take(replica_id, request_id)
-                return replica_id
-        return None
+    def take_any(self, request_id: str) -> str | None:
+        """A slot at any replica that has one. Costs nothing where all are taken."""
+        return next((each for each in self._slots.free if self.take(each, request_id)), None)
 
     async def wait(self, key: Key, home: str | None, request_id: str, timeout_s: float) -> str | None:
         """A slot at replica `home`, or at any, in the order of keys; None where none came in time, or the last
@@ -66,7 +75,8 @@ class Gate:
 
     def give_back(self, replica_id: str, request_id: str) -> None:
         """A request has ended at a replica, was refused there or never went there."""
-        self._slots.give_back(replica_id, request_id)
+        if self._slots.give_back(replica_id, request_id):
+            self._hand.ended(replica_id)
         self._serve(replica_id)
 
     def told(self, replica_id: str, ongoing: int) -> None:
@@ -101,5 +111,9 @@ class Gate:
     def _serve(self, replica_id: str) -> None:
         now = asyncio.get_running_loop().time()
         while self._slots.room(replica_id, now) and (waiter := self._lines.take(replica_id)) is not None:
-            self._slots.take(replica_id, waiter.request_id)
+            self._take(replica_id, waiter.request_id)
             waiter.taken.set_result(replica_id)
+
+    def _take(self, replica_id: str, request_id: str) -> None:
+        self._slots.take(replica_id, request_id)
+        self._hand.sent(replica_id)

@@ -3,26 +3,46 @@
 Serve makes request routers, out of reach of whoever asks them for replicas. Those of this process are known here.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 from weakref import WeakSet
+
+from holdfast.router.placement import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class LineStats:
-    """`waiting` and `replicas` are those of now, the rest totals. A request that waited twice is one of `waits`."""
+    """`waiting`, `replicas` and `balance` are those of now, the rest totals. A request that waited twice is one of
+    `waits`. `balance` is the most turns that a replica has in hand over the mean; `placed` are turns by why they went
+    where they went.
+    """
 
     waiting: int = 0
     waits: int = 0
+    home_waits: int = 0  # of the waits, those for the replica that holds the program's state
     wait_s: float = 0.0
+    home_wait_s: float = 0.0
     replicas: int = 0
     joined: int = 0
     lost: int = 0
+    balance: float = 1.0
+    placed: Mapping[Reason, int] = field(default_factory=dict)
 
-    def waited(self, seconds: float, again: bool) -> "LineStats":
+    def waited(self, seconds: float, again: bool, for_home: bool) -> "LineStats":
         """A request has left the line, which it had entered for the first time or `again`."""
-        return replace(self, waits=self.waits + (not again), wait_s=self.wait_s + seconds)
+        return replace(
+            self,
+            waits=self.waits + (not again),
+            home_waits=self.home_waits + (for_home and not again),
+            wait_s=self.wait_s + seconds,
+            home_wait_s=self.home_wait_s + (seconds if for_home else 0.0),
+        )
+
+    def placed_for(self, reason: Reason) -> "LineStats":
+        """A turn has got its replica."""
+        return replace(self, placed={**self.placed, reason: self.placed.get(reason, 0) + 1})
 
     def changed(self, joined: int, lost: int) -> "LineStats":
         return replace(self, joined=self.joined + joined, lost=self.lost + lost)
@@ -30,7 +50,12 @@ class LineStats:
     @classmethod
     def total(cls, several: Iterable["LineStats"]) -> "LineStats":
         rows = list(several)
-        return cls(**{field.name: sum(getattr(row, field.name) for row in rows) for field in fields(cls)})
+        numbers = [each.name for each in fields(cls) if each.name not in ("balance", "placed")]
+        return cls(
+            **{name: sum(getattr(row, name) for row in rows) for name in numbers},
+            balance=max((row.balance for row in rows), default=1.0),
+            placed=sum((Counter(row.placed) for row in rows), Counter()),
+        )
 
 
 class Shown(Protocol):

@@ -1,130 +1,272 @@
-"""Which replica serves a program: filter, score and pick over snapshots of the replicas. Pure.
+"""Which replica serves a turn, from counters that are kept as they change. Pure: no waiting, no clock, no Ray.
 
-Four reasons, strongest first: the program's state is there (affinity); what it is to be placed with is there (a group:
-a parent's sub-agents, requests with one cache key), while there is room; the hash of its name points there (so that
-routers which know nothing of each other agree, and a change of the replica set moves few programs); it has less to do
-(load). Remembering where a program went and waiting for room are `affinity`'s.
+A turn goes where its first token is expected soonest:
+
+    expected work = (turns in hand * turn_tokens + tokens of the prompt that are not held there) * seconds per token
+
+A program's next turn goes home, to the replica that holds its state, unless that is so crowded that computing it all
+again elsewhere is clearly less. A new program may go where its prompt's beginning is held, where its parent is, or
+where there is least to do. Remembering homes and waiting for room are `affinity`'s.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import random
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from hashlib import blake2b
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.stats import LoadReport
+
+CANDIDATES = 8  # replicas that are looked at of those that hold a prefix
+HOLDERS = 128  # replicas that are remembered for one prefix, the latest
+PREFIXES = 16384  # that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementConfig:
-    """How far affinity goes. Counts are in programs and requests, times in seconds."""
+    """How far affinity goes. Counts are in programs, requests and tokens, times in seconds."""
 
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
-    patience_s: float = (
-        2.0  # how long a program waits in the router for its replica with `max_ongoing_requests` in hand
-    )
-    imbalance: int = 8  # a new program leaves its hashed replica when that has this many requests more than another
-    group_load: float = 1.25  # programs placed together leave a replica with so many times the mean of programs
+    patience_s: float = 10.0  # at most so long a program waits for its own full replica; less where computing is less
+    turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
+    move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
+    report_s: float = 1.0  # between two reports of a replica to the routers
+    silent_s: float = 6.0  # a replica that reports nothing for so long is passed by
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     def __post_init__(self) -> None:
-        for name in ("pins", "imbalance", "max_waiting"):
+        for name in ("pins", "turn_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.group_load < 1:
-            raise ConfigError(f"group_load must be at least 1, not {self.group_load}", "group_load")
-        for name in ("patience_s", "no_replica_s", "queue_timeout_s"):
+        for name in ("patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        if self.report_s <= 0:
+            raise ConfigError(f"report_s must be positive, not {self.report_s}", "report_s")
+        if self.silent_s < 3 * self.report_s:
+            raise ConfigError(f"silent_s must be three times report_s or more, not {self.silent_s}", "silent_s")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """What a router knows of a live replica: requests it has in hand, how many it takes at once, and how many programs
-    it has served last.
+class Prefix:
+    """A beginning of a prompt, with its length in tokens as far as it is known."""
+
+    digest: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A turn that is to be placed: a prompt of so many `tokens`. `home` holds `held` of them for its program.
+
+    A turn of a new program has `prefixes`, longest first, and may be wanted `near` a replica: where its parent is. With
+    a `name` nothing is known of it that other routers could know, so that name decides, for all of them alike.
     """
 
-    replica_id: str
-    ongoing: int
-    capacity: int
-    programs: int = 0
+    tokens: int = 0
+    prefixes: tuple[Prefix, ...] = ()
+    home: str | None = None
+    held: int = 0
+    near: str | None = None
+    name: str = ""
 
-    @property
-    def full(self) -> bool:
-        return self.ongoing >= self.capacity
+
+class Reason(StrEnum):
+    """Why a turn went where it went."""
+
+    HOME = "home"  # its program's state is there
+    PREFIX = "prefix"  # what its prompt begins with is there
+    NEAR = "near"  # its parent is there
+    HASH = "hash"  # its program's name points there
+    LOAD = "load"  # least to do
+    CROWDED = "crowded"  # it left its home, which had too much to do
+    WAITED = "waited"  # it left its home, which had no room for too long
+    LOST = "lost"  # its home is there no more
+
+
+MOVES = (Reason.CROWDED, Reason.WAITED, Reason.LOST)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """What a new program is placed with: by its name, or where that was served last."""
+class Choice:
+    """Where a turn goes, and why."""
 
-    name: str
-    replica_id: str | None = None
+    replica_id: str
+    reason: Reason
+
+
+class Placement:
+    """Where turns go. A choice costs O(log replicas), and one for a program with a home less.
+
+    Turns in hand are those that this router sent and that have not ended, and what a replica's latest report says of
+    others'. What replicas hold is known from their reports, and until the next one from what this router sent.
+    """
+
+    def __init__(self, config: PlacementConfig, rng: random.Random) -> None:
+        self._config = config
+        self._rng = rng
+        self._capacity: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
+        self._others: dict[str, int] = {}
+        self._token_s: dict[str, float] = {}
+        self._told: dict[str, frozenset[str]] = {}  # the prefixes that a replica told of last
+        self._holders: OrderedDict[str, OrderedDict[str, int]] = OrderedDict()  # tokens by replica, 0: not known
+        self._order: list[tuple[bool, int, float, str]] = []
+
+    def update(self, capacity: Mapping[str, int]) -> None:
+        """These are the replicas from now on, each with the turns that it takes at once."""
+        for gone in self._capacity.keys() - capacity.keys():
+            self._told_of(gone, {})
+            for known in (self._sent, self._others, self._token_s, self._told):
+                known.pop(gone, None)
+        self._capacity = dict(capacity)
+        for replica_id in capacity:
+            self._sent.setdefault(replica_id, 0)
+            self._others.setdefault(replica_id, 0)
+        self._sort()
+
+    def report(self, replica_id: str, report: LoadReport) -> None:
+        """A replica has told how it is."""
+        if replica_id not in self._capacity:
+            return
+        self.ongoing(replica_id, report.running + report.waiting)
+        if report.seconds_per_token > 0:
+            self._token_s[replica_id] = report.seconds_per_token
+        self._told_of(replica_id, report.prefixes)
+
+    def ongoing(self, replica_id: str, turns: int) -> None:
+        """A replica has said how many turns it has, of all routers."""
+        if replica_id in self._sent:
+            self._others[replica_id] = max(0, turns - self._sent[replica_id])
+            self._changed(replica_id)
+
+    def holds(self, replica_id: str, prefixes: Sequence[Prefix]) -> None:
+        """A turn was let in there: the replica will have what its prompt begins with."""
+        for prefix in prefixes:
+            self._hold(replica_id, prefix.digest, 0)
+
+    def sent(self, replica_id: str) -> None:
+        """A turn was sent there."""
+        if replica_id in self._sent:
+            self._sent[replica_id] += 1
+            self._changed(replica_id)
+
+    def ended(self, replica_id: str) -> None:
+        """A turn that was sent there has ended."""
+        if self._sent.get(replica_id):
+            self._sent[replica_id] -= 1
+            self._changed(replica_id)
+
+    def choose(self, ask: Ask) -> Choice | None:
+        """The replica for a turn; None where there is no replica."""
+        least = self._least()
+        if least is None:
+            return None
+        if ask.home is None:
+            return self._place(ask, least)
+        if ask.home not in self._capacity:
+            return replace(self._place(ask, least), reason=Reason.LOST)
+        saved = (self._turns(ask.home) - self._turns(least)) * self._config.turn_tokens
+        if saved > self._config.move_factor * ask.held + self._config.turn_tokens:
+            return Choice(least, Reason.CROWDED)
+        return Choice(ask.home, Reason.HOME)
+
+    def elsewhere(self, ask: Ask) -> Choice | None:
+        """The replica for a turn that has waited for its home long enough."""
+        choice = self.choose(replace(ask, home=None))
+        return choice if choice is None or choice.replica_id == ask.home else replace(choice, reason=Reason.WAITED)
+
+    def patience(self, ask: Ask) -> float:
+        """Seconds for which a turn waits for its full home: as long as computing there what home holds would take."""
+        token_s = self._token_s.get(ask.home or "")
+        most = self._config.patience_s
+        return most if token_s is None else min(most, ask.held * token_s)
+
+    @property
+    def balance(self) -> float:
+        """Turns in hand of the replica with most of them, over the mean; 1 where there is nothing to do."""
+        turns = [self._turns(replica_id) for replica_id in self._capacity]
+        return max(turns) * len(turns) / sum(turns) if any(turns) else 1.0
+
+    # ---- parts ----
+
+    def _place(self, ask: Ask, least: str) -> Choice:
+        """A new program's replica: of a bounded number that may suit it the one with the least expected work."""
+        if ask.name:
+            return Choice(max(self._capacity, key=lambda each: weight(ask.name, each)), Reason.HASH)
+        prefix = next((each for each in ask.prefixes if self._holders.get(each.digest)), None)
+        holders = {} if prefix is None else self._holders[prefix.digest]
+        length = 0 if prefix is None else prefix.tokens
+
+        def cost(choice: Choice) -> tuple[bool, float]:
+            held = 0
+            if choice.replica_id in holders:
+                held = holders[choice.replica_id] or length
+            if choice.reason is Reason.NEAR:
+                held = max(held, *(each.tokens for each in ask.prefixes), 0)
+            turns = self._turns(choice.replica_id)
+            work = turns * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
+            return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
+
+        drawn = list(holders) if len(holders) <= CANDIDATES else self._rng.sample(list(holders), CANDIDATES)
+        found = [Choice(ask.near, Reason.NEAR)] if ask.near is not None and ask.near in self._capacity else []
+        found += [Choice(each, Reason.PREFIX) for each in drawn]
+        found.append(Choice(least, Reason.PREFIX if least in holders else Reason.LOAD))
+        return min(found, key=cost)
+
+    def _turns(self, replica_id: str) -> int:
+        return self._sent[replica_id] + self._others[replica_id]
+
+    def _told_of(self, replica_id: str, prefixes: Mapping[str, int]) -> None:
+        """A replica holds these beginnings, and of what it told of before no others."""
+        for digest in self._told.get(replica_id, frozenset()) - prefixes.keys():
+            holders = self._holders.get(digest)
+            if holders is not None:
+                holders.pop(replica_id, None)
+        for digest, tokens in prefixes.items():
+            self._hold(replica_id, digest, tokens)
+        self._told[replica_id] = frozenset(prefixes)
+
+    def _hold(self, replica_id: str, digest: str, tokens: int) -> None:
+        holders = self._holders.setdefault(digest, OrderedDict())
+        self._holders.move_to_end(digest)
+        holders[replica_id] = tokens or holders.get(replica_id, 0)
+        holders.move_to_end(replica_id)
+        if len(holders) > HOLDERS:
+            holders.popitem(last=False)
+        if len(self._holders) > PREFIXES:
+            self._holders.popitem(last=False)
+
+    def _changed(self, replica_id: str) -> None:
+        heapq.heappush(self._order, self._entry(replica_id))
+        if len(self._order) > 8 * len(self._capacity) + 64:
+            self._sort()
+
+    def _sort(self) -> None:
+        self._order = [self._entry(replica_id) for replica_id in self._capacity]
+        heapq.heapify(self._order)
+
+    def _entry(self, replica_id: str) -> tuple[bool, int, float, str]:
+        turns = self._turns(replica_id)
+        # Routers that know the same must not all choose the same replica: equal ones come in another order in each.
+        return turns >= self._capacity[replica_id], turns, self._rng.random(), replica_id
+
+    def _least(self) -> str | None:
+        """The replica with the fewest turns in hand, those with room first."""
+        while self._order:
+            full, turns, _, replica_id = self._order[0]
+            known = self._capacity.get(replica_id)
+            if known is not None and turns == self._turns(replica_id) and full == (turns >= known):
+                return replica_id
+            heapq.heappop(self._order)  # it has changed since, and stands elsewhere as well
+        return None
 
 
 def weight(program: str, replica_id: str) -> int:
     """Rendezvous weight of the pair: equal in every process and release (Thaler and Ravishankar, 1998)."""
     return int.from_bytes(blake2b(f"{program}\0{replica_id}".encode(), digest_size=8).digest(), "big")
-
-
-def rank(
-    program: str,
-    replicas: Sequence[ReplicaView],
-    pinned: str | None,
-    waited_s: float,
-    config: PlacementConfig,
-    group: Group | None = None,
-) -> tuple[str, ...]:
-    """Ids of the replicas to try, best first; empty only when `replicas` is.
-
-    `pinned` is where the program's state is believed to be; a replica that is not among `replicas` counts as none.
-    A program is offered its own replica alone until it has waited `patience_s`, then the others behind it. One that has
-    none goes where its `group` is, unless that is crowded or has more than its share of programs. Without a program
-    (`""`) only the load decides.
-    """
-    by_id = {replica.replica_id: replica for replica in replicas}
-    home = by_id.get(pinned) if pinned is not None else None
-    if home is not None and waited_s < config.patience_s:
-        return (home.replica_id,)
-    rest = sorted((replica for replica in replicas if replica is not home), key=_load)
-    if home is not None:
-        rest.insert(0, home)
-    elif program:
-        rest = _by_hash(program, rest, config.imbalance)
-        if group is not None and (together := _of_group(group, replicas, config)) is not None:
-            rest.remove(together)
-            rest.insert(0, together)
-    return tuple(replica.replica_id for replica in rest)
-
-
-def _by_hash(program: str, replicas: Sequence[ReplicaView], imbalance: int) -> list[ReplicaView]:
-    """Highest rendezvous weight first, after those that are far busier than the least busy one."""
-    if not replicas:
-        return []
-    least = min(replica.ongoing for replica in replicas)
-
-    def order(replica: ReplicaView) -> tuple[bool, int]:
-        return _crowded(replica, least, imbalance), -weight(program, replica.replica_id)
-
-    return sorted(replicas, key=order)
-
-
-def _of_group(group: Group, replicas: Sequence[ReplicaView], config: PlacementConfig) -> ReplicaView | None:
-    """Where the group is served, if there is room: one name that all use must not bring all to one replica."""
-    if not replicas:
-        return None
-    home = next((each for each in replicas if each.replica_id == group.replica_id), None)
-    home = home or max(replicas, key=lambda each: weight(group.name, each.replica_id))
-    share = config.group_load * sum(each.programs for each in replicas) / len(replicas)
-    least = min(each.ongoing for each in replicas)
-    if _crowded(home, least, config.imbalance) or home.programs >= max(share, config.imbalance):
-        return None
-    return home
-
-
-def _crowded(replica: ReplicaView, least: int, imbalance: int) -> bool:
-    return replica.full or replica.ongoing - least >= imbalance
-
-
-def _load(replica: ReplicaView) -> tuple[bool, int, str]:
-    return replica.full, replica.ongoing, replica.replica_id

@@ -20,6 +20,12 @@ class Slots:
         self._in_hand: Counter[str] = Counter()
         self._ongoing: dict[str, int] = {}  # what a replica said last, less what has ended since
         self._closed: dict[str, float] = {}
+        self._free: dict[str, None] = {}  # replicas of which this process has not taken every slot
+
+    @property
+    def free(self) -> list[str]:
+        """Replicas of which this process has not taken every slot; some of them may be closed."""
+        return list(self._free)
 
     def update(self, capacity: Mapping[str, int]) -> None:
         """These are the replicas there are, with how many requests each takes at once."""
@@ -27,6 +33,7 @@ class Slots:
         for known in (self._ongoing, self._closed):
             for replica_id in [each for each in known if each not in capacity]:
                 del known[replica_id]
+        self._free = {each: None for each in capacity if self._in_hand[each] < capacity[each]}
 
     def load(self, replica_id: str) -> int:
         """Requests that the replica has in hand, this process's or others'."""
@@ -40,20 +47,26 @@ class Slots:
     def take(self, replica_id: str, request_id: str) -> None:
         self._taken[replica_id, request_id] += 1
         self._in_hand[replica_id] += 1
+        if self._in_hand[replica_id] >= self._capacity.get(replica_id, 0):
+            self._free.pop(replica_id, None)
 
-    def give_back(self, replica_id: str, request_id: str) -> None:
-        """A request is at a replica no more; nothing, if it did not come by a slot.
+    def give_back(self, replica_id: str, request_id: str) -> bool:
+        """A request is at a replica no more; False, if it did not come by a slot.
 
         Opens none that is closed: it may be the very request that was refused.
         """
         key = (replica_id, request_id)
-        if self._taken[key] > 0:
+        came = self._taken[key] > 0
+        if came:
             self._taken[key] -= 1
             self._in_hand[replica_id] -= 1
+            if self._in_hand[replica_id] < self._capacity.get(replica_id, 0):
+                self._free[replica_id] = None
         if not self._taken[key]:
             del self._taken[key]
         if not self._in_hand[replica_id]:
             del self._in_hand[replica_id]
+        return came
 
     def told(self, replica_id: str, ongoing: int, now: float) -> float | None:
         """A replica says how many calls it has, of any kind; when to ask it again, where that is all it takes."""

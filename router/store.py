@@ -7,7 +7,7 @@ Redis answers again. Keys come in already scoped (`cache/<tenant>/...`); nothing
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -220,6 +220,30 @@ class RedisStore:
             return list(done)
 
         return await self._guarded(work)
+
+    async def publish(self, channel: str, message: bytes) -> None:
+        """Tell those who listen now; nobody, while Redis is away."""
+
+        async def work() -> bool:
+            await self._redis.publish(self._prefix + channel, message)
+            return True
+
+        await self._guarded(work)
+
+    async def listen(self, channel: str, quiet_s: float) -> AsyncGenerator[bytes, None]:
+        """What is told on a channel from now on: first b"" once that is sure.
+
+        Ends where Redis is lost, and where nothing came for `quiet_s`: a connection may be cut without a sign.
+        """
+        pubsub = self._redis.pubsub()
+        try:
+            await pubsub.subscribe(self._prefix + channel)
+            while (message := await pubsub.get_message(timeout=quiet_s)) is not None:
+                yield b"" if message["type"] == "subscribe" else bytes(message["data"])
+        except (RedisError, OSError) as error:
+            log.debug("a channel of Redis is lost: %s", error)
+        finally:
+            await pubsub.aclose()
 
     async def close(self) -> None:
         if self._probe is not None:

@@ -23,7 +23,15 @@ from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend, Place
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
-from holdfast.router.conversations import Conversation, Conversations, Standing, conversation, mark_of
+from holdfast.router.conversations import (
+    Conversation,
+    Conversations,
+    Standing,
+    conversation,
+    hint,
+    mark_of,
+    preamble,
+)
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
 from holdfast.router.guard import Guard
@@ -214,7 +222,8 @@ class Turns:
             weight=accepted.tenant.weight,
         )
         command = accepted.report.asking(command)
-        place = await self._place(program.last_replica, accepted.near)
+        place = await self._place(accepted, served.begun)
+        command = replace(command, prefixes=place.prefixes)
         if not accepted.turn.stream:
             return await self._whole(request, served, command, place)
         stream = await self._begin_stream(request, served, command, place)
@@ -292,10 +301,14 @@ class Turns:
             self._latencies.record(tenant, begun.pause.tools, begun.pause.seconds)
         return Served(accepted, begun, standing)
 
-    async def _place(self, last_replica: str | None, near: str) -> Place:
-        if last_replica is not None or not near:
-            return Place(last_replica)
-        return Place(None, near, await self._programs.where(near))
+    async def _place(self, accepted: Accepted, begun: Begun) -> Place:
+        turn, last_replica, near = accepted.turn, begun.program.last_replica, accepted.near
+        begins = preamble(f"{accepted.tenant.name} {turn.model.name}", turn.prompt)
+        if last_replica is not None:
+            return Place(last_replica, tokens=begins.prompt_tokens)
+        prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
+        near_replica = await self._programs.where(near) if near else None
+        return Place(None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared)
 
     async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
         """The turn is served, by a replica or from the cache (""). Its client learns of the end after the cluster has:

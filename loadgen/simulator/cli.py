@@ -1,4 +1,4 @@
-"""`holdfast simulate`: its arguments, and what becomes of its runs; the work is `loadgen.simulator`'s."""
+"""`holdfast simulate` and `holdfast simulate-placement`: their arguments; the work is `loadgen.simulator`'s."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,12 @@ from holdfast.loadgen.cli import Commands, counts, numbers
 
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:
-    """Add `simulate`."""
+    """Add `simulate` and `simulate-placement`."""
+    _add_policies(commands)
+    _add_placement(commands)
+
+
+def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
     text = "Scheduling policies side by side on simulated replicas: the real engines over a cost model."
     command = commands.add_parser("simulate", help=text, description=text)
     add = command.add_argument
@@ -31,6 +36,26 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     command.set_defaults(run=_simulate)
 
 
+def _add_placement(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Ways to place programs on replicas side by side, simulated: the real engines over a cost model."
+    command = commands.add_parser("simulate-placement", help=text, description=text)
+    add = command.add_argument
+    add("--workload", action="append", help="agents, preambles, fan-out or hot-tenant; may come several times "
+        "(default: all)")  # fmt: skip
+    add("--placement", action="append", help="ours, round-robin, two-choices, consistent-hash, bounded-hash or prefix; "
+        "may come several times (default: all)")  # fmt: skip
+    add("--replicas", type=counts, default=(4,), metavar="N,N,..", help="of each run (default: 4)")
+    add("--programs", type=int, default=60, help="of one run, for each replica (default: 60)")
+    add("--load", type=float, default=1.0, help="times the usual rate of arrivals (default: 1)")
+    add("--profile", default="8b-a100", help="as for simulate (default: 8b-a100)")
+    add("--cells", type=int, default=1 << 16, help="KV cells of a replica (default: 65536)")
+    add("--seed", type=int, default=100, help="of the first run (default: 100)")
+    add("--seeds", type=int, default=1, help="how many, one after another (default: 1)")
+    add("--json", type=Path, metavar="FILE", help="write every run, one by one")
+    add("--with", action="append", type=Path, dest="told", metavar="FILE", help="runs of such a file, in the table too")
+    command.set_defaults(run=_placement)
+
+
 def _simulate(options: argparse.Namespace) -> int:
     from holdfast.loadgen.simulator import command
 
@@ -52,4 +77,24 @@ def _simulate(options: argparse.Namespace) -> int:
         ),
         options.json,
         options.pictures,
+    )
+
+
+def _placement(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.simulator import placement
+
+    return placement.main(
+        placement.Options(
+            workloads=tuple(options.workload or ()),
+            placements=tuple(options.placement or ()),
+            replicas=options.replicas,
+            programs=options.programs,
+            load=options.load,
+            profile=options.profile,
+            cells=options.cells,
+            seed=options.seed,
+            seeds=options.seeds,
+        ),
+        options.json,
+        options.told or (),
     )

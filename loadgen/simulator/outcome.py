@@ -28,6 +28,19 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """One turn: `first_s` to its first token and `seconds` to its end, on replica number `replica`."""
+
+    tenant: str
+    asked: float
+    first_s: float
+    seconds: float
+    prompt: int
+    cached: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """Of all replicas. The names are those of `EngineStats`; `machine_steps` counts those that passed as one."""
 

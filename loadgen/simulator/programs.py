@@ -25,7 +25,7 @@ from holdfast.replicas.types import TokenIds
 CONTEXT = 1 << 17  # no program has more tokens; texts of neighbouring programs are so far apart
 MAX_TOKENS = 2048  # of a reply, as the client asks for it; where it ends nobody knows beforehand
 PAGES = 64  # cells that a request needs beside its own, at most: pages that are not full
-_BASES, _NAMES = 8191, 1 << 30
+_BASES, _NAMES, _PREAMBLES = 8191, 1 << 30, 3 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,22 +90,33 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`prompt` tokens are added before it, `reply` are drawn, then `tool` runs for `tool_s`; "" after the last."""
+    """`prompt` tokens are added before it, `reply` are drawn, then `tool` runs for `tool_s`; "" after the last.
+
+    `children`: sub-agents that begin when it has ended, each `arrived` seconds after; the program goes on when all of
+    them have ended too.
+    """
 
     prompt: int
     reply: int
     tool: str = ""
     tool_s: float = 0.0
+    children: tuple[Program, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One agent's run. `arrived` in seconds; the first `shared` tokens are every program's."""
+    """One agent's run. `arrived` in seconds; the first `shared` tokens are those of every program with its `preamble`,
+    or its parent's up to the end of turn `fork` where it is a sub-agent of `parent`.
+    """
 
     number: int
     arrived: float
     shared: int
     turns: tuple[Turn, ...]
+    tenant: str = ""
+    preamble: int = 0
+    parent: Program | None = None
+    fork: int = 0
 
     @property
     def name(self) -> str:
@@ -115,11 +126,32 @@ class Program:
     def length(self) -> int:
         return sum(turn.prompt + turn.reply for turn in self.turns)
 
+    def known(self, at: int) -> tuple[str, ...]:
+        """What the prompt of its turn `at` begins with, longest first: a name for each beginning that another prompt
+        may have too. These are all that was there when the turn before had ended, and the `shared` tokens.
+        """
+        return (self.standing(at - 1), self.begins) if at else (self.begins,)
+
+    def standing(self, at: int) -> str:
+        """The name of all that is there when turn `at` has ended."""
+        return f"{self.name}/{at}"
+
+    @property
+    def begins(self) -> str:
+        """The name of its `shared` tokens."""
+        if self.parent is None:
+            return f"preamble/{self.tenant}/{self.preamble}"
+        return f"{self.parent.name}/{self.fork}"
+
     def tokens(self, vocabulary: int | None = None) -> TokenIds:
         """The whole text, int32: behind its second part each token is the one before it and 1, up to a `vocabulary`."""
         base = self.number % _BASES * CONTEXT
         text = np.arange(base, base + self.length, dtype=np.int32)
-        text[: self.shared] = np.arange(self.shared)
+        if self.parent is not None:
+            text[: self.shared] = self.parent.tokens()[: self.shared]
+        else:
+            first = _PREAMBLES + self.preamble * CONTEXT if self.preamble else 0
+            text[: self.shared] = np.arange(first, first + self.shared)
         text[self.shared] = _NAMES + self.number % _NAMES
         return text if vocabulary is None else text % vocabulary
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from holdfast.loadgen.simulator.outcome import Counts, Done, Outcome
+from holdfast.loadgen.simulator.outcome import Counts, Done, Outcome, Served
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import MAX_TOKENS, Program, Turn
 from holdfast.loadgen.simulator.replica import Bulk, Replica
-from holdfast.loadgen.simulator.routing import Routing
+from holdfast.loadgen.simulator.routing import Asked, Ours, Routing
 from holdfast.loadgen.simulator.runner import CostRunner, Machine
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Finished, Sampling, Submit, ToolLatencies, TurnEnded
@@ -25,6 +25,7 @@ from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import TokenIds
 
 STALE_S = 1.0
+PARTS = 10  # replicas tell how they are by tenths, one after the other
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Run:
 
     program: Program
     text: TokenIds
-    home: Replica
+    home: int | None = None
     at: int = 0
     length: int = 0
     ended: float = 0.0  # of its latest turn
@@ -42,6 +43,9 @@ class Run:
     prompt: int = 0
     cached: int = 0
     drawn: int = 0
+    asked: float = 0.0  # when its present turn came
+    parent: Run | None = None
+    children: int = 0  # sub-agents that it waits for
 
     @property
     def turn(self) -> Turn:
@@ -59,6 +63,7 @@ class Run:
             f"{program.name}/{self.at}",
             self.text[: self.length],
             sampling,
+            scope=program.tenant,
             program_id=program.name,
             program_arrival=program.arrived,
             program_turns=self.at,
@@ -91,6 +96,8 @@ class Site:
     returns: list[float]  # when tools of its programs return
     end: int = -1
     told: float = float("-inf")  # how old what it knows of the tools is
+    began: float = 0.0  # the step that it is in
+    busy_s: float = 0.0  # of steps, in the time that is looked at
 
     def known(self, now: float) -> float:
         """When the next request will come that is known to."""
@@ -110,7 +117,11 @@ class Clients:
 
 
 class Simulation:
-    """One run of programs on replicas, which are all of one kind; `machine` makes each one's."""
+    """One run of programs on replicas, which are all of one kind; `machine` makes each one's.
+
+    `routing` places turns. In the `window`, from one moment to another, it is counted how long each site is busy.
+    `served` is told of every turn.
+    """
 
     def __init__(
         self,
@@ -120,14 +131,19 @@ class Simulation:
         bulk: Bulk | None = None,
         clients: Clients | None = None,
         machine: Callable[[], Machine] | None = None,
+        routing: Callable[[int], Routing] = Ours,
+        window: tuple[float, float] = (0.0, float("inf")),
+        served: Callable[[Served], None] | None = None,
     ) -> None:
         make = machine or (lambda: CostRunner(profile, config.page_size))
         self._clients = clients or Clients()
-        self._sites = {
-            name: Site(Replica(name, config, profile, make(), bulk or Bulk()), [])
-            for name in (f"replica-{number}" for number in range(replicas))
-        }
-        self._routing = Routing([site.replica for site in self._sites.values()])
+        self.sites = [
+            Site(Replica(f"replica-{number}", config, profile, make(), bulk or Bulk()), []) for number in range(replicas)
+        ]
+        self._routing = routing(replicas)
+        self._window = window
+        self._served = served
+        self._left = 0  # programs that have come and not ended
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._numbers = count()
         self._runs: dict[str, Run] = {}
@@ -142,6 +158,9 @@ class Simulation:
         """Until every program has ended; they come in order of arrival. `ended` is called for each."""
         self._programs = iter(programs)
         self._next_program()
+        if self._routing.every < float("inf"):
+            for part in range(PARTS):
+                self._at(self._routing.every * part / PARTS, self._publish, range(part, len(self.sites), PARTS))
         told = 0
         while self._heap:
             self._now, _, what, about = heapq.heappop(self._heap)
@@ -149,29 +168,40 @@ class Simulation:
             while told < len(self._done):
                 told += 1
                 ended()
-        replicas = [site.replica for site in self._sites.values()]
+        replicas = [site.replica for site in self.sites]
         counts = Counts.of([replica.engine.stats for replica in replicas], sum(replica.steps for replica in replicas))
         return Outcome(sorted(self._done, key=lambda done: done.number), counts)
 
     # ---- what happens ----
 
     def _arrive(self, program: Program) -> None:
-        replica = self._routing.place(program.name, None)
-        run = self._runs[program.name] = Run(program, program.tokens(self._clients.vocabulary), replica)
-        self._send(run)
+        self._begin_program(program, None)
         self._next_program()
 
+    def _arrive_child(self, about: tuple[Program, Run]) -> None:
+        self._begin_program(*about)
+
     def _return(self, run: Run) -> None:
-        """A tool has returned: the next turn."""
-        self._book.record("", run.turn.tool, self._now - run.ended)
+        """What the program waited for is there: the next turn."""
+        if run.turn.tool:
+            self._book.record("", run.turn.tool, self._now - run.ended)
+        run.tool_s += self._now - run.ended
         run.at += 1
-        run.home = self._routing.place(run.program.name, run.home)
         self._send(run)
+
+    def _publish(self, numbers: range) -> None:
+        """These replicas tell how they are, and will again."""
+        for number in numbers:
+            self._routing.report(number, self.sites[number].replica, self._now)
+        if self._left or self._coming < float("inf"):
+            self._at(self._now + self._routing.every, self._publish, numbers)
 
     def _step_over(self, about: tuple[Site, int]) -> None:
         site, number = about
         if site.end != number:
             return  # it was cut short
+        begin, end = self._window
+        site.busy_s += max(0.0, min(self._now, end) - max(site.began, begin))
         for finished in site.replica.end():
             self._finished(site, finished)
         self._begin(site)
@@ -189,16 +219,27 @@ class Simulation:
         if program is not None:
             self._at(program.arrived, self._arrive, program)
 
+    def _begin_program(self, program: Program, parent: Run | None) -> None:
+        self._left += 1
+        run = self._runs[program.name] = Run(program, program.tokens(self._clients.vocabulary), parent=parent)
+        self._send(run)
+
     def _send(self, run: Run) -> None:
-        site = self._sites[run.home.name]
-        run.home.give(run.submit(self._clients.exact), run.reply(), self._now)
+        run.asked = self._now
+        submit = run.submit(self._clients.exact)
+        near = None if run.parent is None else (run.parent.program.name, run.parent.home)
+        asked = Asked(run.program, run.at, run.length, run.home, near, self._now)
+        run.home = self._routing.place(asked)
+        site = self.sites[run.home]
+        site.replica.give(submit, run.reply(), self._now)
         if site.end < 0:
             self._begin(site)
-        elif (end := run.home.cut(self._now)) is not None:
+        elif (end := site.replica.cut(self._now)) is not None:
             self._ends(site, end)
 
     def _begin(self, site: Site) -> None:
-        known, alone = site.known(self._now), len(self._sites) == 1
+        site.began = self._now
+        known, alone = site.known(self._now), len(self.sites) == 1
         end = site.replica.begin(self._now, min(known, self._coming) if alone else known, all_known=alone)
         if end is None:
             site.end = -1
@@ -215,22 +256,47 @@ class Simulation:
         run, timing, usage = self._runs[name], finished.timing, finished.usage
         turn, last = run.turn, run.at + 1 == len(run.program.turns)
         assert timing.scheduled is not None
+        assert timing.first_token is not None
         assert timing.finished is not None
+        assert run.home is not None
         run.ended = timing.finished
         run.bubble_s += timing.scheduled - timing.arrived
+        if self._served is not None:
+            first_s, seconds = timing.first_token - run.asked, timing.finished - run.asked
+            self._served(Served(run.program.tenant, run.asked, first_s, seconds, usage.prompt, usage.cached, run.home))
         run.length += turn.reply
         run.prompt += usage.prompt
         run.cached += usage.cached
         run.drawn += usage.completion
+        self._routing.ended(run.home, run.program, run.at)
         self._tell(site)
         tools = (turn.tool,) if turn.tool else ()
-        site.replica.notice(TurnEnded(finished.request_id, "", name, tools, last, run.at + 1))
+        site.replica.notice(TurnEnded(finished.request_id, run.program.tenant, name, tools, last, run.at + 1))
         if last:
-            self._done.append(self._runs.pop(name).done())
+            self._ended(run)
+        elif turn.children:
+            run.children = len(turn.children)
+            for child in turn.children:
+                when = run.ended + child.arrived
+                self._at(when, self._arrive_child, (replace(child, arrived=when), run))
+                heapq.heappush(site.returns, when)
+        else:
+            self._goes_on(site, run, run.ended + turn.tool_s)
+
+    def _ended(self, run: Run) -> None:
+        self._left -= 1
+        self._done.append(self._runs.pop(run.program.name).done())
+        parent = run.parent
+        if parent is None:
             return
-        run.tool_s += turn.tool_s
-        self._at(run.ended + turn.tool_s, self._return, run)
-        heapq.heappush(site.returns, run.ended + turn.tool_s)
+        parent.children -= 1
+        if not parent.children:
+            assert parent.home is not None
+            self._goes_on(self.sites[parent.home], parent, max(run.ended, parent.ended + parent.turn.tool_s))
+
+    def _goes_on(self, site: Site, run: Run, when: float) -> None:
+        self._at(when, self._return, run)
+        heapq.heappush(site.returns, when)
 
     def _tell(self, site: Site) -> None:
         """Let a replica know the tools, where what it knows is too old."""

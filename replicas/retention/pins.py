@@ -16,7 +16,7 @@ from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import Notice, ProgramEnded, TurnEnded
+from holdfast.replicas.events import Notice, ProgramEnded, ProgramExpected, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
@@ -296,6 +296,10 @@ class Retention:
             if pin is not None:
                 self._learned.turns.ended(pin.run_turn)
                 self.pins.drop(pin)
+        elif isinstance(notice, ProgramExpected):
+            pin = self.pins.find(Owner(notice.scope, notice.program_id, session=False))
+            if pin is not None:
+                self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._config.most_s)))
         else:
             self._learned.latency = notice.latency
 

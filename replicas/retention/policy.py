@@ -252,6 +252,11 @@ class Learned:
         """A step that computed these took so long."""
         self._prefill.measured(spans, seconds)
 
+    @property
+    def token_s(self) -> float:
+        """Seconds that a prompt of a thousand tokens takes for each of them; 0: not known yet."""
+        return self._prefill.cost.seconds(1000) / 1000
+
     def conditions(self, others: int = 0) -> Conditions:
         """What a policy may know now; `others` are the cells of the sequences that run."""
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0

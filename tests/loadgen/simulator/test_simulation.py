@@ -31,7 +31,7 @@ def simulate(
 ) -> Outcome:
     simulation = Simulation(machine, engine_config(policy, machine, host), replicas, bulk)
     outcome = simulation.run(workload.draw(seed))
-    for site in simulation._sites.values():
+    for site in simulation.sites:
         site.replica.engine.cache.check()
         assert site.replica.ongoing == 0
     return outcome

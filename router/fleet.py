@@ -1,0 +1,200 @@
+"""What replicas tell routers of themselves, and routers replicas, over channels of Redis.
+
+    replica -> routers   how it is (`LoadReport`), once in `report_s`: by that turns are placed, and it is seen to live
+    router  -> replica   that the next turn of a program waits for it in line, so that its pin does not expire meanwhile
+
+`FLEET` is what this process knows of the replicas. Losing Redis loses nothing but freshness: routers go on with what
+they sent themselves, and no replica counts as silent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Protocol
+from weakref import WeakSet
+
+import orjson
+
+from holdfast.replicas.stats import LoadReport
+from holdfast.router.background import Background
+from holdfast.router.store import RedisStore
+
+log = logging.getLogger(__name__)
+
+REPORTS = "reports"
+QUIET_S = 15.0  # without a message after which a channel is opened anew
+
+
+class Watcher(Protocol):
+    """Who places turns."""
+
+    def told(self, replica_id: str, report: LoadReport) -> None:
+        """A replica has told how it is."""
+
+    def replicas_changed(self) -> None:
+        """A replica has fallen silent, or is heard again."""
+
+
+class Fleet:
+    """Times are of the monotonic clock. Used on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._watchers: WeakSet[Watcher] = WeakSet()
+        self._reports: dict[str, tuple[float, LoadReport]] = {}
+        self._silent: set[str] = set()
+        self.expect: Callable[[str, str, str, float], None] = lambda replica_id, scope, program_id, seconds: None
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` what there is to tell, as long as it lives."""
+        self._watchers.add(watcher)
+
+    def tell(self, replica_id: str, report: LoadReport) -> None:
+        """A replica has told how it is."""
+        self._reports[replica_id] = self._clock(), report
+        for watcher in self._watchers:
+            watcher.told(replica_id, report)
+        if replica_id in self._silent:
+            self._silent.discard(replica_id)
+            self._changed()
+
+    def latest(self, replica_id: str) -> LoadReport | None:
+        """What a replica told last."""
+        known = self._reports.get(replica_id)
+        return known[1] if known else None
+
+    def keep(self, replica_ids: set[str]) -> None:
+        """These are the replicas there are: what others told is forgotten."""
+        for gone in self._reports.keys() - replica_ids:
+            del self._reports[gone]
+            self._silent.discard(gone)
+
+    def silent(self, replica_id: str) -> bool:
+        """Whether a replica that used to tell how it is does so no more, though others may."""
+        return replica_id in self._silent
+
+    def look(self, silent_s: float, heard_s: float) -> None:
+        """Replicas that told nothing for `silent_s` are silent. What was told has been heard for the last `heard_s`."""
+        now = self._clock()
+        found = {each for each, (at, _) in self._reports.items() if min(now - at, heard_s) > silent_s}
+        if found - self._silent:
+            log.warning("replicas that tell nothing any more: %s", ", ".join(sorted(found - self._silent)))
+            self._silent |= found
+            self._changed()
+
+    def _changed(self) -> None:
+        for watcher in list(self._watchers):
+            watcher.replicas_changed()
+
+
+# Trap: Serve copies the module of its request router into the process by value, so this stands in another one.
+FLEET = Fleet()
+
+
+class Reporter:
+    """A replica's end: tells how it `is` once in `every_s`, and hears which programs wait for it.
+
+    Create it on the event loop that it is to run on. `expect` gets scope, program and seconds.
+    """
+
+    def __init__(
+        self,
+        store: RedisStore,
+        replica_id: str,
+        every_s: float,
+        how: Callable[[], LoadReport],
+        expect: Callable[[str, str, float], None],
+    ) -> None:
+        self._store = store
+        self._id = replica_id
+        self._every_s = every_s
+        self._how = how
+        self._expect = expect
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._report()), loop.create_task(self._hear())}
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    async def _report(self) -> None:
+        while True:
+            await self._store.publish(REPORTS, encode(self._id, self._how()))
+            await asyncio.sleep(self._every_s)
+
+    async def _hear(self) -> None:
+        while True:
+            async with aclosing(self._store.listen(waiting_for(self._id), QUIET_S)) as messages:
+                async for message in messages:
+                    if message:
+                        self._expect(*orjson.loads(message))
+            await asyncio.sleep(self._every_s)
+
+
+class Listener:
+    """A router's end: what replicas tell goes to `fleet`, and what waits for them to them.
+
+    Create it on the event loop that it is to run on.
+    """
+
+    def __init__(self, store: RedisStore, fleet: Fleet, every_s: float, silent_s: float) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._every_s = every_s
+        self._silent_s = silent_s
+        self._background = Background()
+        self._open: float | None = None  # since when the channel is
+        fleet.expect = self._wait
+        loop = asyncio.get_running_loop()
+        self._tasks = {loop.create_task(self._listen()), loop.create_task(self._look())}
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
+    def _wait(self, replica_id: str, scope: str, program_id: str, seconds: float) -> None:
+        message = orjson.dumps([scope, program_id, seconds])
+        self._background.start(self._store.publish(waiting_for(replica_id), message))
+
+    async def _listen(self) -> None:
+        while True:
+            async with aclosing(self._store.listen(REPORTS, max(QUIET_S, 2 * self._silent_s))) as messages:
+                async for message in messages:
+                    if message:
+                        self._fleet.tell(*decode(message))
+                    else:
+                        self._open = time.monotonic()
+            self._open = None
+            await asyncio.sleep(self._every_s)
+
+    async def _look(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(self._every_s)
+            now = time.monotonic()
+            late = now - before > 2 * self._every_s  # what was told meanwhile is yet to be read
+            if self._open is not None and (late or self._store.degraded):
+                self._open = now
+            elif self._open is not None:
+                self._fleet.look(self._silent_s, now - self._open)
+
+
+def waiting_for(replica_id: str) -> str:
+    """The channel on which a replica hears what waits for it."""
+    return f"waiting/{replica_id}"
+
+
+def encode(replica_id: str, report: LoadReport) -> bytes:
+    return orjson.dumps([replica_id, asdict(report)])
+
+
+def decode(message: bytes) -> tuple[str, LoadReport]:
+    replica_id, fields = orjson.loads(message)
+    return replica_id, LoadReport(**{name: fields[name] for name in LoadReport.__slots__ if name in fields})

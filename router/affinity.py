@@ -89,8 +89,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
         self._calls: WeakSet[Call] = WeakSet()
-        # Trap: Serve copies this module into the process by value, and every object that it names with it: what is to be
-        # found there stands in other modules, and is named through them.
+        # Trap: Serve copies this module into the process by value, and with it every object that it names: what is to
+        # be found there stands in other modules, and is named through them.
         show(self)
         fleet.FLEET.watch(self)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from machines import CLONE_NEWNET, KEY, libc
 
-PATIENCE_S = 60.0  # an agent that hears nothing for so long calls it silence
+PATIENCE_S = 12.0  # an agent that hears nothing for so long calls it silence
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,15 @@ class Machines:
                     found.append(int(entry.name))
         return found
 
+    def runs(self, name: str, words: str) -> list[int]:
+        """Processes of a machine that call themselves so."""
+        found = []
+        for pid in self.processes(name):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].startswith(words):
+                    found.append(pid)
+        return found
+
     # ---- what docs/operating.md says to do ----
 
     def start_redis(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+TOKEN = "ray-token"  # the name of the file
 HARD_STOP_S = 120  # Serve's own
 LONGEST_STOP_S = 2147483  # HAProxy refuses times of more than 2^31 - 1 ms
 
@@ -45,14 +46,13 @@ def machine() -> Machine:
 
 def for_ray(
     ports: InternalPorts,
-    token: str,
     folder: Path,
     metrics: bool = False,
     drain_s: float = 0.0,
     proxy: Path | None = None,
     alone: bool = False,
 ) -> Mapping[str, str]:
-    """Variables for Ray and Serve. `token` keeps strangers off Ray's ports; `folder` is private to this cluster.
+    """Variables for Ray and Serve. `folder` is this cluster's alone; `TOKEN` in it keeps strangers off Ray's ports.
 
     `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops. `proxy`:
     what to start as HAProxy; None: what comes with Ray. `alone`: nothing of Ray is to listen beyond this machine.
@@ -85,7 +85,7 @@ def for_ray(
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # Trap: Ray's and Serve's own ports run pickled code for anyone who can connect; with a token, only for us.
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
+        "RAY_AUTH_TOKEN_PATH": str(folder / TOKEN),
         # Trap: gRPC refuses messages of more than 4 MiB. Requests may have `router.max_body_bytes`, 32 MiB by default;
         # an answer of some thousand tokens with 20 logprobs each is as long.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),
@@ -115,3 +115,5 @@ def apply(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
     # A cluster of the user's must not be joined by mistake.
     os.environ.pop("RAY_ADDRESS", None)
+    # Trap: it counts more than the file does, and the user's file at home is written where there is neither.
+    os.environ.pop("RAY_AUTH_TOKEN", None)

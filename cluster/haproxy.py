@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 OURS = re.compile(r"^ +(errorfile|option splice-\w+|timeout (client|http-request|http-keep-alive))\b.*\n", re.MULTILINE)
+_UNCHECKED = re.compile(r" (inter|fall) \S+")
 MARK = "# Holdfast's limits are in this.\n"
 LINE = 8192  # bytes of a path and query
 HEADERS = 16384  # bytes of all headers
@@ -43,6 +44,9 @@ class Limits:
     client_connections: int = 1024  # of one address, as long as its requests show no key
     internal_host: str = ""  # where statistics and metrics listen; "": on every interface
     body_bytes: int = 32 * 2**20  # of a request that says how long it is; the router measures those that do not
+    check_s: float = 1.0  # between two looks at a router, and the time for it to answer
+    check_fails: int = 3  # looks that fail, one after the other, until a router counts as lost
+    connect_s: float = 2.0  # for a connection to a router; then the request goes to another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,27 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
         text = _replaced(r"^(frontend prometheus\n    bind ):", rf"\g<1>{limits.internal_host}:", text)
         text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
     text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
+    text = _routers(text, limits)
     if limits.connections:
         text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
     return MARK + text
+
+
+def _routers(text: str, limits: Limits) -> str:
+    """When a router counts as lost, and what becomes of its requests.
+
+    Trap: Serve looks at routers every 5 s and gives each look as long. What a router has when it vanishes stays open
+    without an end: its machine says nothing more. What it has not begun to answer goes to another one.
+    """
+    check = f"inter {_milliseconds(limits.check_s)} fall {limits.check_fails}"
+    text = re.sub(
+        r"^( +default-server\b.*)$", lambda line: f"{_UNCHECKED.sub('', line[1])} {check}", text, flags=re.MULTILINE
+    )
+    text = re.sub(
+        r"^( +server \S+ \S+ check observe .*)$", r"\1 on-marked-down shutdown-sessions", text, flags=re.MULTILINE
+    )
+    text = re.sub(r"^( +timeout connect) .*$", rf"\1 {_milliseconds(limits.connect_s)}", text, flags=re.MULTILINE)
+    return re.sub(r"^( +retry-on) .*$", r"\1 conn-failure empty-response", text, flags=re.MULTILINE)
 
 
 def _defaults(limits: Limits, errors: Path) -> str:

@@ -124,9 +124,11 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     internal = ports.internal(random.Random())
     told = bool(settings.server.ray_metrics_port)
     proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
-    token = secrets.token_hex(32)
+    token = folder / environment.TOKEN
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
     alone = settings.server.local
-    environment.apply(environment.for_ray(internal, token, folder, told, settings.server.drain_s, proxy, alone))
+    environment.apply(environment.for_ray(internal, folder, told, settings.server.drain_s, proxy, alone))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals))
     say("starting Ray Serve")

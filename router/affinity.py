@@ -10,16 +10,19 @@ The state below lives once per ingress process: each keeps the order of the requ
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
+from weakref import WeakSet
 
 import ray
+from ray.exceptions import ActorUnavailableError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context, _serve_request_context
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -29,8 +32,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from holdfast.replicas.errors import OverloadedError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
+from holdfast.router import fleet
 from holdfast.router.backend import ANYWHERE, Place
-from holdfast.router.fleet import FLEET
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
 from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, Prefix, Reason
@@ -38,6 +41,8 @@ from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, P
 HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
 ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its placement
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
+LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
+REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
 
 
 class Pins:
@@ -83,9 +88,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._gate = Gate(self._config.max_waiting, self._placement, control_calls)
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
-        # Trap: Serve copies this module into the process by value, so what is to be found there stands in other ones.
+        self._calls: WeakSet[Call] = WeakSet()
+        # Trap: Serve copies this module into the process by value, and with it every object that it names: what is to
+        # be found there stands in other modules, and is named through them.
         show(self)
-        FLEET.watch(self)
+        fleet.FLEET.watch(self)
 
     @property
     def line_stats(self) -> LineStats:
@@ -107,19 +114,21 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             # Trap: with no replica left Serve waits for the next one without a bound.
             if not self._by_id:
                 await self._wait_for_a_replica()
+            if time.monotonic() - getattr(pending_request, LOST, math.inf) > self._config.no_replica_s:
+                raise UnavailableError(f"no replica has taken the request within {self._config.no_replica_s:g} s")
             ask = self._ask(pending_request)
             choice = self._placement.choose(ask)
             if choice is None:
                 continue
             # Once refused by the replica, where too many such calls are, it waits as others do.
             if self._control_calls and not is_retry and _turn(pending_request) is None:
-                return self._by_id[choice.replica_id]
+                return self._watched(self._by_id[choice.replica_id])
             taken = self._take(ask, choice, pending_request) or await self._wait_in_line(ask, choice, pending_request)
             if taken is None:
                 continue
             if (replica := self._by_id.get(taken.replica_id)) is not None:
                 self._tally = self._tally.placed_for(taken.reason)
-                return replica
+                return self._watched(replica)
             self._gate.give_back(taken.replica_id, request_id)
 
     def _take(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
@@ -145,7 +154,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         patience = self._placement.patience(ask) - waited if choice.reason is Reason.HOME else 0.0
         home = choice.replica_id if 0 < patience < left else None
         if home is not None and (turn := _turn(pending_request)) is not None:
-            FLEET.expect(home, turn.scope, turn.program_id, patience)
+            fleet.FLEET.expect(home, turn.scope, turn.program_id, patience)
         # As the engine orders its own queue: first whose state is kept, then by when programs began.
         key = (float(ask.home not in self._by_id), _arrival(pending_request), pending_request.created_at)
         request_id = pending_request.metadata.internal_request_id
@@ -196,6 +205,47 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             setattr(pending_request, ASK, ask)
         return ask
 
+    # ---- replicas that do not answer ----
+
+    def _watched(self, replica: RunningReplica) -> RunningReplica:
+        """`replica` for one call, whose answers are waited for as long as it is heard.
+
+        Trap: Serve waits for ever for the acceptance of a call, and for what a stream brings; where a machine is gone
+        without a word, TCP learns of it after minutes.
+        """
+
+        def send(pending_request: PendingRequest, with_rejection: bool) -> ReplicaResult:
+            result = replica.try_send_request(pending_request, with_rejection=with_rejection)
+            call = Call(replica, result)
+            self._calls.add(call)
+            # Trap: a call that does not stream is told to be accepted when it is over.
+            within_s = self._config.accept_s if pending_request.metadata.is_streaming else None
+            accepted, following = result.get_rejection_response, result.__anext__
+
+            async def until_accepted() -> Any:
+                try:
+                    return await call.heard(accepted, within_s)
+                except ActorUnavailableError:
+                    vars(pending_request).setdefault(LOST, time.monotonic())
+                    fleet.FLEET.pass_by(call.replica_id, self._config.silent_s if call.lost else REFUSED_S)
+                    raise
+
+            result.get_rejection_response = until_accepted
+            result.__anext__ = lambda: call.heard(following)
+            return result
+
+        return Sending(replica, send)
+
+    def _lose_silent(self) -> None:
+        """End the calls of replicas that are silent, but for streams that bring something all the same."""
+        now, quiet_s = time.monotonic(), self._config.silent_s / 2
+        silent = [call for call in self._calls if fleet.FLEET.silent(call.replica_id) and not call.lost]
+        for call in silent:
+            if now - call.at >= quiet_s:
+                call.lose()
+        if not all(call.lost for call in silent):
+            asyncio.get_running_loop().call_later(quiet_s, self._lose_silent)
+
     # ---- what Serve tells ----
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
@@ -237,19 +287,21 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     def replicas_changed(self) -> None:
         """There are others, or one of them has fallen silent or is heard again."""
         there = {each.replica_id.unique_id: each for each in self._replicas.values()}
-        FLEET.keep(set(there))
-        now = {each: replica for each, replica in there.items() if not FLEET.silent(each)}
+        fleet.FLEET.keep(set(there))
+        now = {each: replica for each, replica in there.items() if not fleet.FLEET.silent(each)}
         joined, lost = now.keys() - self._by_id.keys(), self._by_id.keys() - now.keys()
         self._tally = self._tally.changed(joined=len(joined), lost=len(lost))
         self._by_id = now
         capacity = {each: self._room(replica) for each, replica in now.items()}
         self._placement.update(capacity)
         for each in joined:
-            if (report := FLEET.latest(each)) is not None:
+            if (report := fleet.FLEET.latest(each)) is not None:
                 self._placement.report(each, report)
         self._gate.replicas(capacity)
         if now:
             self._replicas_updated_event.set()
+        if len(now) < len(there):
+            self._lose_silent()
 
     # ---- what replicas tell ----
 
@@ -260,6 +312,54 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     def _room(self, replica: RunningReplica) -> int:
         """How many turns a replica takes at once."""
         return int(replica.max_ongoing_requests) - self._control_calls
+
+
+class Call:
+    """A call that was sent to a replica; `at`: when something of it was heard last, on the monotonic clock."""
+
+    def __init__(self, replica: RunningReplica, result: ReplicaResult) -> None:
+        self.replica_id: str = replica.replica_id.unique_id
+        self.at = time.monotonic()
+        self.lost = False
+        self._actor = replica.actor_id
+        self._result = result
+        self._bound: asyncio.Timeout | None = None
+
+    async def heard(self, coming: Callable[[], Awaitable[Any]], within_s: float | None = None) -> Any:
+        """What comes next of it; raises ActorUnavailableError where nothing does in time, or the call is lost."""
+        self._bound = asyncio.timeout(0.0 if self.lost else within_s)
+        try:
+            async with self._bound:
+                found = await coming()
+        except TimeoutError:
+            if not self._bound.expired():
+                raise
+            self.lost = True
+            self._result.cancel()
+            raise ActorUnavailableError("the replica does not answer", self._actor.binary()) from None
+        self.at = time.monotonic()
+        return found
+
+    def lose(self) -> None:
+        """Nothing is to be waited for any more."""
+        self.lost = True
+        if self._bound is not None:
+            with suppress(RuntimeError):  # nobody waits just now
+                self._bound.reschedule(asyncio.get_running_loop().time())
+
+
+class Sending:
+    """A replica as Serve is to send one call to it: all but `try_send_request` is the replica's."""
+
+    def __init__(self, replica: RunningReplica, send: Callable[[PendingRequest, bool], ReplicaResult]) -> None:
+        self._replica = replica
+        self._send = send
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica, name)
+
+    def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
+        return self._send(pr, with_rejection)
 
 
 def _found(replica_id: str, ask: Ask) -> Choice:

@@ -48,6 +48,7 @@ class Fleet:
         self._watchers: WeakSet[Watcher] = WeakSet()
         self._reports: dict[str, tuple[float, LoadReport]] = {}
         self._silent: set[str] = set()
+        self._passed_by: dict[str, float] = {}  # until when
         self.expect: Callable[[str, str, str, float], None] = lambda replica_id, scope, program_id, seconds: None
 
     def watch(self, watcher: Watcher) -> None:
@@ -73,10 +74,19 @@ class Fleet:
         for gone in self._reports.keys() - replica_ids:
             del self._reports[gone]
             self._silent.discard(gone)
+        for gone in self._passed_by.keys() - replica_ids:
+            del self._passed_by[gone]
 
     def silent(self, replica_id: str) -> bool:
-        """Whether a replica that used to tell how it is does so no more, though others may."""
-        return replica_id in self._silent
+        """Whether a replica that used to tell how it is does so no more, though others may, or does not take calls."""
+        return replica_id in self._silent or replica_id in self._passed_by
+
+    def pass_by(self, replica_id: str, seconds: float) -> None:
+        """A replica has not taken a call: for so long it counts as silent, whatever it tells."""
+        self._passed_by[replica_id] = until = self._clock() + seconds
+        log.warning("replica %s takes no calls; it is passed by for %g s", replica_id, seconds)
+        asyncio.get_running_loop().call_later(seconds, self._again, replica_id, until)
+        self._changed()
 
     def look(self, silent_s: float, heard_s: float) -> None:
         """Replicas that told nothing for `silent_s` are silent. What was told has been heard for the last `heard_s`."""
@@ -85,6 +95,11 @@ class Fleet:
         if found - self._silent:
             log.warning("replicas that tell nothing any more: %s", ", ".join(sorted(found - self._silent)))
             self._silent |= found
+            self._changed()
+
+    def _again(self, replica_id: str, until: float) -> None:
+        if self._passed_by.get(replica_id) == until:
+            del self._passed_by[replica_id]
             self._changed()
 
     def _changed(self) -> None:

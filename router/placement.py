@@ -37,6 +37,7 @@ class PlacementConfig:
     move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
     report_s: float = 1.0  # between two reports of a replica to the routers
     silent_s: float = 6.0  # a replica that reports nothing for so long is passed by
+    accept_s: float = 3.0  # a replica that has not accepted a call in this time is passed by for silent_s
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
@@ -52,6 +53,8 @@ class PlacementConfig:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         if self.report_s <= 0:
             raise ConfigError(f"report_s must be positive, not {self.report_s}", "report_s")
+        if self.accept_s <= 0:
+            raise ConfigError(f"accept_s must be positive, not {self.accept_s}", "accept_s")
         if self.silent_s < 3 * self.report_s:
             raise ConfigError(f"silent_s must be three times report_s or more, not {self.silent_s}", "silent_s")
 

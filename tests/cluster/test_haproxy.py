@@ -55,12 +55,12 @@ def test_without_a_haproxy_there_is_no_script(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ray_is_told_of_the_script_where_there_is_one(tmp_path: Path) -> None:
-    assert PATH not in environment.for_ray(PORTS, "t", tmp_path)
-    assert environment.for_ray(PORTS, "t", tmp_path, proxy=tmp_path / "haproxy")[PATH] == str(tmp_path / "haproxy")
+    assert PATH not in environment.for_ray(PORTS, tmp_path)
+    assert environment.for_ray(PORTS, tmp_path, proxy=tmp_path / "haproxy")[PATH] == str(tmp_path / "haproxy")
 
 
 def test_messages_between_router_and_engine_hold_the_longest_request(tmp_path: Path) -> None:
-    longest = int(environment.for_ray(PORTS, "t", tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
+    longest = int(environment.for_ray(PORTS, tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert longest >= 4 * RouterConfig().max_body_bytes
 
 
@@ -72,6 +72,20 @@ def test_a_configuration_that_looks_different_is_not_taken_for_a_shaped_one(tmp_
     for line in ("frontend http_frontend\n", "defaults\n", "listen stats\n"):
         with pytest.raises(ValueError, match="HAProxy's configuration has"):
             haproxy.shape(text.replace(line, "other\n"), Limits(internal_host="127.0.0.1"), tmp_path)
+
+
+def test_a_router_that_vanishes_is_found_within_five_seconds(tmp_path: Path) -> None:
+    limits = Limits()
+    shaped = haproxy.shape(written(tmp_path, 1, 2), limits, tmp_path)
+    (server,) = [line for line in shaped.splitlines() if line.startswith("    server s ")]
+    assert server.endswith(" on-marked-down shutdown-sessions")
+    (every,) = [line for line in shaped.splitlines() if "default-server" in line]
+    assert every.split().count("inter") == every.split().count("fall") == 1
+    assert every.endswith(f"inter {limits.check_s * 1000:g}ms fall {limits.check_fails}")
+    assert "fastinter 250ms" in every
+    assert limits.check_s * 2 + (limits.check_fails - 1) * (limits.check_s + 0.25) < 5
+    assert f"timeout connect {limits.connect_s * 1000:g}ms" in shaped
+    assert "retry-on conn-failure empty-response\n" in shaped
 
 
 def test_the_limits_are_the_configurations() -> None:

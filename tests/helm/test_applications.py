@@ -174,9 +174,9 @@ def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ..
 
 def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
     """But for what concerns ports and folders that are shared, and Ray's token, which the operator makes."""
-    local = dict(environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path, drain_s=599.5))
+    local = dict(environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=599.5))
     assert local.pop("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") == "600"
-    endless = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), "t", tmp_path, drain_s=1e300)
+    endless = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=1e300)
     assert endless["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == str(HAPROXY_LIMIT_S)
     for where, pod in pod_templates(render()):
         if where in ("redis", "test"):

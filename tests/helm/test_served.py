@@ -100,7 +100,8 @@ def serve(folder: Path) -> Iterator[Cluster]:
 
 def process_environment(objects: tuple[dict[str, object], ...], free: object, folder: Path) -> dict[str, str]:
     """Of a worker's container, with ports and folders of this machine, which others use, too."""
-    local = environment.for_ray(free, "t" * 64, folder)  # type: ignore[arg-type]
+    (folder / environment.TOKEN).write_text("t" * 64)
+    local = environment.for_ray(free, folder)  # type: ignore[arg-type]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     template = dict(pod_templates(objects))["worker main"]  # type: ignore[arg-type]
     pod = {each["name"]: each["value"] for each in containers(template)[-1]["env"] if "value" in each}

@@ -49,7 +49,7 @@ def fleet_of(now: list[float]) -> Fleet:
 def using(fleet: Fleet) -> Iterator[None]:
     """Routers made meanwhile hear of this fleet."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("holdfast.router.affinity.FLEET", fleet)
+        patched.setattr("holdfast.router.fleet.FLEET", fleet)
         yield
 
 

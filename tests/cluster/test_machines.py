@@ -1,0 +1,90 @@
+"""Several machines, really: namespaces on a bridge, the documented steps, and a link that is cut under load.
+
+Skipped where namespaces cannot be made (not root, not Linux). The other events, about five minutes:
+
+    HOLDFAST_TEST_MACHINES=1 .venv/bin/pytest -s tests/cluster/test_machines.py
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from agents import Agents, Asked, told
+from machines import Machines, up, usable
+
+ENTRIES = ("head", "one", "two")
+LONGER = pytest.mark.skipif(not os.environ.get("HOLDFAST_TEST_MACHINES"), reason="set HOLDFAST_TEST_MACHINES=1")
+pytestmark = pytest.mark.skipif(not usable(), reason="no namespaces here: root and Linux are needed")
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Machines]:
+    with Machines() as made:
+        up(made)
+        yield made
+
+
+def watched(machines: Machines, event: Callable[[], object], over: Callable[[list[Asked]], bool]) -> list[Asked]:
+    """What became of requests that had not ended at `event` or came after it, until they are as `over` wants them."""
+    agents = Agents(machines["client"].space, [f"http://{machines[name].address}:8000" for name in ENTRIES])
+    with agents.at_work():
+        until(lambda: len(agents.asked) > 40)
+        at = time.monotonic()
+        event()
+        until(lambda: over([each for each in agents.since(at) if each.at > at]))
+    asked = agents.since(at)
+    print(told(asked, at))
+    return asked
+
+
+def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def engine_alone(machines: Machines) -> str:
+    """A worker with an engine; one without a router, where there is one."""
+    workers = ("one", "two")
+    return next((name for name in workers if not machines.runs(name, "ray::ServeReplica:holdfast:router")), workers[-1])
+
+
+def test_routers_and_engines_stand_on_machines_of_their_own(machines: Machines) -> None:
+    for deployment, most in (("router", 2), ("replicas", 2)):
+        counts = [len(machines.runs(name, f"ray::ServeReplica:holdfast:{deployment}")) for name in ENTRIES]
+        assert (sum(counts), max(counts)) == (most, 1)
+
+
+def test_a_machine_that_vanishes_is_passed_by_and_its_requests_end(machines: Machines) -> None:
+    """Nothing is refused and no connection ends: TCP alone would learn of it after a quarter of an hour."""
+    gone = engine_alone(machines)
+    others = [name for name in ENTRIES if name != gone]
+
+    def served(asked: list[Asked]) -> bool:
+        answered = [each for each in asked if each.outcome == "answered"]
+        return len(answered) > 60 and {name for name in others if served_by(machines, name, answered)} == set(others)
+
+    asked = watched(machines, lambda: machines.cut(gone), served)
+    machines.heal(gone)
+    there = [each for each in asked if machines[gone].address not in each.entry]
+    assert {each.outcome for each in there} <= {"answered", "error", "503", "cut"}
+    assert sum(each.outcome != "answered" for each in there) <= 8, "one of each agent's at most"
+
+
+def served_by(machines: Machines, name: str, asked: list[Asked]) -> bool:
+    return any(machines[name].address in each.entry for each in asked)
+
+
+@LONGER
+@pytest.mark.parametrize("event", ["slow", "crash"])
+def test_the_others_go_on(machines: Machines, event: str) -> None:
+    """A link with 200 ms a round trip that loses 5 % of frames each way; a machine whose processes all die."""
+    gone = engine_alone(machines)
+    machines.ready(gone)
+    asked = watched(machines, lambda: getattr(machines, event)(gone), lambda found: len(found) > 200)
+    if event == "slow":
+        machines.heal(gone)
+    assert sum(each.outcome == "answered" for each in asked) > 0.9 * len(asked)
+    assert "silence" not in {each.outcome for each in asked}

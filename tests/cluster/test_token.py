@@ -1,0 +1,22 @@
+"""Ray's token: in the cluster's own folder, whatever the user's environment and home say."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster import environment
+from holdfast.cluster.environment import InternalPorts
+
+
+def test_the_token_is_a_file_of_the_cluster_s(tmp_path: Path) -> None:
+    variables = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path)
+    assert variables["RAY_AUTH_MODE"] == "token"
+    assert variables["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / environment.TOKEN)
+    assert "RAY_AUTH_TOKEN" not in variables
+
+
+def test_a_token_of_the_user_s_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
+    environment.apply({})
+    assert "RAY_AUTH_TOKEN" not in os.environ

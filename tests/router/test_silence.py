@@ -1,0 +1,164 @@
+"""Replicas that do not answer: calls on them end, and others are chosen until they are heard again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest
+
+from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import GenerateRequest, RawPrompt
+from holdfast.replicas.stats import LoadReport
+from holdfast.router import fleet
+from holdfast.router.affinity import LOST, AffinityRouter
+from holdfast.router.backend import Place
+from holdfast.router.fleet import Fleet
+
+DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
+
+
+class Result:
+    """What sending gives: nothing is accepted and nothing comes, or what `says` raises."""
+
+    def __init__(self, says: Callable[[], Awaitable[Any]]) -> None:
+        self.cancelled = False
+        self.get_rejection_response = self.__anext__ = says  # type: ignore[method-assign,assignment]
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Watcher:
+    """Hears of changes, as a request router does."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+
+    def told(self, replica_id: str, report: LoadReport) -> None:
+        return
+
+    def replicas_changed(self) -> None:
+        self.changed.set()
+
+
+async def nothing() -> None:
+    await asyncio.Event().wait()
+
+
+async def refused() -> None:
+    raise ActorUnavailableError("refused", None)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """What this test knows of replicas, and no other."""
+    made = Fleet()
+    monkeypatch.setattr(fleet, "FLEET", made)
+    return made
+
+
+def router(says: Callable[[], Awaitable[Any]], **config: Any) -> tuple[AffinityRouter, list[Result]]:
+    """One over two replicas, of which the first is the home of what is asked."""
+    made = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
+    made.initialize_state(**config)
+    sent: list[Result] = []
+
+    def send(pending_request: PendingRequest, with_rejection: bool) -> Result:
+        sent.append(Result(says))
+        return sent[-1]
+
+    for name in ("a", "b"):
+        actor = SimpleNamespace(binary=lambda: b"a" * 16)
+        replica_id = ReplicaID(name, DEPLOYMENT)
+        each = SimpleNamespace(replica_id=replica_id, max_ongoing_requests=4, actor_id=actor, try_send_request=send)
+        made._replicas[replica_id] = each
+    made.replicas_changed()
+    return made, sent
+
+
+def turn(stream: bool = True) -> PendingRequest:
+    metadata = RequestMetadata(request_id="r", internal_request_id="i", session_id="p", is_streaming=stream)
+    request = GenerateRequest("r", RawPrompt("x"), Sampling())
+    return PendingRequest(args=[request], kwargs={"place": Place("a")}, metadata=metadata)
+
+
+async def sent_to(made: AffinityRouter, request: PendingRequest) -> tuple[str, Any]:
+    replica = await made._choose_replica_for_request(request)
+    return replica.replica_id.unique_id, replica.try_send_request(request, with_rejection=True)
+
+
+@pytest.mark.parametrize("says", [nothing, refused])
+def test_a_replica_that_does_not_accept_is_passed_by(says: Callable[[], Awaitable[Any]]) -> None:
+    async def work() -> None:
+        made, sent = router(says, accept_s=0.01)
+        name, result = await sent_to(made, turn())
+        assert name == "a"
+        with pytest.raises(ActorUnavailableError):
+            await result.get_rejection_response()
+        assert sent[0].cancelled is (says is nothing)
+        assert (await sent_to(made, turn()))[0] == "b"
+
+    asyncio.run(work())
+
+
+def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Fleet) -> None:
+    async def work() -> None:
+        made, _ = router(nothing, accept_s=0.01, silent_s=0.2, report_s=0.01)
+        _, result = await sent_to(made, turn(stream=False))
+        waiting = asyncio.ensure_future(result.get_rejection_response())
+        assert not (await asyncio.wait({waiting}, timeout=0.05))[0]
+        known.pass_by("a", 60.0)
+        with pytest.raises(ActorUnavailableError):
+            await waiting
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_a_stream_on_a_silent_replica_ends_unless_it_flows(known: Fleet, flows: bool) -> None:
+    async def work() -> None:
+        came: asyncio.Queue[int] = asyncio.Queue()
+        made, _ = router(came.get, silent_s=0.2, report_s=0.01)
+        _, result = await sent_to(made, turn())
+        waiting = asyncio.ensure_future(result.__anext__())
+        await asyncio.sleep(0)
+        known.pass_by("a", 60.0)
+        if flows:
+            came.put_nowait(1)
+            assert await waiting == 1
+        else:
+            with pytest.raises(ActorUnavailableError):
+                await waiting
+
+    asyncio.run(work())
+
+
+def test_a_replica_is_heard_again_after_its_time(known: Fleet) -> None:
+    async def work() -> None:
+        made, _ = router(nothing)
+        watcher = Watcher()
+        known.pass_by("a", 0.01)
+        known.watch(watcher)
+        assert (await sent_to(made, turn()))[0] == "b"
+        known.tell("a", LoadReport())  # it tells how it is, and takes no calls all the same
+        assert known.silent("a")
+        await watcher.changed.wait()
+        assert (await sent_to(made, turn()))[0] == "a"
+
+    asyncio.run(work())
+
+
+def test_a_request_that_no_replica_takes_is_told_so() -> None:
+    async def work() -> None:
+        made, _ = router(nothing, no_replica_s=5.0)
+        request = turn()
+        setattr(request, LOST, -10.0)
+        with pytest.raises(UnavailableError, match="no replica has taken"):
+            await made._choose_replica_for_request(request)
+
+    asyncio.run(work())

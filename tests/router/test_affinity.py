@@ -213,7 +213,7 @@ def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> No
 
 def test_programs_that_begin_alike_are_served_together_until_that_is_too_much_for_one() -> None:
     async def live() -> None:
-        made = affinity(turn_tokens=1000)
+        made = affinity(turn_tokens=1000, crowded_load=100.0)
         replicas = [replica(name) for name in "abcdefgh"]
         chosen = []
         for i in range(8):
@@ -272,7 +272,7 @@ def test_a_program_that_waits_for_its_home_says_so_to_it() -> None:
         with using(fleet):
             made, (a, _b) = waiting_for("a", "b", patience_s=7.0)
             made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            assert (await made._choose_replica_for_request(turn("t/p", 1.0))).replica_id is a.replica_id
             waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/p", 1.0)))
             await turns()
             waiting.cancel()
@@ -288,15 +288,15 @@ def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
         made, (a,) = waiting_for("a")
         first = turn("t/p", 1.0)
         made.on_request_routed(turn("t/late", 9.0), a.replica_id, None)
-        assert await made._choose_replica_for_request(first) is a
+        assert (await made._choose_replica_for_request(first)).replica_id is a.replica_id
         new = asyncio.create_task(made._choose_replica_for_request(turn("t/new", 2.0)))
         kept = asyncio.create_task(made._choose_replica_for_request(late := turn("t/late", 9.0)))
         await turns()
         made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-        assert await kept is a
+        assert (await kept).replica_id is a.replica_id
         assert not new.done()
         made.on_request_completed(a.replica_id, late.metadata.internal_request_id)
-        assert await new is a
+        assert (await new).replica_id is a.replica_id
 
     asyncio.run(live())
 
@@ -305,8 +305,8 @@ def test_why_turns_went_where_they_went_is_counted() -> None:
     async def live() -> None:
         made, (a, b) = waiting_for("a", "b", patience_s=2.0)
         made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-        assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
-        assert await made._choose_replica_for_request(turn("t/p", 1.0, waited_s=3.0)) is b
+        assert (await made._choose_replica_for_request(turn("t/p", 1.0))).replica_id is a.replica_id
+        assert (await made._choose_replica_for_request(turn("t/p", 1.0, waited_s=3.0))).replica_id is b.replica_id
         assert made.line_stats.placed == {Reason.HOME: 1, Reason.WAITED: 1}
         made.on_replica_actor_died(a.replica_id)
 
@@ -320,7 +320,7 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a")
             first = turn("t/first", 9.0)
-            assert await made._choose_replica_for_request(first) is a
+            assert (await made._choose_replica_for_request(first)).replica_id is a.replica_id
             served: list[float] = []
 
             async def serve(arrival: float) -> None:
@@ -342,17 +342,17 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a")
             old, young = turn("t/old", 1.0), turn("t/young", 2.0)
-            assert await made._choose_replica_for_request(old) is a
+            assert (await made._choose_replica_for_request(old)).replica_id is a.replica_id
             younger = asyncio.create_task(made._choose_replica_for_request(young))
             await turns()
             made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
             again = asyncio.create_task(made._choose_replica_for_request(old, is_retry=True))
             await turns()
             made.on_request_completed(a.replica_id, old.metadata.internal_request_id)  # of the rejected try
-            assert await again is a
+            assert (await again).replica_id is a.replica_id
             assert not younger.done()
             made.on_request_completed(a.replica_id, old.metadata.internal_request_id)
-            assert await younger is a
+            assert (await younger).replica_id is a.replica_id
 
         asyncio.run(live())
 
@@ -361,8 +361,8 @@ class TestWaiting:
             made, (a, b) = waiting_for("a", "b", patience_s=2.0)
             for name, home in (("t/p", a), ("t/q", a)):
                 made.on_request_routed(turn(name, 1.0), home.replica_id, None)
-            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
-            assert await made._choose_replica_for_request(turn("t/q", 1.0, waited_s=3.0)) is b
+            assert (await made._choose_replica_for_request(turn("t/p", 1.0))).replica_id is a.replica_id
+            assert (await made._choose_replica_for_request(turn("t/q", 1.0, waited_s=3.0))).replica_id is b.replica_id
 
         asyncio.run(live())
 
@@ -370,12 +370,12 @@ class TestWaiting:
         async def live() -> None:
             made, (a, b) = waiting_for("a", "b")
             made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            assert (await made._choose_replica_for_request(turn("t/p", 1.0))).replica_id is a.replica_id
             waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/p", 1.0)))
             await turns()
             assert not waiting.done()
             made.on_replica_actor_died(a.replica_id)
-            assert await waiting is b
+            assert (await waiting).replica_id is b.replica_id
 
         asyncio.run(live())
 
@@ -383,7 +383,7 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a", max_waiting=1)
             first = turn("t/p", 1.0)
-            assert await made._choose_replica_for_request(first) is a
+            assert (await made._choose_replica_for_request(first)).replica_id is a.replica_id
             with pytest.raises(OverloadedError):
                 await made._choose_replica_for_request(turn("t/late", 1.0, waited_s=1e6))
             waiting = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
@@ -391,7 +391,7 @@ class TestWaiting:
             with pytest.raises(OverloadedError):
                 await made._choose_replica_for_request(turn("t/r", 1.0))
             made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert await waiting is a
+            assert (await waiting).replica_id is a.replica_id
 
         asyncio.run(live())
 
@@ -399,7 +399,7 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a")
             first = turn("t/p", 1.0)
-            assert await made._choose_replica_for_request(first) is a
+            assert (await made._choose_replica_for_request(first)).replica_id is a.replica_id
             steps = [turn("t/q", 1.0), turn("t/r", 1.0)]
             for request, step in zip(steps, (-1e6, 1e6), strict=True):
                 delattr(request, ENTERED)
@@ -408,9 +408,9 @@ class TestWaiting:
             await turns()
             assert len(made._gate) == 2
             made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert await one is a
+            assert (await one).replica_id is a.replica_id
             made.on_request_completed(a.replica_id, steps[0].metadata.internal_request_id)
-            assert await two is a
+            assert (await two).replica_id is a.replica_id
 
         asyncio.run(live())
 
@@ -419,7 +419,7 @@ class TestWaiting:
             made, (a,) = waiting_for("a", queue_timeout_s=30.0)
             request = turn("t/p", 1.0)
             delattr(request, ENTERED)
-            assert await made._choose_replica_for_request(request) is a
+            assert (await made._choose_replica_for_request(request)).replica_id is a.replica_id
             made.on_new_queue_len_info(a.replica_id, 1)  # full with requests of another ingress
             setattr(request, ENTERED, getattr(request, ENTERED) - 40.0)
             with pytest.raises(OverloadedError):
@@ -431,7 +431,7 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a", no_replica_s=0.0, patience_s=2.0, queue_timeout_s=5.0)
             made.on_request_routed(turn("t/p", 1.0), a.replica_id, None)
-            assert await made._choose_replica_for_request(turn("t/p", 1.0)) is a
+            assert (await made._choose_replica_for_request(turn("t/p", 1.0))).replica_id is a.replica_id
             requests = [turn("t/p", 1.0), turn("t/q", 1.0)]  # one waits for its own replica, one for any
             waiting = [asyncio.create_task(made._choose_replica_for_request(request)) for request in requests]
             await turns()
@@ -446,7 +446,7 @@ class TestWaiting:
         async def live() -> None:
             made, (a,) = waiting_for("a")
             first = turn("t/p", 1.0)
-            assert await made._choose_replica_for_request(first) is a
+            assert (await made._choose_replica_for_request(first)).replica_id is a.replica_id
             other = asyncio.create_task(made._choose_replica_for_request(turn("t/q", 1.0)))
             card = asyncio.create_task(made._choose_replica_for_request(pending("")))
             await turns()
@@ -454,7 +454,7 @@ class TestWaiting:
             await turns()
             assert not card.done()
             made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            assert await card is a
+            assert (await card).replica_id is a.replica_id
             assert not other.done()
             other.cancel()
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
+from logging import getLogger
 from typing import TYPE_CHECKING
 
 from ray import serve
@@ -32,6 +33,8 @@ from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from holdfast.replicas.actor import Replica
+
+log = getLogger(__name__)
 
 
 class EngineReplica:
@@ -55,6 +58,10 @@ class EngineReplica:
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
         self._fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
+        card, load = await self._replica.card(), self._replica.load()
+        log.info(
+            "the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=load.cells_total)
+        )
         # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
         self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
         self._tools = ToolWatch(self._store, router.tool_latency_s, self._replica.learn)

@@ -124,18 +124,22 @@ class Placement:
         self._told: dict[str, frozenset[str]] = {}  # the prefixes that a replica told of last
         self._holders: OrderedDict[str, OrderedDict[str, int]] = OrderedDict()  # tokens by replica, 0: not known
         self._total = 0  # turns in hand of all replicas
+        self._stamps: dict[str, float] = {}  # of equal ones the one that got no turn for longest comes first
+        self._last = 1.0
         self._order: list[tuple[bool, int, float, str]] = []
 
     def update(self, capacity: Mapping[str, int]) -> None:
         """These are the replicas from now on, each with the turns that it takes at once."""
         for gone in self._capacity.keys() - capacity.keys():
             self._told_of(gone, {})
-            for known in (self._sent, self._others, self._token_s, self._told):
+            for known in (self._sent, self._others, self._token_s, self._told, self._stamps):
                 known.pop(gone, None)
         self._capacity = dict(capacity)
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
             self._others.setdefault(replica_id, 0)
+            # Routers that know the same must not all choose the same replica: they begin in different orders.
+            self._stamps.setdefault(replica_id, self._rng.random())
         self._total = sum(map(self._turns, capacity))
         self._sort()
 
@@ -166,6 +170,8 @@ class Placement:
         if replica_id in self._sent:
             self._sent[replica_id] += 1
             self._total += 1
+            self._last += 1.0
+            self._stamps[replica_id] = self._last
             self._changed(replica_id)
 
     def ended(self, replica_id: str) -> None:
@@ -185,7 +191,8 @@ class Placement:
         if ask.home not in self._capacity:
             return replace(self._place(ask, least), reason=Reason.LOST)
         saved = (self._turns(ask.home) - self._turns(least)) * self._config.turn_tokens
-        if saved > self._config.move_factor * ask.held + self._config.turn_tokens:
+        # A short history is soon computed again, but turns come and go: one or two more are no crowd.
+        if saved > self._config.move_factor * (ask.held + self._config.turn_tokens):
             return Choice(least, Reason.CROWDED)
         return Choice(ask.home, Reason.HOME)
 
@@ -268,15 +275,13 @@ class Placement:
 
     def _entry(self, replica_id: str) -> tuple[bool, int, float, str]:
         turns = self._turns(replica_id)
-        # Routers that know the same must not all choose the same replica: equal ones come in another order in each.
-        return turns >= self._capacity[replica_id], turns, self._rng.random(), replica_id
+        return turns >= self._capacity[replica_id], turns, self._stamps[replica_id], replica_id
 
     def _least(self) -> str | None:
         """The replica with the fewest turns in hand, those with room first."""
         while self._order:
-            full, turns, _, replica_id = self._order[0]
-            known = self._capacity.get(replica_id)
-            if known is not None and turns == self._turns(replica_id) and full == (turns >= known):
+            replica_id = self._order[0][-1]
+            if replica_id in self._capacity and self._order[0] == self._entry(replica_id):
                 return replica_id
             heapq.heappop(self._order)  # it has changed since, and stands elsewhere as well
         return None

@@ -98,12 +98,14 @@ ROUTERS = Row(
                 Query(f"max (increase({WHO.of('holdfast_replicas_joined_total')}[$__rate_interval]))", "joined"),
                 Query(f"max (increase({WHO.of('holdfast_replicas_lost_total')}[$__rate_interval]))", "lost"),
             ),
+            width=12,
         ),
         Panel(
             "Router processor",
             "Cores in use; one is all that a router can have.",
             Unit.PLAIN,
             (Query(WHO.rate("holdfast_router_cpu_seconds_total", "router"), "{{router}}"),),
+            width=12,
         ),
         Panel(
             "Router memory",

@@ -4,7 +4,7 @@
 
     pinned     a program's next turn, whose replica has room
     new        a program whose prompt begins with what a tenth of the replicas hold
-    report     what a replica tells, once a second each, with 64 beginnings of prompts: read, and taken in
+    report     what a replica tells, once a second each, with 64 beginnings of prompts: taken in
 
 `sent` and `ended` are counted with each turn, as a router does. Ratios are to the smallest number of replicas.
 """
@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable
 
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.fleet import decode, encode
 from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
 
 BUSY = 8  # turns in hand of a replica, on average
 PREFIXES = 64  # that a replica tells of
 
 
-def fleet(replicas: int, rng: random.Random) -> tuple[Placement, list[bytes]]:
+def fleet(replicas: int, rng: random.Random) -> tuple[Placement, list[tuple[str, LoadReport]]]:
     """A router's view of so many replicas at work, and what they tell."""
     made = Placement(PlacementConfig(), rng)
     names = [f"replicas#{i:06d}" for i in range(replicas)]
@@ -33,7 +32,7 @@ def fleet(replicas: int, rng: random.Random) -> tuple[Placement, list[bytes]]:
         prefixes = others | ({"shared": 3000} if i % 10 == 0 else {})
         report = LoadReport(rng.randrange(2 * BUSY), 0, 0, 65536, 9000, 4000, 1e-4, prefixes)
         made.report(name, report)
-        told.append(encode(name, report))
+        told.append((name, report))
     return made, told
 
 
@@ -56,7 +55,7 @@ def measure(replicas: int, turns: int) -> tuple[float, float, float]:
     new = per_turn(made, lambda i: Ask(8000, prefixes), turns)
     began = time.thread_time()
     for i in range(turns):
-        made.report(*decode(told[i % replicas]))
+        made.report(*told[i % replicas])
     return pinned, new, (time.thread_time() - began) / turns * 1e6
 
 

@@ -81,7 +81,7 @@ def test_a_choice_is_a_replica_that_is_there_and_there_is_none_only_without_any(
 def test_a_program_goes_home_until_that_is_so_crowded_that_computing_all_again_is_clearly_less() -> None:
     made = placement("a", "b", turn_tokens=1000, move_factor=4.0)
     ask = Ask(3000, home="a", held=3000)
-    send(made, "a", 13)
+    send(made, "a", 16)
     assert first(made, ask) == Choice("a", Reason.HOME)
     send(made, "a", 1)
     assert first(made, ask) == Choice("b", Reason.CROWDED)
@@ -102,13 +102,26 @@ def test_losing_a_replica_moves_nobody_elses_program() -> None:
         assert first(made, Ask(100, home=home, held=100)) == Choice(home, Reason.HOME)
 
 
-def test_new_programs_spread_evenly() -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_new_programs_spread_evenly(at_once: bool) -> None:
+    """Also where each is over when the next one comes."""
     made, counts = placement(*"abcdefgh"), Counter[str]()
     for _ in range(800):
         chosen = first(made, Ask(1000)).replica_id
         made.sent(chosen)
         counts[chosen] += 1
+        if not at_once:
+            made.ended(chosen)
     assert set(counts.values()) == {100}
+
+
+def test_routers_that_know_the_same_begin_differently() -> None:
+    found = Counter[str]()
+    for seed in range(200):
+        made = Placement(PlacementConfig(), random.Random(seed))
+        made.update(dict.fromkeys("abcd", 9))
+        found[first(made, Ask(10)).replica_id] += 1
+    assert min(found[name] for name in "abcd") > 20
 
 
 def test_a_known_beginning_is_gone_to_while_it_saves_more_than_the_turns_there_cost() -> None:

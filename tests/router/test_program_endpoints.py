@@ -8,6 +8,7 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
+from holdfast.router.conversations import hint
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOLS = ("get_weather", "search")
@@ -218,7 +219,9 @@ def test_a_key_of_a_cache_and_a_parent_are_places_and_no_programs():
     headers = {"x-session-id": "child", "x-parent-session-id": "parent", "x-correlation-id": "fresh"}
     world.call("POST", "/v1/chat/completions", json=chat_body(), headers=headers)
     assert len({request.program_id for request in world.backend.requests}) == 3
-    assert [place.near for place in world.backend.places] == ["default/all", "default/all", "default/parent"]
+    hints = [hint(name) for name in ("default/all", "default/all", "default/parent")]
+    assert [place.prefixes[0] for place in world.backend.places] == hints
+    assert [request.prefixes[0] for request in world.backend.requests] == hints
     assert world.backend.requests[-1].program_id == "default/child"
     world.chat(program_id="parent")
     world.call("POST", "/v1/chat/completions", json=chat_body(program_id="another"), headers=headers)

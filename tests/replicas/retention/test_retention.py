@@ -117,13 +117,13 @@ def test_a_pin_outlives_its_time_while_the_next_turn_waits_elsewhere():
     turn(world, "p", words(1, 40))
     since = world.now
     world.now = since + 4.0
-    world.give(ProgramExpected("", "p", 3.0))
-    world.give(ProgramExpected("", "unknown", 3.0))
+    world.give(ProgramExpected("", "p", 6.0))
+    world.give(ProgramExpected("", "unknown", 6.0))
     world.now = since + 6.0
     world.give(ProgramExpected("", "p", 0.5))  # shortens nothing
     world.step()
     assert pinned(world) == {"p"}
-    world.now = since + 8.0
+    world.now = since + 10.0
     world.step()
     assert pinned(world) == set()
 

@@ -20,7 +20,7 @@ serve: $(STAMP)
 
 # Two at a time, each file whole in one of them: much of a test of a cluster is waiting for processes to start.
 test: $(STAMP_DEV)
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .

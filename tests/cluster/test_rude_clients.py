@@ -27,7 +27,7 @@ tenants:
 def measured(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     server = start(tmp_path_factory.mktemp("server"), SETTINGS)
     try:
-        found = rude_clients.measure(server.url, "polite", "limited", 8.0)
+        found = rude_clients.measure(server.url, "polite", "limited", 5.0)
         limited = [
             httpx.post(url, json={}, headers={"Authorization": "Bearer limited"}, timeout=60.0, trust_env=False)
             for url in [f"{server.url}/v1/chat/completions"] * 70

@@ -17,6 +17,7 @@ from holdfast.router.limits import Limiter
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
+from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.watching import watch_tenants
 
@@ -36,7 +37,7 @@ class Guard:
     ) -> None:
         self._tenants = tenants
         self._config = config
-        self._clock = metrics.clock
+        self._metrics = metrics
         self._limiter = Limiter(config.max_in_flight)
         self._drain = drain
         self._parser = parser
@@ -52,7 +53,7 @@ class Guard:
         while the server stops.
         """
         self._drain.check()
-        self._limiter.enter(tenant, self._clock())
+        self._limiter.enter(tenant, self._metrics.clock())
         try:
             yield
         finally:
@@ -61,7 +62,11 @@ class Guard:
     @contextmanager
     def entered(self, request: Request) -> Iterator[Tenant]:
         """Both: the tenant that calls, with a place for the call."""
-        tenant = self.authenticate(request)
+        try:
+            tenant = self.authenticate(request)
+        except RefusedError as error:
+            self._metrics.refused(error)
+            raise
         with self.admitted(tenant):
             yield tenant
 

@@ -41,7 +41,8 @@ REQUESTS = _counter(
 ERRORS = _counter(
     "request_errors",
     "",
-    "Requests that were rejected or failed, by the `code` that the client was told",
+    "Requests that were rejected or failed, by the `code` that the client was told; of other calls those without a "
+    "valid key",
     "`rate_limit_exceeded`: the tenant's limits; `overloaded`: more replicas; `internal_error`: look into the log",
     "tenant",
     "reason",

@@ -17,9 +17,13 @@ from holdfast.router import metric_list as listed
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Read, Watched, own_exposition
 from holdfast.router.programs import Run
-from holdfast.router.protocol.errors import api_error, reason
+from holdfast.router.protocol.errors import Refusal, api_error, reason
 
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
+# Of these the first one counts: alerts look at how many came, and a series that begins with a 1 has risen by nothing.
+# So they stand at 0 from the start.
+REFUSED = (Refusal.RATE_LIMITED.value, ErrorKind.OVERLOADED.value)  # of a tenant
+UNKNOWN = Refusal.UNAUTHENTICATED.value  # of nobody
 
 Refresh: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -56,6 +60,7 @@ class RouterMetrics:
         self._refreshed: list[Refresh] = []
         self.requests = self._counter(listed.REQUESTS)
         self.errors = self._counter(listed.ERRORS)
+        self.errors.labels("", UNKNOWN)
         self.in_flight = Gauge(listed.IN_FLIGHT.name, listed.IN_FLIGHT.help, registry=registry)
         self.first_token = self._histogram(listed.FIRST_TOKEN)
         self.per_token = self._histogram(listed.PER_TOKEN)
@@ -82,10 +87,17 @@ class RouterMetrics:
     def name_tenants(self, names: Sequence[str], most: int) -> None:
         """The first `most` of these tenants have series of their own, the others share those of one."""
         self._named = frozenset(names[:most])
+        for name in {self.tenant(each) for each in names}:
+            for why in REFUSED:
+                self.errors.labels(name, why)
 
     def tenant(self, name: str) -> str:
         """The label of a tenant; "" where it is not known who called."""
         return name if not name or self._named is None or name in self._named else OTHER
+
+    def refused(self, error: HoldfastError) -> None:
+        """A call that generates nothing was not let in, whoever it came from."""
+        self.errors.labels("", reason(error)).inc()
 
     def stored(self, seconds: float, done: bool) -> None:
         """An operation on Redis has ended."""
@@ -119,6 +131,11 @@ class Meter:
         self.model = ""
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         metrics.in_flight.inc()
+
+    def asks(self, model: str) -> None:
+        """The request is for `model`."""
+        self.model = model
+        self._metrics.requests.labels(*self._who, self._endpoint, Outcome.FAILED.value)  # from 0, as `REFUSED`
 
     def first_token(self) -> None:
         """The first token has come."""

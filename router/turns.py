@@ -138,7 +138,7 @@ class Turns:
         exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
         turn = exchange.turn
         answer_headers(request).skipped = exchange.skipped
-        meter.model = turn.model.name
+        meter.asks(turn.model.name)
         config, headers = self._config, request.headers
         named = program_named(tenant.name, turn.ids, headers, config.program_headers)
         bypassed = self._cache.bypassed(request.headers.get("cache-control"))

@@ -292,7 +292,9 @@ RAY = (
     Alert(
         "HoldfastAutoscalerAtMaximum",
         WARNING,
-        "max by (job, application, deployment) (ray_serve_autoscaling_desired_replicas)"
+        # What has no autoscaler wants nothing: 0, and not "no data".
+        "(max by (job, application, deployment) (ray_serve_autoscaling_desired_replicas)"
+        " or max by (job, application, deployment) (ray_serve_autoscaling_target_replicas))"
         " - max by (job, application, deployment) (ray_serve_autoscaling_target_replicas)",
         "> 0",
         "15m",

@@ -57,6 +57,24 @@ def test_a_tenants_limits_and_what_it_has_in_flight():
     assert sorted(in_flight) == ["a", "b", "other"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("DELETE", "/v1/programs/p"),
+        ("GET", "/v1/responses/resp_1"),
+    ],
+)
+def test_a_key_that_is_none_counts_wherever_it_is_tried(method, path):
+    world = World(tenants=TenantDirectory([Tenant("a", (hash_key("a"),))]))
+    for key in ("guessed", "another"):
+        assert world.call(method, path, headers={"authorization": f"Bearer {key}"}).status_code == 401
+    labels = {"tenant": "", "reason": "invalid_api_key"}
+    assert world.registry.get_sample_value("holdfast_request_errors_total", labels) == 2
+
+
 def series(world):
     lines = world.call("GET", "/metrics").text.splitlines()
     return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}

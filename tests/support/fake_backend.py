@@ -191,7 +191,7 @@ class World:
         found: dict[str, float] = {}
         for family in self.registry.collect():
             for sample in family.samples:
-                if sample.name == "holdfast_requests_total":
+                if sample.name == "holdfast_requests_total" and sample.value:
                     outcome = sample.labels["outcome"]
                     found[outcome] = found.get(outcome, 0.0) + sample.value
         return found

@@ -1,4 +1,6 @@
-"""A little load that touches what a server counts: programs with a tool each, streams, repeats, a tenant's limit."""
+"""A little load that touches what a server counts: programs with a tool each, streams, repeats, a tenant's limit, a key
+that is none.
+"""
 
 import threading
 from typing import Any
@@ -16,7 +18,7 @@ TOOL = {
 
 
 class Load:
-    """Programs with a tool each, streams, repeats, and a tenant above its limit, until it is stopped."""
+    """Again and again until it is stopped, so that whoever comes late sees all of it, too."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -54,7 +56,8 @@ class Load:
         ]
         self._ask(http, "acme", {**body, "tool_choice": "none"}, {"cache-control": "no-cache"})
         self._ask(http, "small", body, {"cache-control": "no-cache"})
+        self._ask(http, "nobody's", body)
 
     def _ask(self, http: httpx.Client, key: str, body: dict[str, Any], more: dict[str, str] | None = None) -> None:
         headers = {"authorization": f"Bearer {key}", **(more or {})}
-        assert http.post("/v1/chat/completions", json=body, headers=headers).status_code in (200, 429)
+        assert http.post("/v1/chat/completions", json=body, headers=headers).status_code in (200, 401, 429)

@@ -1,22 +1,27 @@
 """Rules against the metrics there are, their files, promtool and the runbook."""
 
+import asyncio
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
+from prometheus_client import CollectorRegistry
 from prometheus_server import found
 
 from holdfast.cluster.config import Settings
-from holdfast.cluster.rules.alerts import ALERTS
+from holdfast.cluster.rules.alerts import ALERTS, GROUPS
 from holdfast.cluster.rules.files import RUNBOOK, files
 from holdfast.cluster.rules.recording import RECORDINGS
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
+from holdfast.router.metrics import Meter, RouterMetrics
 
 ROOT = Path(__file__).parents[3]
+RAY = Path(ray.__file__).parent
 FOLDER = ROOT / "helm" / "holdfast" / "files" / "rules"
 METRICS = {each.metric.name: each.metric for each in replica.ALL} | {each.name: each for each in router.ALL}
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")
@@ -80,6 +85,39 @@ def test_what_a_rule_asks_for_exists(rule: Any) -> None:
     assert metrics_in(rule.expression) <= METRICS.keys()
     recorded = set(re.findall(r"\w+:holdfast_\w+:\w+", rule.expression))
     assert recorded <= {each.name for each in RECORDINGS}
+
+
+COUNTED = re.compile(r"(holdfast_\w+_total)({[^}]*})?\[")  # over a time
+
+
+FAILED = [each for each in RECORDINGS if "requests_failed" in each.name]  # alerts are built on them
+
+
+@pytest.mark.parametrize("rule", [*ALERTS, *FAILED], ids=lambda rule: rule.name)
+def test_what_an_alert_counts_is_0_before_the_first_of_it(rule: Any) -> None:
+    """A series that begins with its first event has not risen by it, so an alert would miss that."""
+    metrics = RouterMetrics(CollectorRegistry())
+    for watched in (router.REPLICAS_LOST, router.REDIS_EVICTED):  # where they stand they are there from the start
+        metrics.watch(watched, lambda: 0.0)
+    metrics.name_tenants(["acme"], 1)
+    Meter(metrics, "chat").asks("pocket")
+    shown = asyncio.run(metrics.exposition())
+    for name, labels in COUNTED.findall(rule.expression):
+        if name in {each.metric.name for each in replica.ALL}:
+            assert not METRICS[name].labels, "of a replica's metrics the labels are there from the start"
+            continue
+        wanted = [name + "{", *re.findall(r'\w+="[^"]*"', labels)]
+        assert any(all(part in line for part in wanted) for line in shown.splitlines()), f"{wanted} in {shown}"
+
+
+@pytest.mark.parametrize("alert", GROUPS["ray"], ids=lambda alert: alert.name)
+def test_ray_still_has_what_an_alert_asks_it_for(alert: Any) -> None:
+    """An alert may be quiet where a series is missing, so a new name of it would not show."""
+    sources = [*RAY.glob("serve/_private/*.py"), *RAY.glob("dashboard/modules/reporter/reporter_agent.py")]
+    text = "".join(path.read_text() for path in sources)
+    names = set(re.findall(r"\bray_(\w+)", alert.expression))
+    assert names
+    assert [name for name in names if f'"{name}"' not in text] == []
 
 
 def test_names_are_there_once_and_as_prometheus_wants_them() -> None:

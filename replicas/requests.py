@@ -102,12 +102,16 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of tool call `index`: the first piece has `call_id` and `name`, later ones only `arguments`."""
+    """A piece of tool call `index`: the first piece has `call_id` and `name`, later ones only `arguments`.
+
+    `closed`: with it the call is whole, and can be run while the reply goes on.
+    """
 
     index: int
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str  # JSON text, valid, and as the model wrote it where that was
+    closed: bool = True  # False: the reply broke off in it, and the arguments with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +178,7 @@ class AnswerBuilder:
         self._logprobs: list[LogprobText] = []
         self._calls: dict[int, ToolCallDelta] = {}
         self._arguments: dict[int, list[str]] = {}
+        self._closed: set[int] = set()
 
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -184,6 +190,8 @@ class AnswerBuilder:
             elif isinstance(piece, ToolCallDelta):
                 self._calls.setdefault(piece.index, piece)
                 self._arguments.setdefault(piece.index, []).append(piece.arguments)
+                if piece.closed:
+                    self._closed.add(piece.index)
             else:
                 self.terminal = piece
 
@@ -192,7 +200,7 @@ class AnswerBuilder:
         if not isinstance(self.terminal, Completed):
             return None
         calls = tuple(
-            ToolCall(first.call_id or "", first.name or "", "".join(self._arguments[index]))
+            ToolCall(first.call_id or "", first.name or "", "".join(self._arguments[index]), index in self._closed)
             for index, first in sorted(self._calls.items())
         )
         text = "".join(self._texts)

@@ -24,7 +24,7 @@ def pieces_of(answer: Answer) -> tuple[Piece, ...]:
     if answer.text or answer.logprobs:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))
     for index, call in enumerate(answer.tool_calls):
-        pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments))
+        pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments, call.closed))
     pieces.append(Completed(answer.reason, answer.usage, answer.timing, answer.called))
     return tuple(pieces)
 
@@ -35,7 +35,7 @@ def encode_answer(answer: Answer) -> bytes:
     return orjson.dumps(
         {
             "text": answer.text,
-            "tool_calls": [[call.call_id, call.name, call.arguments] for call in answer.tool_calls],
+            "tool_calls": [[call.call_id, call.name, call.arguments, call.closed] for call in answer.tool_calls],
             "logprobs": [_pack(token) for token in answer.logprobs],
             "reason": answer.reason,
             "usage": [usage.prompt, usage.cached, usage.completion, usage.reasoning],

@@ -97,7 +97,7 @@ class ChatFormat:
         reply_id, created, model = f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,
-            lambda: ChatEncoder(reply_id, created, model, turn.include_usage),
+            lambda: ChatEncoder(reply_id, created, model, turn.include_usage, turn.event_names),
             lambda answer: chat_reply(reply_id, created, model, answer),
         )
 

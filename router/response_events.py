@@ -78,7 +78,8 @@ class ResponseEncoder:
             return self._begin("reasoning") + self._delta(piece.text) if piece.text else b""
         if isinstance(piece, ToolCallDelta):
             begun = b"" if piece.name is None else self._close() + self._add_call(piece)
-            return begun + self._delta(piece.arguments) if piece.arguments else begun
+            events = begun + self._delta(piece.arguments) if piece.arguments else begun
+            return events + self._close() if piece.closed else events
         if isinstance(piece, Completed):
             return self._completed(piece)
         assert isinstance(piece, Errored)

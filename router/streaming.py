@@ -17,6 +17,7 @@ from holdfast.router.protocol.usage import TextOffsets, chat_logprobs, completio
 from holdfast.router.server_timing import stages
 
 DONE = b"data: [DONE]\n\n"
+CALL_CLOSED = "holdfast.tool_call.closed"
 
 
 class Encoder(Protocol):
@@ -46,7 +47,12 @@ class Envelope:
         self._same = same
         self._include_usage = include_usage
         self.open = b"data: " + orjson.dumps(same)[:-1] + b',"choices":[{"index":0,'
-        self.close = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._close = b'}],"usage":null' if include_usage else b"}]"
+        self.close = self._close + b"}\n\n"
+
+    def close_with(self, **fields: Any) -> bytes:
+        """`close` of a chunk with more fields."""
+        return self._close + b"," + orjson.dumps(fields)[1:] + b"\n\n"
 
     def ending(self, usage: Usage, timing: Timing) -> bytes:
         """The usage chunk where one was asked for, with the request's `timing`, and the mark of the end."""
@@ -59,9 +65,14 @@ class Envelope:
 
 
 class ChatEncoder:
-    """Chunks of `chat.completion.chunk`: the role first, then reasoning, text and tool-call deltas, then the reason."""
+    """Chunks of `chat.completion.chunk`: the role first, then reasoning, text and tool-call deltas, then the reason.
 
-    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
+    The chunk with which a call is whole says so in `holdfast.tool_call_closed`, its index: the call can be run while
+    the reply goes on. With `event_names` that chunk is the event `CALL_CLOSED`, too.
+    """
+
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool, event_names: bool = False) -> None:
+        self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
         self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage)
         self._text_open = self._envelope.open + b'"delta":{"content":'
         self._text_close = b'},"logprobs":null,"finish_reason":null' + self._envelope.close
@@ -81,7 +92,8 @@ class ChatEncoder:
                 return self._chunk({"content": piece.text}, chat_logprobs(piece.logprobs))
             return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
         if isinstance(piece, ToolCallDelta):
-            return self._chunk({"tool_calls": [_call_delta(piece)]})
+            chunk = self._chunk({"tool_calls": [_call_delta(piece)]})
+            return self._closing(chunk, piece.index) if piece.closed else chunk
         if isinstance(piece, ReasoningDelta):
             return self._chunk({"reasoning_content": piece.text})
         if isinstance(piece, Completed):
@@ -91,6 +103,10 @@ class ChatEncoder:
     def _chunk(self, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = orjson.dumps({"delta": delta, "logprobs": logprobs, "finish_reason": reason})
         return self._envelope.open + choice[1:-1] + self._envelope.close
+
+    def _closing(self, chunk: bytes, index: int) -> bytes:
+        said = self._envelope.close_with(holdfast={"tool_call_closed": index})
+        return self._closed_name + chunk.removesuffix(self._envelope.close) + said
 
 
 class CompletionEncoder:

@@ -29,6 +29,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 class StreamOptions(Body):
     include_usage: bool = False
+    event_names: bool = False  # ours: a chunk that closes a call is an event with a name of its own
     include_obfuscation: bool = False  # accepted: chunks are not padded either way
 
 
@@ -82,6 +83,7 @@ class Turn:
     include_usage: bool
     ids: ClaimedIds
     program_end: bool = False
+    event_names: bool = False
 
 
 def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:
@@ -106,6 +108,7 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
         ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key or None),
         program_end=body.program_end,
+        event_names=body.stream_options is not None and body.stream_options.event_names,
     )
 
 

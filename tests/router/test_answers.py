@@ -26,7 +26,7 @@ TOKENS = st.builds(
     st.floats(max_value=0.0, allow_nan=False),
     st.lists(LOGPROBS, max_size=2).map(tuple),
 )
-CALLS = st.lists(st.builds(ToolCall, WORDS, WORDS, WORDS), max_size=3).map(tuple)
+CALLS = st.lists(st.builds(ToolCall, WORDS, WORDS, WORDS, st.booleans()), max_size=3).map(tuple)
 
 
 @st.composite
@@ -60,10 +60,10 @@ def test_interleaved_deltas_fold_by_call():
     built = AnswerBuilder()
     built.add([TextDelta("a"), ToolCallDelta(1, "c1", "g", "{"), ToolCallDelta(0, "c0", "f")])
     assert built.answer() is None
-    built.add([ToolCallDelta(1, arguments="}"), ToolCallDelta(0, arguments="{}"), TextDelta("b")])
+    built.add([ToolCallDelta(1, arguments="}", closed=True), ToolCallDelta(0, arguments="{"), TextDelta("b")])
     built.add([Completed("tool_calls", Usage(), TIMING)])
     assert built.answer() == Answer(
-        "ab", (ToolCall("c0", "f", "{}"), ToolCall("c1", "g", "{}")), (), "tool_calls", Usage(), TIMING
+        "ab", (ToolCall("c0", "f", "{", closed=False), ToolCall("c1", "g", "{}")), (), "tool_calls", Usage(), TIMING
     )
 
 

@@ -26,6 +26,7 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.router.config import RouterConfig
+from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
@@ -35,8 +36,8 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 THOUGHT = ((ReasoningDelta("Let me "), ReasoningDelta("see.")), *HELLO)
 PARALLEL = (
-    (TextDelta("Both."), ToolCallDelta(0, "call_1", "get_weather", "{}")),
-    (ToolCallDelta(1, "call_2", "get_weather"), ToolCallDelta(1, arguments="{}")),
+    (TextDelta("Both."), ToolCallDelta(0, "call_1", "get_weather", "{}", closed=True)),
+    (ToolCallDelta(1, "call_2", "get_weather"), ToolCallDelta(1, arguments="{}", closed=True)),
     (Completed("tool_calls", USAGE, DONE.timing),),
 )
 CUT = ((TextDelta("Hel"),), (Completed("length", USAGE, DONE.timing),))
@@ -198,6 +199,14 @@ def test_case_a_streamed_tool_call():
     ]
     assert found[2]["item"]["type"] == found[-2]["item"]["type"] == "function_call"
     assert found[-3]["arguments"] == found[-2]["item"]["arguments"] == '{"city":"Oslo"}'
+
+
+def test_a_call_is_done_while_the_reply_goes_on():
+    """Its client can run it before the next call has begun."""
+    encoder = ResponseEncoder({}, "1")
+    *_, done, item, _ = encoder.encode(PARALLEL[0]).decode().split("\n\n")
+    assert done.startswith("event: response.function_call_arguments.done\n")
+    assert item.startswith("event: response.output_item.done\n")
 
 
 def test_case_an_image_is_refused_by_name():

@@ -8,7 +8,16 @@ from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, LogprobText, ReasoningDelta, TextDelta
+from holdfast.replicas.requests import (
+    Answer,
+    AnswerBuilder,
+    Completed,
+    Errored,
+    LogprobText,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
 from holdfast.router.protocol.chat import chat_reply
 from holdfast.router.protocol.usage import completion_logprobs
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder
@@ -68,6 +77,25 @@ def test_tool_calls_are_streamed_with_index_id_and_name_first():
     assert calls[2] == {"index": 0, "function": {"arguments": '{"city":'}}
     assert "".join(call["function"]["arguments"] for call in calls if call) == '{"city":"Oslo"}'
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_call_is_told_to_be_whole_with_the_chunk_that_closes_it(include_usage):
+    two = [(ToolCallDelta(0, "a", "f", "{}", closed=True), ToolCallDelta(1, "b", "g", "{")), (DONE,)]
+    *chunks, _ = events(encode(chat(include_usage), *two))
+    assert [chunk["holdfast"] for chunk in chunks if "holdfast" in chunk] == [{"tool_call_closed": 0}]
+    (closing,) = (ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks if "holdfast" in chunk)
+    call = closing.choices[0].delta.tool_calls[0]
+    assert (call.index, call.id, call.function.arguments) == (0, "a", "{}")
+
+
+def test_it_is_an_event_with_a_name_where_that_is_asked_for():
+    raw = encode(ChatEncoder("chatcmpl-1", 7, "m", False, event_names=True), *CALL)
+    named = [event for event in raw.split(b"\n\n") if event.startswith(b"event: ")]
+    assert len(named) == 1
+    name, data = named[0].split(b"\n")
+    assert name == b"event: holdfast.tool_call.closed"
+    assert orjson.loads(data.removeprefix(b"data: "))["holdfast"] == {"tool_call_closed": 0}
 
 
 @pytest.mark.parametrize("encoder", [chat(), CompletionEncoder("cmpl-1", 7, "m", False)])

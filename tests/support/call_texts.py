@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
 
@@ -31,9 +31,12 @@ def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
 
 
 def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
-    """The text, and name and arguments of every call that was sent; checks the order of the deltas."""
+    """The text, and name and arguments of every call that was sent; checks the order of the deltas, and that a call is
+    told to be closed with the text that closes it, once.
+    """
     text, calls = "", []
-    for deltas in [*(reader.feed(chunk) for chunk in chunks), reader.finish()]:
+    closed: dict[str, str] = {}  # arguments by the id of the call
+    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish() for chunk in [*chunks, None]):
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 assert delta.text
@@ -46,6 +49,12 @@ def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list
                 assert delta.index == len(calls) - 1
                 assert delta.call_id is None
                 calls[-1][1] += delta.arguments
+            if isinstance(delta, ToolCallDelta):
+                call_id = f"call_{delta.index}"
+                assert call_id not in closed
+                if delta.closed:
+                    closed[call_id] = calls[-1][1]
+        assert closed == {call.call_id: call.arguments for call in reader.calls}
     return text, calls
 
 

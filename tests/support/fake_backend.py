@@ -45,7 +45,7 @@ DONE = Completed("stop", USAGE, Timing(arrived=0.0, scheduled=0.125, first_token
 HELLO: tuple[tuple[Piece, ...], ...] = ((TextDelta("Hel"),), (TextDelta("lo"), TextDelta("!")), (DONE,))
 CALL: tuple[tuple[Piece, ...], ...] = (
     (ToolCallDelta(0, "call_1", "get_weather"),),
-    (ToolCallDelta(0, arguments='{"city":'), ToolCallDelta(0, arguments='"Oslo"}')),
+    (ToolCallDelta(0, arguments='{"city":'), ToolCallDelta(0, arguments='"Oslo"}', closed=True)),
     (Completed("tool_calls", USAGE, DONE.timing),),
 )
 

@@ -3,7 +3,8 @@
 Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they find; it decides what the client sees:
 
 - A call is sent as soon as its name is known to be declared and its arguments have begun: first a delta with id and
-  name, then its arguments as the model writes them. It is in `calls` once it has closed; that is never taken back.
+  name, then its arguments as the model writes them. Once it has closed it is in `calls`, and the client is told; that
+  is never taken back.
 - Up to there what belongs to a call is held. Where it turns out to be none it is text exactly as written. So is a call
   of an undeclared tool; unless whoever `on_undeclared` asks wants to have it written again: then the reading ends, and
   nothing of it is sent.
@@ -217,6 +218,7 @@ class Tracker:
         """The call being read has closed."""
         call, self.call = self.call, OpenCall()
         self.calls.append(ToolCall(call.call_id, call.name or "", "".join(call.arguments)))
+        self.deltas.append(ToolCallDelta(self.n_sent - 1, closed=True))
         self._after_call = True
         self._grace = self._limits.grace
         self.stopped = not self._limits.parallel
@@ -254,4 +256,5 @@ def _joined(run: list[Delta]) -> Delta:
         texts = [delta for delta in run if isinstance(delta, TextDelta)]
         return TextDelta("".join(t.text for t in texts), tuple(entry for t in texts for entry in t.logprobs))
     calls = [delta for delta in run if isinstance(delta, ToolCallDelta)]
-    return ToolCallDelta(first.index, first.call_id, first.name, "".join(call.arguments for call in calls))
+    arguments = "".join(call.arguments for call in calls)
+    return ToolCallDelta(first.index, first.call_id, first.name, arguments, calls[-1].closed)

@@ -119,7 +119,7 @@ def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
     assert reader.feed('"ci') == [ToolCallDelta(0, arguments='"ci')]
     assert reader.feed('ty": 1}') == [ToolCallDelta(0, arguments='ty": 1}')]
     assert reader.calls == ()
-    assert reader.feed("}") == []
+    assert reader.feed("}") == [ToolCallDelta(0, closed=True)]
     assert reader.calls == (ToolCall("call_0", "f", '{"city": 1}'),)
 
 

@@ -34,15 +34,21 @@ class Server:
     output: Path
 
     def processes(self) -> dict[int, str]:
-        """Command lines of every live process that carries the mark, by process id."""
-        found = {}
+        """Command lines of every live process that carries the mark, or whose parent does, by process id.
+
+        Trap: what writes its name over its environment, as Ray's agents and Redis do, carries it no more.
+        """
+        commands, parents, marked = {}, {}, set()
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
             with suppress(OSError):
+                pid = int(entry.name)
+                commands[pid] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+                parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if f"{MARK}={self.mark}\0".encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
-        return found
+                    marked.add(pid)
+        return {pid: commands[pid] for pid, parent in parents.items() if marked & {pid, parent}}
 
     def stop(self, number: signal.Signals) -> None:
         """Ask it to stop, and hold it to leaving with status 0 and no process."""

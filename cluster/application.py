@@ -183,7 +183,11 @@ def build(
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",
-            request_router_kwargs={**asdict(settings.placement), "control_calls": CONTROL_CALLS},
+            request_router_kwargs={
+                **asdict(settings.placement),
+                "control_calls": CONTROL_CALLS,
+                "fair": settings.engine.order == "fair",
+            },
         ),
         max_constructor_retry_count=starts,
         health_check_period_s=5.0,

@@ -36,6 +36,7 @@ from holdfast.router import fleet
 from holdfast.router.backend import ANYWHERE, Place
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
+from holdfast.router.lines import NOBODY, Payer
 from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, Prefix, Reason
 
 HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
@@ -77,15 +78,16 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     `last_replica`, from the cluster's record of the program, counts more than what this process remembers.
 
     Of what Serve lets a replica take at once, `control_calls` are kept for calls that are no turn: full replicas still
-    say how they are.
+    say how they are. `fair`: tenants share the slots of full replicas by their weights, and programs wait behind others
+    of their own tenant only.
     """
 
-    def initialize_state(self, control_calls: int = 0, **kwargs: Any) -> None:
+    def initialize_state(self, control_calls: int = 0, fair: bool = False, **kwargs: Any) -> None:
         self._control_calls = control_calls
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
         self._placement = Placement(self._config, random.Random())
-        self._gate = Gate(self._config.max_waiting, self._placement, control_calls)
+        self._gate = Gate(self._config.max_waiting, self._placement, control_calls, fair=fair)
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
         self._calls: WeakSet[Call] = WeakSet()
@@ -133,16 +135,16 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def _take(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
         """A slot where the request is to go, or where a new program may go instead; None: it has to wait."""
-        request_id = pending_request.metadata.internal_request_id
-        if self._gate.take(choice.replica_id, request_id):
+        request_id, payer = pending_request.metadata.internal_request_id, _payer(pending_request)
+        if self._gate.take(choice.replica_id, request_id, payer):
             return choice
         if choice.reason is Reason.HOME:
             if _waited(pending_request) < self._placement.patience(ask):
                 return None
             other = self._placement.elsewhere(ask)
-            if other is not None and self._gate.take(other.replica_id, request_id):
+            if other is not None and self._gate.take(other.replica_id, request_id, payer):
                 return other
-        found = self._gate.take_any(request_id)
+        found = self._gate.take_any(request_id, payer)
         return None if found is None else _found(found, ask)
 
     async def _wait_in_line(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
@@ -160,7 +162,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         request_id = pending_request.metadata.internal_request_id
         began = time.monotonic()
         try:
-            chosen = await self._gate.wait(key, home, request_id, left if home is None else patience)
+            within_s = left if home is None else patience
+            chosen = await self._gate.wait(key, home, request_id, within_s, _payer(pending_request))
         finally:
             again = home is None and ask.home is not None and waited > 0
             self._tally = self._tally.waited(time.monotonic() - began, again, for_home=home is not None)
@@ -380,6 +383,11 @@ def _arrival(pending_request: PendingRequest) -> float:
     """When the program of a call began; a call that is no turn of a program keeps nobody waiting."""
     turn = _turn(pending_request)
     return turn.program_arrival if turn else 0.0
+
+
+def _payer(pending_request: PendingRequest) -> Payer:
+    turn = _turn(pending_request)
+    return Payer(turn.scope, turn.weight) if turn else NOBODY
 
 
 def _turn(pending_request: PendingRequest) -> GenerateRequest | None:

@@ -40,7 +40,7 @@ class Tenant:
 
     name: str  # letters, digits, `.`, `_` and `-`; a label of metrics
     key_hashes: tuple[str, ...] = ()  # `sha256:` and the hash of each of its keys, as `holdfast key` prints them
-    weight: float = 1.0  # its share of a replica's time against the other tenants', where `engine.order` is `fair`
+    weight: float = 1.0  # its share of time and of full replicas' slots against the others', with `engine.order: fair`
     limits: TenantLimits = TenantLimits()
     operator: bool = False  # may read the metrics and the status of the whole cluster
 

@@ -11,13 +11,13 @@ import heapq
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeAlias
 
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.scheduling.shares import Share, Shares
 from holdfast.replicas.sequences import Owner, Sequence
 
 Key: TypeAlias = tuple[float, ...]
@@ -27,7 +27,6 @@ Chunks: TypeAlias = tuple[Chunk, ...]
 
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
-_MANY = 1000  # requests over which FairOrder averages what one takes
 _PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
 
 
@@ -167,53 +166,33 @@ class PlasOrder(Order):
         sequence.attained_s = 0.0
 
 
-@dataclass(slots=True)
-class _Share:
-    """One tenant's: the seconds it was served over its weight, how many of its requests run, and its weight."""
-
-    served: float = 0.0
-    running: int = 0
-    weight: float = 1.0
-
-
 class FairOrder(ProgramOrder):
-    """The tenant that was served least for its weight comes first, its programs by their first arrival.
+    """The tenant that was served least for its weight comes first (`Shares`), its programs by their first arrival.
 
-    Virtual token counters (Sheng et al. 2024) over the seconds of steps, which the sequences of a step share by their
-    tokens. What runs is charged for in advance with what requests have taken on average, so that rows which come free
-    together go to several. Who comes back is counted at least as much as the least of those who waited: being away
-    earns nothing, and nobody with a weight waits for ever. What runs is not disturbed; it is ordered as by `program`.
+    Shared are the seconds of steps, which the sequences of a step share by their tokens. What runs is not disturbed; it
+    is ordered as by `program`.
     """
 
     by_arrival = False
 
     def __init__(self, tenants: int = _TENANTS) -> None:
         super().__init__()
-        self._tenants = tenants
-        self._shares: OrderedDict[str, _Share] = OrderedDict()  # by cache scope
-        self._running: list[_Share] = []  # those with requests in the latest step
-        self._least = 0.0  # of those who waited when one was chosen last
-        self._begun = 0.0  # requests, the older the less
-        self._spent = 0.0  # seconds on them
+        self._shares = Shares(tenants)  # by cache scope
+        self._running: list[Share] = []  # those with requests in the latest step
 
     def arrive(self, sequence: Sequence) -> None:
-        share = self._of(sequence.submit.scope)
-        share.weight = sequence.submit.weight
-        share.served = max(share.served, self._least)
+        self._shares.come(sequence.submit.scope, sequence.submit.weight)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
 
     def first(self, heads: Sequences) -> Sequence:
-        chosen = min(heads, key=lambda head: (*self._standing(head.submit.scope), *self.waiting(head)))
-        self._least = self._of(chosen.submit.scope).served
+        chosen = min(heads, key=lambda head: (*self._shares.standing(head.submit.scope), *self.waiting(head)))
+        self._shares.chosen(chosen.submit.scope)
         return chosen
 
     def begin(self, sequence: Sequence) -> None:
-        share = self._of(sequence.submit.scope)
-        share.running += 1
-        self._running.append(share)
-        self._begun += 1
+        self._running.append(self._shares.begin(sequence.submit.scope))
         self.changes += 1
 
     def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
@@ -225,34 +204,17 @@ class FairOrder(ProgramOrder):
             return
         each = seconds / sum(len(chunk.tokens) for chunk in chunks)
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            share = self._of(sequence.submit.scope)
+            share = self._shares.of(sequence.submit.scope)
             share.served += each * len(chunk.tokens) / share.weight
             share.running += 1
             self._running.append(share)
-        self._spent += seconds
-        if self._begun > _MANY:
-            self._begun, self._spent = self._begun / 2, self._spent / 2
+        self._shares.spend(seconds)
 
     def rank(self, sequence: Sequence) -> Key:
         return self.pin_rank(sequence.submit.scope, sequence.submit.program_arrival)
 
     def pin_rank(self, scope: str, arrival: float) -> Key:
-        return (self._of(scope).served, arrival)
-
-    def _standing(self, scope: str) -> Key:
-        share = self._of(scope)
-        ahead = share.running / share.weight
-        return (share.served + ahead * self._spent / max(self._begun, 1.0), ahead)
-
-    def _of(self, scope: str) -> _Share:
-        """The share of a tenant, which is the last now to be forgotten."""
-        share = self._shares.get(scope)
-        if share is None:
-            share = self._shares[scope] = _Share(self._least)
-            if len(self._shares) > self._tenants:
-                self._shares.popitem(last=False)
-        self._shares.move_to_end(scope)
-        return share
+        return (self._shares.of(scope).served, arrival)
 
 
 _ORDERS: dict[OrderName, Callable[[], Order]] = {

@@ -27,6 +27,9 @@ AT_ONCE = 8
 TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
+# Agents have long instructions. A program of a few hundred tokens is computed again so soon that it leaves its replica
+# whenever the other one has less to do.
+INSTRUCTIONS = {"role": "system", "content": "weather " * 2000}
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Program:
     def turn(self, router: str) -> None:
         """The next turn, asked of this router; raises where it has no answer."""
         if not self.messages:
-            self.messages.append({"role": "user", "content": f"Run {self.name}."})
+            self.messages += [INSTRUCTIONS, {"role": "user", "content": f"Run {self.name}."}]
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         tool = {"type": "function", "function": {"name": self.name, "parameters": nothing, "strict": True}}
         body = {"model": "pocket", "messages": self.messages, "tools": [tool], "tool_choice": "required"}
@@ -120,7 +123,7 @@ def test_programs_that_alternate_between_two_routers(
 
     moved = [program for program in programs if program.moves]
     assert moved, "a replica was killed"
-    assert max(program.moves for program in programs) == 1
+    assert max(program.moves for program in programs) == 1, [program.replicas for program in moved if program.moves > 1]
     assert len({program.replicas[0] for program in moved}) == 1, "only those of the replica that was killed"
     print(
         f"{PROGRAMS} programs, {PROGRAMS * TURNS} turns in {seconds:.0f} s: all answered and counted; "

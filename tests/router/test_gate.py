@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.replicas.errors import OverloadedError
 from holdfast.router.gate import Gate
+from holdfast.router.lines import Payer
 
 LONG = 60.0
 
@@ -27,8 +28,8 @@ class Hand(Counter[str]):
         self[replica_id] -= 1
 
 
-def gate(most: int = 100, **capacity: int) -> Gate:
-    made = Gate(most, Hand())
+def gate(most: int = 100, *, fair: bool = False, **capacity: int) -> Gate:
+    made = Gate(most, Hand(), fair=fair)
     made.replicas(capacity)
     return made
 
@@ -133,5 +134,57 @@ def test_a_replica_full_with_others_requests_is_tried_again() -> None:
         made.told("a", 1)
         assert not made.take("a", "r")
         assert await made.wait((1.0,), None, "r", LONG) == "a"
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize(("fair", "after"), [(False, 50), (True, 1)])
+def test_a_tenant_with_many_old_programs_is_not_before_anothers_new_one(fair: bool, after: int) -> None:
+    """Where tenants share; else the oldest programs come first."""
+
+    async def live() -> None:
+        made, served = gate(fair=fair, a=1), []
+        many, one = Payer("many"), Payer("one")
+        assert made.take("a", "first", many)
+
+        async def request(name: str, payer: Payer, began: float) -> None:
+            replica = await made.wait((began,), None, name, LONG, payer)
+            assert replica is not None
+            served.append(payer.tenant)
+            await asyncio.sleep(0)
+            made.give_back(replica, name)
+
+        tasks = [asyncio.create_task(request(f"m{i}", many, i / 100)) for i in range(50)]
+        tasks.append(asyncio.create_task(request("new", one, 100.0)))
+        await turns()
+        made.give_back("a", "first")
+        await asyncio.gather(*tasks)
+        assert served.index("one") <= after
+        assert made._hand["a"] == len(made) == 0
+        assert not made._payers
+
+    asyncio.run(live())
+
+
+def test_in_a_full_line_the_last_of_who_has_most_of_it_gives_way() -> None:
+    async def live() -> None:
+        made = gate(4, fair=True, a=1)
+        many, one = Payer("many"), Payer("one")
+        assert made.take("a", "first", many)
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"m{i}", LONG, many)) for i in (3, 1, 0, 2)]
+        await turns()
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "one more", LONG, many)
+        mine = [asyncio.create_task(made.wait((9.0,), None, f"o{i}", LONG, one)) for i in range(2)]
+        await turns()
+        assert [task.done() for task in tasks] == [True, False, False, True]
+        for task in (tasks[0], tasks[3]):
+            with pytest.raises(OverloadedError):
+                await task
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "its third", LONG, one)
+        assert not any(task.done() for task in mine), "who has no more than the other gives way to nobody"
+        made.replicas({})
+        await asyncio.gather(tasks[1], tasks[2], *mine)
 
     asyncio.run(live())

@@ -1,11 +1,14 @@
 """Lines of requests against a sorted list."""
 
+import heapq
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.router.lines import Lines
+from holdfast.router.lines import NOBODY, Lines, Payer, SlotShares
 
 
 def test_a_replica_takes_the_first_of_its_line_and_the_line_for_any():
@@ -47,7 +50,7 @@ def test_what_was_given_up_is_let_go():
     lines.enter((0.0,), -1, "a")
     for i in range(1000):
         lines.leave(lines.enter((1.0,), i, "a"))
-    assert sum(len(line) for line in lines._lines.values()) < 200
+    assert sum(len(line) for of_home in lines._lines.values() for line in of_home.values()) < 200
 
 
 steps = st.tuples(st.sampled_from(["enter", "take", "leave", "free", "keep"]), st.integers(0, 5), st.sampled_from("ab"))
@@ -83,3 +86,112 @@ def test_any_use_agrees_with_a_sorted_list(operations):
                 lines.leave(places.pop(chosen))
                 del homes[chosen]
         assert len(lines) == len(homes)
+
+
+# ---- tenants that share slots ----
+
+
+class Slots:
+    """So many slots for tenants that always have somebody waiting; holding one takes as long as it is told."""
+
+    def __init__(self, slots: int, payers: list[Payer]) -> None:
+        self.now, self.shares, self.lines = 0.0, SlotShares(), Lines[Payer](10**6)
+        self.payers = payers
+        self.ends: list[tuple[float, int, Payer]] = []
+        self.had: Counter[str] = Counter()  # seconds of slots
+        self.order: list[str] = []
+        self._number = 0
+        for payer in payers:
+            self.come(payer)
+            self.come(payer)
+        self._slots = slots
+
+    def come(self, payer: Payer) -> None:
+        """The first payer's programs are the oldest, and each comes before those of all others."""
+        self._number += 1
+        self.lines.enter((self.payers.index(payer), self._number), payer, None, payer.tenant)
+        self.shares.come(payer, self.now)
+
+    def take(self, seconds: float) -> str:
+        """The next slot that comes free goes to somebody, for so long."""
+        if len(self.ends) == self._slots:
+            self.now, _, payer = heapq.heappop(self.ends)
+            self.shares.give_back(payer, self.now)
+        payer = self.lines.take("r", self.shares.first(self.lines.tenants("r"), self.now))
+        self.shares.take(payer, self.now)
+        heapq.heappush(self.ends, (self.now + seconds, len(self.order), payer))
+        self.order.append(payer.tenant)
+        self.had[payer.tenant] += seconds
+        self.come(payer)
+        return payer.tenant
+
+
+weights = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4)
+
+
+@given(st.integers(1, 6), weights, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=40))
+def test_slots_are_shared_by_weight_whoever_has_the_oldest_programs(slots, given_weights, seconds):
+    payers = [Payer(f"t{i}", weight) for i, weight in enumerate(given_weights)]
+    world = Slots(slots, payers)
+    for i in range(100 * len(payers)):
+        world.take(seconds[i % len(seconds)])
+    # Nobody is further from the others than by what is in the slots and one more, each of two seconds at most.
+    had = [world.had[payer.tenant] / payer.weight for payer in payers]
+    assert max(had) - min(had) <= 2.0 * (slots + 2) / min(given_weights)
+
+
+def test_one_slot_goes_from_tenant_to_tenant():
+    world = Slots(1, [Payer("old"), Payer("new")])
+    for _ in range(20):
+        world.take(1.0)
+    assert all(abs(world.order[:n].count("old") - world.order[:n].count("new")) <= 1 for n in range(20))
+
+
+def test_what_a_tenant_does_not_use_is_lent_and_not_owed():
+    shares, a, b = SlotShares(), Payer("a"), Payer("b")
+    for second in range(100):  # `b` is away
+        shares.come(a, float(second))
+        assert shares.first(["a"], float(second)) == "a"
+        shares.take(a, float(second))
+        shares.give_back(a, second + 1.0)
+    now, order = 100.0, []
+    shares.come(a, now)
+    shares.come(b, now)
+    for _ in range(20):
+        order.append(shares.first(["a", "b"], now))
+        payer = a if order[-1] == "a" else b
+        shares.take(payer, now)
+        now += 1.0
+        shares.give_back(payer, now)
+        shares.come(payer, now)
+    assert abs(order[2:].count("a") - order[2:].count("b")) <= 2, "being away earned nothing"
+
+
+def test_what_is_nobodys_goes_first():
+    shares, a = SlotShares(), Payer("a")
+    shares.come(a, 0.0)
+    shares.come(NOBODY, 0.0)
+    assert shares.first(["a", ""], 0.0) == ""
+    shares.take(NOBODY, 0.0)
+    shares.give_back(NOBODY, 1.0)
+
+
+keys = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 3)), max_size=40)
+
+
+@given(keys)
+def test_each_tenant_is_served_in_order_and_its_last_gives_way(entries):
+    lines: Lines[int] = Lines(1000)
+    for n, (tenant, home, key) in enumerate(entries):
+        lines.enter((key,), n, home if key % 2 else None, tenant)
+    for tenant in {each[0] for each in entries}:
+        own = [n for n, each in enumerate(entries) if each[0] == tenant]
+        assert lines.waiting()[tenant] == len(own)
+        if len(own) > 1:
+            last = lines.take_last(tenant)
+            assert entries[last][2] == max(entries[n][2] for n in own)
+            own.remove(last)
+        served = [lines.take("x", tenant) for _ in own]
+        mine = [n for n in own if not (entries[n][2] % 2 and entries[n][1] == "y")]
+        assert [entries[n][2] for n in served if n is not None] == sorted(entries[n][2] for n in mine)
+    assert lines.tenants("x") == []

@@ -1,7 +1,8 @@
 """A small Serve application with our request router, run as a program: prints what happened as one JSON object.
 
-One replica takes one request at a time. While it is held up more programs come than may wait, in no order. Its
-argument is an empty folder, through which the processes tell each other how far they are.
+One replica takes one request at a time. While it is held up more programs come than may wait, in no order; the oldest
+of them are the tenant `many`'s, the others `one`'s. Its arguments are an empty folder, through which the processes tell
+each other how far they are, and `fair` where tenants share.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from holdfast.router.affinity import own_request
 
 WAITING = 20
 FIRST = 99.0
+NEW = 18  # arrivals from here on are of `one`
 
 
 def wait_for(file: Path) -> None:
@@ -53,7 +55,8 @@ class Front:
         self.folder = folder
 
     async def call(self, arrival: float) -> list[float] | str:
-        request = GenerateRequest(f"r{arrival}", RawPrompt("x"), Sampling(), program_arrival=arrival)
+        tenant = "one" if arrival >= NEW else "many"
+        request = GenerateRequest(f"r{arrival}", RawPrompt("x"), Sampling(), scope=tenant, program_arrival=arrival)
         with own_request():
             answer = self.replica.generate.options(session_id=f"p{arrival}").remote(request)
         try:
@@ -75,10 +78,11 @@ class Front:
         return {"sent": arrivals, "served": served, "refused": refused}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, fair: bool) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     router = RequestRouterConfig(
-        request_router_class="holdfast.router.affinity:AffinityRouter", request_router_kwargs={"max_waiting": WAITING}
+        request_router_class="holdfast.router.affinity:AffinityRouter",
+        request_router_kwargs={"max_waiting": WAITING, "fair": fair},
     )
     bare = {"ray_actor_options": {"num_cpus": 0}}
     replica = serve.deployment(Held).options(max_ongoing_requests=1, request_router_config=router, **bare).bind(folder)
@@ -89,4 +93,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:] == ["fair"])

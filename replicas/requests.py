@@ -54,7 +54,7 @@ class RawPrompt:
 class GenerateRequest:
     """One accepted request, validated by the router.
 
-    `sampling.max_tokens` -1 means "as many as the context has room for". `program_turns` are those before this one,
+    `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many. `program_turns` are those before this one,
     `answered_turns` of them up to the program's last answer; `program_end`: the program will not come back after it.
     `weight` is the tenant's. `prefixes`: a router's digests of what the prompt of a new
     program begins with.
@@ -74,6 +74,7 @@ class GenerateRequest:
     program_end: bool = False
     weight: float = 1.0
     prefixes: tuple[str, ...] = ()
+    fits: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -116,12 +117,13 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end of a whole reply, and what its program waits for now."""
+    """The end of a whole reply, and what its program waits for now. `stop`: the stop string that ended it; "": none."""
 
     reason: ReplyReason
     usage: Usage
     timing: Timing
     called: Called = field(default_factory=Called)
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class Answer:
     timing: Timing
     called: Called = field(default_factory=Called)
     reasoning: str = ""
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,7 @@ class AnswerBuilder:
             timing=self.terminal.timing,
             called=self.terminal.called,
             reasoning="".join(self._reasoning),
+            stop=self.terminal.stop,
         )
 
     def error(self) -> Errored:

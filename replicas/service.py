@@ -215,9 +215,11 @@ class Service:
     def _sampling(self, request: GenerateRequest, n_prompt: int) -> Sampling:
         """The request's sampling with what it left open: the room for its reply, and a seed where none is derived."""
         sampling, config = request.sampling, self.engine.config
-        if sampling.max_tokens == -1:  # what the context and the cache leave
-            room = min(config.context_length, config.cells - 2 * config.page_size) - n_prompt
-            sampling = replace(sampling, max_tokens=max(1, room))
+        if sampling.max_tokens == -1 or request.fits:
+            # What the context and the cache leave.
+            room = max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
+            most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
+            sampling = replace(sampling, max_tokens=most)
         if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
             sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
         return sampling
@@ -255,7 +257,7 @@ class Service:
         found = _called(request, reply, reason)
         if request.program_id:
             self.notice(_turn_ended(request, found))
-        return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found))
+        return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found, reply.stop))
 
 
 @dataclass(slots=True)

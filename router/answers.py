@@ -25,7 +25,7 @@ def pieces_of(answer: Answer) -> tuple[Piece, ...]:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))
     for index, call in enumerate(answer.tool_calls):
         pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments, call.closed))
-    pieces.append(Completed(answer.reason, answer.usage, answer.timing, answer.called))
+    pieces.append(Completed(answer.reason, answer.usage, answer.timing, answer.called, answer.stop))
     return tuple(pieces)
 
 
@@ -41,6 +41,7 @@ def encode_answer(answer: Answer) -> bytes:
             "usage": [usage.prompt, usage.cached, usage.completion, usage.reasoning],
             "called": [answer.called.tools, answer.called.last],
             "reasoning": answer.reasoning,
+            "stop": answer.stop,
         }
     )
 
@@ -58,6 +59,7 @@ def decode_answer(value: bytes) -> Answer:
             timing=Timing(arrived=0.0),
             called=Called(tuple(read["called"][0]), read["called"][1]),
             reasoning=read["reasoning"],
+            stop=read["stop"],
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an answer: {error}") from None

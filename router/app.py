@@ -14,6 +14,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
 from holdfast.router import metric_list as listed
+from holdfast.router.anthropic import CountTokens, MessagesFormat
 from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
@@ -33,7 +34,8 @@ from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
-from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.anthropic import anthropic_error
+from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
 from holdfast.router.protocol.models import model_reply, models_reply
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
@@ -85,6 +87,8 @@ def create_app(
     routes: Sequence[tuple[str, str, Handler]] = (
         ("POST", "/v1/chat/completions", generates(ChatFormat(guard))),
         ("POST", "/v1/completions", generates(CompletionFormat(guard))),
+        ("POST", "/v1/messages", generates(MessagesFormat(guard, config))),
+        ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend, config).count),
         ("POST", "/v1/responses", generates(ResponsesFormat(guard, backend, responses))),
         ("POST", "/v1/responses/compact", generates(CompactionFormat(guard, responses))),
         ("GET", "/v1/responses/{response_id}", stored.show),
@@ -106,7 +110,8 @@ def create_app(
     )
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
-        app.router.add_route(path, supervised(handler), methods=[method])
+        shape = anthropic_error if path.startswith("/v1/messages") else api_error
+        app.router.add_route(path, supervised(handler, shape), methods=[method])
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
     return app

@@ -18,12 +18,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.router.event_stream import ClientGoneError
-from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
+from holdfast.router.protocol.errors import ApiError, Refusal, RefusedError, api_error
 from holdfast.router.tenants import Caller
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
+ErrorShape = Callable[[HoldfastError], ApiError]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
@@ -46,6 +47,7 @@ class AnswerHeaders:
     def encode(self) -> list[tuple[bytes, bytes]]:
         told = [
             (b"x-request-id", self.request_id.encode()),
+            (b"request-id", self.request_id.encode()),  # as Anthropic's clients look for it
             (b"x-holdfast-cache", self.cache.encode()),
             (b"x-holdfast-replica", self.replica.encode()),
         ]
@@ -87,8 +89,9 @@ def caller(request: Request) -> Caller:
     if request.scope.get(GONE):
         raise ClientGoneError
     client, server = request.scope.get("client"), request.scope.get("server")
+    authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
     return Caller(
-        authorization=request.headers.get("authorization"),
+        authorization=f"Bearer {key}" if key and authorization is None else authorization,
         peer=client[0] if client else None,
         server=server[0] if server else None,
         forwarded=",".join(request.headers.getlist("x-forwarded-for")),
@@ -125,24 +128,24 @@ def json_response(body: bytes, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def error_response(error: HoldfastError) -> Response:
-    answer = api_error(error)
+def error_response(error: HoldfastError, shape: ErrorShape = api_error) -> Response:
+    answer = shape(error)
     return Response(answer.body, answer.status, answer.headers, "application/json")
 
 
-def supervised(handler: Handler) -> Handler:
-    """`handler`, with everything it raises turned into an answer."""
+def supervised(handler: Handler, shape: ErrorShape = api_error) -> Handler:
+    """`handler`, with everything it raises turned into an answer in this `shape`."""
 
     async def answer(request: Request) -> Response:
         try:
             known = request if request.client is not None else await _look_for_client(request)
             return await handler(known)
         except HoldfastError as error:
-            return error_response(error)
+            return error_response(error, shape)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # a bug: the client gets an error in the usual shape, the log the traceback
-            return error_response(internal_error(error, answer_headers(request).request_id))
+            return error_response(internal_error(error, answer_headers(request).request_id), shape)
 
     return answer
 

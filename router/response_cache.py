@@ -63,6 +63,7 @@ class ResponseCache:
             turn.prompt,
             turn.sampling,
             turn.stop,
+            turn.fits,
         ]
         # Keys are left in the client's order: templates write tools and arguments in it.
         canonical = orjson.dumps(decides, default=_plain, option=orjson.OPT_NON_STR_KEYS)

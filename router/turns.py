@@ -192,6 +192,7 @@ class Turns:
             answered_turns=program.answered_turns,
             program_end=accepted.turn.program_end,
             weight=accepted.tenant.weight,
+            fits=accepted.turn.fits,
         )
         command = accepted.report.asking(command)
         place = await self._place(accepted, served.begun)

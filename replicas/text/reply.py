@@ -42,6 +42,7 @@ class StopStrings:
         self._held = ""
         self.passed = 0  # characters let out: where there was a stop string, its beginning
         self.stopped = False
+        self.reached = ""  # the stop string
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is safe to send, and whether a stop string was reached; after that, nothing more."""
@@ -51,8 +52,9 @@ class StopStrings:
             self.passed += len(text)
             return text, False
         text = self._held + text
-        cut = self._first(text)
-        if cut is not None:
+        first = self._first(text)
+        if first is not None:
+            cut, self.reached = first
             self.stopped, self._held = True, ""
             self.passed += cut
             return text[:cut], True
@@ -67,10 +69,10 @@ class StopStrings:
         self.passed += len(held)
         return held
 
-    def _first(self, text: str) -> int | None:
-        """Where the stop string that ends first begins."""
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Where the stop string that ends first begins, and which it is."""
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
     def _suffix(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""
@@ -218,6 +220,11 @@ class Reply:
     def calls(self) -> tuple[str, ...]:
         """The tools called so far, by name."""
         return tuple(call.name for call in self._stages.calls.calls)
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the text, "" where none did."""
+        return self._stages.stops.reached
 
     @property
     def unfinished(self) -> bool:

@@ -301,7 +301,7 @@ class _ItemReader:
                 raise InvalidRequestError(f"'{field}' was not made by this server for this tenant", field)
             self._others({"role": "user", "content": SUMMARY + summary})
         else:
-            self.skipped.append(_word(kind))
+            self.skipped.append(word(kind))
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, text = item["role"], _text(item["content"], f"{where}.content")
@@ -452,7 +452,7 @@ def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[st
     skipped: list[str] = []
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
-            skipped.append(_word(tool.get("type")))
+            skipped.append(word(tool.get("type")))
             continue
         function: Any = {"name": tool["name"]}
         function.update({name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name)})
@@ -476,7 +476,7 @@ def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
     return function
 
 
-def _word(kind: object) -> str:
+def word(kind: object) -> str:
     """A type as it may stand in a header, whatever a client has sent."""
     return kind if isinstance(kind, str) and WORD.fullmatch(kind) else "unknown"
 

@@ -73,7 +73,7 @@ class ClaimedIds:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A validated request, the same for chat and for plain completion."""
+    """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less."""
 
     model: ModelCard
     prompt: ChatPrompt | RawPrompt
@@ -84,6 +84,7 @@ class Turn:
     ids: ClaimedIds
     program_end: bool = False
     event_names: bool = False
+    fits: bool = False
 
 
 def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:

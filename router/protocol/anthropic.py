@@ -1,0 +1,395 @@
+"""`/v1/messages`: Anthropic's request body, the chat prompt that its blocks become, and the message object.
+
+Chat is the inner form, so a conversation has the same prompt whichever API it comes by. A field that is not known
+changes nothing and is told as left out: clients send new ones before servers know them. Events are in `anthropic`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+
+import orjson
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, one_or_many, validate
+from holdfast.router.protocol.errors import ApiError, api_error
+from holdfast.router.protocol.messages import Parameters, Tool, check_tools
+from holdfast.router.protocol.output import tool_choice
+from holdfast.router.protocol.responses import MOST_WORDS, OPEN, word
+from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody, Identifier, Turn, build_sampling, build_turn
+
+NONCE = re.compile(r"\bcch=[^;\s]*")
+BILLING = "x-anthropic-billing-header:"  # what a system prompt of Claude Code begins with
+TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's names of errors, by status; other ones of a request are the first, of a server `api_error`."""
+
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
+]
+
+
+@with_config(OPEN)
+class MessageParam(TypedDict):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+@with_config(OPEN)
+class Choice(TypedDict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str]
+    disable_parallel_tool_use: NotRequired[bool]
+
+
+@with_config(OPEN)
+class Thinking(TypedDict):
+    type: str
+
+
+@with_config(OPEN)
+class JsonFormat(TypedDict):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+@with_config(OPEN)
+class OutputConfig(TypedDict):
+    """`effort` changes nothing: no model that is served knows it."""
+
+    format: NotRequired[JsonFormat | None]
+
+
+@with_config(OPEN)
+class CustomTool(TypedDict):
+    name: str
+    input_schema: Parameters
+    type: NotRequired[Literal["custom"] | None]
+    description: NotRequired[str | None]
+    strict: NotRequired[bool | None]
+
+
+def _tool_kind(tool: object) -> str:
+    own = isinstance(tool, Mapping) and tool.get("type") in (None, "custom")
+    return "a function" if own else "another"
+
+
+AnyTool: TypeAlias = Annotated[
+    Annotated[CustomTool, Tag("a function")] | Annotated[dict[str, Any], Tag("another")], Discriminator(_tool_kind)
+]
+
+
+class CountBody(Body):
+    """What a prompt is made of. `cache_control`, wherever it stands, changes nothing: all of a prompt is cached."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    model: str
+    messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1)]
+    system: Content = ""
+    tools: list[AnyTool] = Field(default_factory=list)
+    tool_choice: Annotated[Choice, NULL_IS_ABSENT] = Field(default_factory=lambda: Choice(type="auto"))
+    thinking: Thinking = Field(default_factory=lambda: Thinking(type="disabled"))
+    output_config: OutputConfig = Field(default_factory=lambda: OutputConfig())
+    cache_control: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """What a client may send besides. `max_tokens` is at most what the context leaves."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] = Field(
+        default_factory=list
+    )
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    service_tier: str | None = None
+    program_id: Identifier | None = None
+    program_end: bool = False
+
+
+def read_messages(raw: bytes) -> MessagesBody:
+    """Raises InvalidRequestError, naming the field."""
+    return validate(MessagesBody, decode(raw))
+
+
+def read_count(raw: bytes) -> CountBody:
+    """The body of `/v1/messages/count_tokens`. Raises InvalidRequestError, naming the field."""
+    return validate(CountBody, decode(raw))
+
+
+# ---- the prompt ----
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A prompt, and the fields and types of tools and blocks that were left out of it."""
+
+    prompt: ChatPrompt
+    skipped: tuple[str, ...]
+
+
+def chat_prompt(body: CountBody, *, steady: bool) -> Translated:
+    """The prompt that `body` stands for; `steady`: nonces are taken out of its system prompt.
+
+    A client's nonce there, another one with each request, would make every prompt differ from its first line on, and
+    nothing of an earlier turn would be found again. Raises InvalidRequestError, naming the field.
+    """
+    reader = _BlockReader()
+    system = _texts(body.system, "system")
+    if steady:
+        system = [NONCE.sub("cch=", text) if text.startswith(BILLING) else text for text in system]
+    if any(system):
+        reader.messages.append({"role": "system", "content": "\n".join(system)})
+    for index, message in enumerate(body.messages):
+        reader.read(message, f"messages.{index}")
+    if body.messages[-1]["role"] == "assistant":
+        where = f"messages.{len(body.messages) - 1}"
+        raise InvalidRequestError(f"'{where}': a reply that is begun by its request is not supported", f"{where}.role")
+    tools, fields, skipped = _tools(body.tools)
+    check_tools(tools, fields)
+    given = body.tool_choice
+    choice = tool_choice(_chat_choice(given), [tool["function"]["name"] for tool in tools])
+    format_ = body.output_config.get("format")
+    prompt = ChatPrompt(
+        messages=reader.messages,
+        tools=tuple(tools),
+        tool_choice=choice.mode,
+        parallel_tool_calls=not given.get("disable_parallel_tool_use", False),
+        template_kwargs={"enable_thinking": body.thinking["type"] != "disabled"},
+        forced_tool=choice.forced,
+        output=JsonOutput(format_["schema"], strict=True) if format_ else None,
+    )
+    unknown = [word(name) for name in body.model_extra or ()]
+    return Translated(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS])
+
+
+class _BlockReader:
+    """Reads messages one after the other."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.skipped: list[str] = []
+        self._calls: set[str] = set()
+
+    def read(self, message: MessageParam, where: str) -> None:
+        content, where = message["content"], f"{where}.content"
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if message["role"] == "assistant":
+            self._assistant(blocks, where)
+        elif message["role"] == "system":
+            self.messages.append({"role": "system", "content": "\n".join(_texts(content, where))})
+        else:
+            self._user(blocks, where)
+
+    def _user(self, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Results of tools are messages of their own, in the order of the blocks."""
+        said: list[str] = []
+        for index, block in enumerate(blocks):
+            if block.get("type") != "tool_result":
+                said.append(_text(block, f"{where}.{index}"))
+                continue
+            self._say(said)
+            call_id = block.get("tool_use_id")
+            if call_id not in self._calls:
+                field = f"{where}.{index}.tool_use_id"
+                raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
+            result = "\n".join(_texts(block.get("content") or "", f"{where}.{index}.content"))
+            self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
+        self._say(said)
+
+    def _say(self, said: list[str]) -> None:
+        if said:
+            self.messages.append({"role": "user", "content": "\n".join(said)})
+            said.clear()
+
+    def _assistant(self, blocks: Sequence[Mapping[str, Any]], where: str) -> None:
+        said: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for index, block in enumerate(blocks):
+            kind, here = block.get("type"), f"{where}.{index}"
+            if kind == "text":
+                said.append(_text(block, here))
+            elif kind == "thinking":
+                thoughts.append(_member(block, "thinking", here))
+            elif kind == "tool_use":
+                calls.append(self._call(block, here))
+            else:  # thoughts that cannot be read, and tools that ran elsewhere
+                self.skipped.append(word(kind))
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said) if said or not calls else None}
+        if calls:
+            message["tool_calls"] = calls
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        self.messages.append(message)
+
+    def _call(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
+        call_id, name = _member(block, "id", where), _member(block, "name", where)
+        given = block.get("input")
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(f"'{where}.input' must be an object", f"{where}.input")
+        self._calls.add(call_id)
+        function = {"name": name, "arguments": orjson.dumps(given).decode()}
+        return {"id": call_id, "type": "function", "function": function}
+
+
+def _texts(content: str | Sequence[Mapping[str, Any]], where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"'{where}' must be a string or a list of blocks", where)
+    return [_text(block, f"{where}.{index}") for index, block in enumerate(content)]
+
+
+def _text(block: object, where: str) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    source = block.get("source") if isinstance(block, Mapping) and kind == "document" else None
+    if isinstance(source, Mapping) and source.get("type") == "text":
+        return _member(source, "data", f"{where}.source")
+    if kind != "text" or not isinstance(block, Mapping):
+        raise InvalidRequestError(f"'{where}': {kind!r} is not supported; content is text", f"{where}.type")
+    return _member(block, "text", where)
+
+
+def _member(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"'{where}.{name}' must be a string", f"{where}.{name}")
+    return value
+
+
+def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[str], list[str]]:
+    """Tools as chat has them, the field of each, and the types of those that run at Anthropic."""
+    tools: list[Tool] = []
+    fields: list[str] = []
+    skipped: list[str] = []
+    for index, tool in enumerate(given):
+        if _tool_kind(tool) == "another":
+            skipped.append(word(tool.get("type")))
+            continue
+        function: Any = {"name": tool["name"], "parameters": tool["input_schema"]}
+        function.update({name: tool[name] for name in ("description", "strict") if tool.get(name)})
+        tools.append({"type": "function", "function": function})
+        fields.append(f"tools.{index}")
+    return tools, fields, skipped
+
+
+def _chat_choice(given: Choice) -> str | Mapping[str, Any]:
+    if given["type"] == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return "required" if given["type"] == "any" else given["type"]
+
+
+def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Turn:
+    """The turn that is asked for. Raises InvalidRequestError, naming the field."""
+    user = body.metadata.get("user_id")
+    plain = GenerationBody(
+        model=body.model,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop=body.stop_sequences,
+        stream=body.stream,
+        program_id=body.program_id,
+        prompt_cache_key=user if isinstance(user, str) and len(user) <= 256 else None,
+        program_end=body.program_end,
+    )
+    sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")
+    return replace(build_turn(plain, prompt, card, sampling), fits=True)
+
+
+# ---- the answer ----
+
+
+def message_object(reply_id: str, model: str, answer: Answer, most: int) -> dict[str, Any]:
+    """The whole message. A call that was cut is left out: its input is no object. `most` tokens were asked for."""
+    content: list[dict[str, Any]] = []
+    if answer.reasoning:
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature(answer.reasoning)})
+    if answer.text:
+        content.append({"type": "text", "text": answer.text})
+    for call in answer.tool_calls:
+        if call.closed:
+            block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)}
+            content.append(block)
+    return {
+        **empty_message(reply_id, model),
+        "content": content,
+        **ending(
+            answer.reason,
+            answer.stop,
+            called=any(call.closed for call in answer.tool_calls),
+            usage=answer.usage,
+            most=most,
+        ),
+        "usage": message_usage(answer.usage),
+    }
+
+
+def empty_message(reply_id: str, model: str) -> dict[str, Any]:
+    """The message before its first block."""
+    return {
+        "id": reply_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": message_usage(Usage()),
+    }
+
+
+def ending(reason: str, stop: str, *, called: bool, usage: Usage, most: int) -> dict[str, Any]:
+    """Why a message has ended. `called`: calls have closed in it; a forced one ends with `reason` "stop"."""
+    if reason == "length":
+        why = "max_tokens" if usage.completion >= most else "model_context_window_exceeded"
+    elif stop:
+        why = "stop_sequence"
+    else:
+        why = "tool_use" if called else "end_turn"
+    return {"stop_reason": why, "stop_sequence": stop or None}
+
+
+def message_usage(usage: Usage) -> dict[str, Any]:
+    """Token counts, each input token in one of three: read from the cache, written to it, neither."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def signature(thoughts: str) -> str:
+    """What stands below a thinking block. Clients send it back, and some drop blocks without; nobody checks it."""
+    return "hf1." + blake2b(thoughts.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def anthropic_error(error: HoldfastError | ErrorInfo) -> ApiError:
+    """What a client is told about `error`, in Anthropic's shape."""
+    answer = api_error(error)
+    kind = TYPES.get(answer.status) or ("api_error" if answer.status >= 500 else TYPES[400])
+    # By these words clients know that they have to make a conversation shorter.
+    message = f"prompt is too long: {error.message}" if error.kind is ErrorKind.TOO_LONG else error.message
+    body = {"type": "error", "error": {"type": kind, "message": message}}
+    return replace(answer, body=orjson.dumps(body))

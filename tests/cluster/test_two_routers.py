@@ -30,6 +30,7 @@ TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
 WAITS: dict[str, Any] = {"timeout": 60.0, "trust_env": False}  # nothing for so long is silence, which is a failure
+ENDED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError)  # a connection that is over, or refused
 # Agents have long instructions. A program of a few hundred tokens is computed again so soon that it leaves its replica
 # whenever the other one has less to do.
 INSTRUCTIONS = {"role": "system", "content": "weather " * 2000}
@@ -77,7 +78,7 @@ class Program:
     def _whole(self, url: str) -> bool:
         try:
             answer = httpx.post(f"{url}/v1/chat/completions", json=self.body, headers=FRESH, **WAITS)
-        except httpx.RemoteProtocolError as error:
+        except ENDED as error:
             self.lost.append(str(error))
             return False
         if answer.status_code == 503:
@@ -109,7 +110,7 @@ class Program:
                         if "error" in chunks[-1]:
                             self.lost.append(chunks[-1]["error"]["code"])
                             return False
-        except httpx.RemoteProtocolError as error:
+        except ENDED as error:
             self.lost.append(str(error))
             return False
         raise AssertionError("a stream came to its end as if it were whole")
@@ -173,7 +174,7 @@ def test_programs_that_alternate_between_two_routers(
     seconds = time.monotonic() - began
 
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
-        keys = [client.keys(f"*/programs/default/{program.name}") for program in programs]
+        keys = [client.keys(f"*/programs/{{default}}/{program.name}") for program in programs]
         records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
     assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
     for program in programs:
@@ -232,7 +233,7 @@ def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
     assert len(lost) <= AT_ONCE, lost  # what was in flight, and nothing else
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
         for program in programs:
-            (key,) = client.keys(f"*/programs/default/{program.name}")
+            (key,) = client.keys(f"*/programs/{{default}}/{program.name}")
             record = client.hgetall(key)
             # A turn may have been counted whose answer was lost; it was computed, so it counts.
             assert TURNS <= int(record[b"turns"]) <= TURNS + len(program.lost)

@@ -85,7 +85,10 @@ class Ingress:
         self._fleet = Listener(self._store, FLEET, placement.report_s, placement.silent_s)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         entries, ttl_s = config.program_entries, config.program_ttl_s
-        self._programs = ProgramTable(self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s)
+        most = config.program_tenant_entries
+        self._programs = ProgramTable(
+            self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s, most=most
+        )
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         tenants = TenantDirectory(found, exposed, config.hosts)
@@ -104,7 +107,7 @@ class Ingress:
             self._latencies,
             TurnReports(self._spans),
             self._peers,
-            Conversations(self._programs, self._store, entries, ttl_s),
+            Conversations(self._programs, self._store, entries, ttl_s, places=most),
             self._drain,
             self._parser,
             StoredResponses(self._store, config),

@@ -47,6 +47,7 @@ class RouterConfig:
     response_tenant_bytes: int = 2**28  # of the responses that one tenant may store in `response_ttl_s`
 
     program_entries: int = 65536  # programs in this process
+    program_tenant_entries: int = 65536  # programs of one tenant in Redis; those of the longest ago are forgotten first
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
     program_rest_s: float = 3600.0  # after a longer rest a program has lost its place in the order: it begins anew
     program_headers: tuple[str, ...] = PROGRAM_HEADERS  # name the program where its body does not; the first counts

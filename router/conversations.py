@@ -27,8 +27,8 @@ import orjson
 
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt
 from holdfast.router.identity import unnamed_program
-from holdfast.router.lru import Lru
-from holdfast.router.programs import Begun, ProgramTable, Scripts
+from holdfast.router.lru import SHARE, Lru
+from holdfast.router.programs import BEGIN, Begun, ProgramTable, Scripts, Stand
 
 REPLIES = 32  # of a conversation that are looked back over, the latest
 MOST = 64  # programs kept at one place, the latest
@@ -52,7 +52,10 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a request sends. `places`: where what it continues may be kept, best first; its own is `place`."""
+    """What a request sends. `places`: where what it continues may be kept, best first; its own is `place`.
+
+    `by_head`: a place is the head of what is kept there, so its programs have sent as much as it stands for.
+    """
 
     place: str
     head: str
@@ -61,6 +64,13 @@ class Conversation:
     digest: Callable[[int], str]  # of the first so many messages, or characters
     mark: Callable[[int], str]  # of the reply that follows them
     again: bool  # it is not a program's first, so whoever has sent the same and had no reply sends it again
+    by_head: bool
+    lengths: tuple[int, ...] = ()  # of what each place stands for, where they are heads
+
+    @property
+    def marks(self) -> list[str]:
+        """Of the reply that follows each place; "" for its own."""
+        return [self.mark(length) if length < self.length else "" for length in self.lengths]
 
     def continues(self, kept: Sequence[Kept]) -> list[Kept]:
         """Of the programs at these places those that this may go on with: who has sent most of it first."""
@@ -138,7 +148,9 @@ def _chat(scope: str, prompt: ChatPrompt) -> Conversation:
         return _mark([call["id"] for call in reply.get("tool_calls") or ()], reply.get("content"))
 
     places = (*(digests[i - 1] for i in replies), *((digests[-1],) if replies else ()))
-    return Conversation(digests[-1], digests[-1], n, places, lambda length: digests[length - 1], mark, bool(replies))
+    lengths = (*replies, *((n,) if replies else ()))
+    head = digests[-1]
+    return Conversation(head, head, n, places, lambda length: digests[length - 1], mark, bool(replies), True, lengths)
 
 
 def _plain(scope: str, prompt: RawPrompt) -> Conversation:
@@ -149,7 +161,7 @@ def _plain(scope: str, prompt: RawPrompt) -> Conversation:
 
     n = len(content)
     places = tuple(_hash(b"", [scope, "plain", content[:each]]).hex() for each in BEGINNINGS if each <= n)
-    return Conversation(places[0] if places else "", digest(n), n, places, digest, lambda length: "", again=False)
+    return Conversation(places[0] if places else "", digest(n), n, places, digest, lambda length: "", False, False)
 
 
 def _length(message: Mapping[str, Any]) -> int:
@@ -186,25 +198,76 @@ end
 return found
 """
 
-_MOVE = """
-local program, value, ttl, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-if KEYS[2] then redis.call('HDEL', KEYS[2], program) end
-redis.call('HSET', KEYS[1], program, value)
-redis.call('PEXPIRE', KEYS[1], ttl)
-local over = redis.call('HLEN', KEYS[1]) - most
+# KEYS: the records' (`BEGIN`), what names all places of the tenant, the request's own place, and those to look in, best
+# first. ARGV: the program's name where it is a new one, what to keep of it at its place, how many are kept at one, how
+# many places a tenant has, and which programs may be gone on with: as JSON of names, heads and numbers of places, or ''
+# to look for them in all places, by the head and the mark that follow for each. A place is by its head in that case.
+_GO_ON = (
+    BEGIN
+    + """
+local new, value, most, places, likely = ARGV[9], ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
+local heads, here = KEYS[2], KEYS[3]
+
+local function candidates()
+  if likely ~= '' then return cjson.decode(likely) end
+  local found = {}
+  for i = 4, #KEYS do
+    local mark, again, rows = ARGV[7 + 2 * i], KEYS[i] == here, {}
+    local all = redis.call('HGETALL', KEYS[i])
+    for j = 1, #all, 2 do
+      local kept = cjson.decode(all[j + 1])
+      local at, before = kept[4], kept[5]
+      local calls = string.sub(mark, 1, 5) == 'calls' and string.sub(before, 1, 5) == 'calls'
+      if again then
+        if before == '' then rows[#rows + 1] = {0, -at, all[j]} end
+      elseif not calls or mark == before then  -- calls have ids: another one's is another run's reply
+        rows[#rows + 1] = {mark ~= '' and mark == before and 0 or before ~= '' and 1 or 2, -at, all[j]}
+      end
+    end
+    table.sort(rows, function(one, two)
+      if one[1] ~= two[1] then return one[1] < two[1] end
+      return one[2] < two[2]
+    end)
+    for _, each in ipairs(rows) do found[#found + 1] = {each[3], ARGV[6 + 2 * i], i} end
+  end
+  return found
+end
+
+local name, record, left = new, nil, nil
+for _, each in ipairs(candidates()) do
+  local there = read(KEYS[1] .. '/' .. each[1], '')
+  -- Told before, where the answer was lost, or it stands there still.
+  if there and there.gone ~= '1' and (there.head == each[2] or there.told == id) then
+    name, record, left = each[1], there, KEYS[each[3]]
+    break
+  end
+end
+
+local stamp = string.format('%.0f', now * 1e6)
+if left then
+  redis.call('HDEL', left, name)
+  if left ~= here and redis.call('EXISTS', left) == 0 then redis.call('ZREM', heads, string.sub(left, #heads + 2)) end
+end
+redis.call('HSET', here, name, value)
+redis.call('PEXPIRE', here, ttl)
+local over = redis.call('HLEN', here) - most
 if over > 0 then
-  local all, rows = redis.call('HGETALL', KEYS[1]), {}
+  local all, rows = redis.call('HGETALL', here), {}
   for i = 1, #all, 2 do rows[#rows + 1] = {cjson.decode(all[i + 1])[4], all[i]} end
   table.sort(rows, function(one, two) return one[1] < two[1] end)
-  for i = 1, over do redis.call('HDEL', KEYS[1], rows[i][2]) end
+  for i = 1, over do redis.call('HDEL', here, rows[i][2]) end
 end
-return {1}
+redis.call('ZADD', heads, stamp, string.sub(here, #heads + 2))
+redis.call('ZREMRANGEBYSCORE', heads, '-inf', string.format('%.0f', now * 1e6 - ttl * 1e3))
+over = redis.call('ZCARD', heads) - places
+if over > 0 then
+  local gone = redis.call('ZPOPMIN', heads, over)
+  for i = 1, #gone, 2 do redis.call('DEL', heads .. '/' .. gone[i]) end
+end
+redis.call('PEXPIRE', heads, ttl)
+return {name, begin(KEYS[1] .. '/' .. name, record)}
 """
-
-_REPLIED = """
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
-return {1}
-"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +279,10 @@ class Standing:
 
 
 class Conversations:
-    """Where programs without a name stand: in Redis, and those of this process in its memory for when that is away."""
+    """Where programs without a name stand: in Redis, and those of this process in its memory for when that is away.
+
+    Each tenant has up to `places` of them in Redis; those of the longest ago go first.
+    """
 
     def __init__(
         self,
@@ -225,63 +291,103 @@ class Conversations:
         max_entries: int,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
+        places: int = 65536,
     ) -> None:
         self._programs = programs
         self._scripts = scripts
         self._ttl_s = ttl_s
         self._clock = clock
-        self._near: Lru[dict[str, Kept]] = Lru(max_entries)
+        self._places = places
+        self._near: Lru[dict[str, Kept]] = Lru(max_entries, share=SHARE)
 
     async def begin(self, tenant: str, sent: Conversation) -> tuple[Begun, Standing]:
-        """A turn comes, of the program that this conversation continues or of a new one."""
-        for kept in await self._find(tenant, sent):
-            begun = await self._programs.go_on(kept.program, sent.head, kept.head)
-            if begun is not None:
-                return begun, await self._move(tenant, kept.program, sent, kept)
-        key = unnamed_program(tenant, secrets.token_hex(12))
-        begun = await self._programs.begin(key, sent.head)
-        return begun, await self._move(tenant, key, sent, None)
+        """A turn comes, of the program that this conversation continues or of a new one: in one step in Redis, and for
+        a plain prompt in two.
+        """
+        if self._programs.untold:
+            await self._programs.catch_up(kept.program for kept in self._near_by(tenant, sent))
+        new, id_ = unnamed_program(tenant, secrets.token_hex(12)), secrets.token_hex(6)
+        begun = await self._begin(tenant, sent, new, id_)
+        if begun is None:
+            begun = await self._begin_alone(tenant, sent, new, id_)
+        return begun, self._move(tenant, begun.key, sent)
 
-    async def replied(self, standing: Standing, mark: str) -> None:
-        """A program has had its reply; nothing, if it has gone on meanwhile."""
+    def replied(self, standing: Standing, mark: str) -> Stand:
+        """A program has had its reply: what is to be kept of it, where it has not gone on meanwhile."""
         kept = replace(standing.kept, mark=mark)
         there = self._near.get(f"{standing.tenant}/{kept.place}", self._clock())
         if there is not None and kept.program in there:
             there[kept.program] = kept
-        await self._script(_REPLIED, standing.tenant, (kept.place,), (kept.program, kept.value()))
+        return Stand(_key(standing.tenant, kept.place), _name(kept.program), kept.value())
 
-    async def _find(self, tenant: str, sent: Conversation) -> list[Kept]:
-        """The programs that a request may go on with, the likeliest first."""
-        if not sent.places:
-            return []
-        found = await self._script(_FIND, tenant, sent.places, (MOST,))
+    async def _begin(self, tenant: str, sent: Conversation, new: str, id_: str) -> Begun | None:
+        """None: Redis is away."""
+        places, likely = list(sent.places), b""
+        of_places: list[str] = []
+        if sent.by_head:
+            # For a plain prompt who may be meant is seen only by its digests, which Redis cannot make.
+            of_places = [each for place, mark in zip(places, sent.marks, strict=True) for each in (place, mark)]
+        else:
+            found = await self._find(tenant, sent)
+            if found is None:
+                return None
+            likely = orjson.dumps([(_name(kept.program), kept.head, 4 + places.index(kept.place)) for kept in found])
+        kept = Kept(new, sent.length, sent.head, sent.place, self._clock())
+        keys = [_heads(tenant), *(_key(tenant, place) for place in (sent.place, *places))]
+        told: list[str | bytes] = [_name(new), kept.value(), str(MOST), str(self._places), likely, *of_places]
+        return await self._programs.find(_GO_ON, tenant, sent.head, keys, told, id_)
+
+    async def _begin_alone(self, tenant: str, sent: Conversation, new: str, id_: str) -> Begun:
+        """By what this process knows."""
+        for kept in self._near_by(tenant, sent):
+            begun = await self._programs.go_on(kept.program, sent.head, kept.head, id_)
+            if begun is not None:
+                return begun
+        return await self._programs.begin(new, sent.head, id_)
+
+    async def _find(self, tenant: str, sent: Conversation) -> list[Kept] | None:
+        """The programs that a request may go on with, the likeliest first; None: Redis is away."""
+        if self._scripts is None:
+            return None
+        found = await self._scripts.script(_FIND, [_key(tenant, place) for place in sent.places], [MOST])
         if found is None:
-            now = self._clock()
-            near = (self._near.get(f"{tenant}/{place}", now) or {} for place in sent.places)
-            return sent.continues([kept for each in near for kept in each.values()])
+            return None
         pairs = zip(found[::2], found[1::2], strict=True)
-        return sent.continues([Kept(name.decode(), *orjson.loads(value)) for name, value in pairs])
+        return sent.continues([Kept(f"{tenant}/{name.decode()}", *orjson.loads(value)) for name, value in pairs])
 
-    async def _move(self, tenant: str, program: str, sent: Conversation, before: Kept | None) -> Standing:
+    def _near_by(self, tenant: str, sent: Conversation) -> list[Kept]:
+        """Those that a request may go on with, the likeliest first, as far as this process knows."""
+        now = self._clock()
+        near = (self._near.get(f"{tenant}/{place}", now) or {} for place in sent.places)
+        return sent.continues([kept for each in near for kept in each.values()])
+
+    def _move(self, tenant: str, program: str, sent: Conversation) -> Standing:
         """A program has sent this: it is found here from now on, and no more where it was before."""
         now, place = self._clock(), f"{tenant}/{sent.place}"
         kept = Kept(program, sent.length, sent.head, sent.place, now)
-        old = () if before is None else (before.place,)
-        if old and (left := self._near.get(f"{tenant}/{old[0]}", now)) is not None:
-            left.pop(program, None)
+        for old in sent.places:
+            if (left := self._near.get(f"{tenant}/{old}", now)) is not None:
+                left.pop(program, None)
         there = self._near.get(place, now) or {}
         there[program] = kept  # the last one
         while len(there) > MOST:
             del there[next(iter(there))]
-        self._near.put(place, there, now + self._ttl_s)
-        arguments = (program, kept.value(), int(self._ttl_s * 1000), MOST)
-        await self._script(_MOVE, tenant, (sent.place, *old), arguments)
+        self._near.put(place, there, now + self._ttl_s, owner=tenant)
         return Standing(tenant, kept)
 
-    async def _script(
-        self, source: str, tenant: str, places: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None:
-        if self._scripts is None:
-            return None
-        # The places of a tenant are in one slot of a Redis cluster, for the scripts touch several.
-        return await self._scripts.script(source, [f"heads/{{{tenant}}}/{place}" for place in places], arguments)
+
+# The places of a tenant are in one slot of a Redis cluster, for the scripts touch several; its programs are in it, too.
+
+
+def _heads(tenant: str) -> str:
+    """The key of what names a tenant's places."""
+    return f"heads/{{{tenant}}}"
+
+
+def _key(tenant: str, place: str) -> str:
+    return f"{_heads(tenant)}/{place}"
+
+
+def _name(program: str) -> str:
+    """A program's key without its tenant."""
+    return program.partition("/")[2]

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 V = TypeVar("V")
 
+SHARE = 0.5  # of what is full that one owner may keep while others want to put something
+
 
 class Lru(Generic[V]):
     """At most `max_entries` values of together at most `max_weight`; a value is gone at its deadline.

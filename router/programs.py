@@ -7,6 +7,8 @@
 Each is one script in Redis, so whichever router a turn comes to, it finds what the others wrote. Times are those of
 Redis' clock, less how long ago a thing happened, so the machines' clocks need not agree.
 
+A tenant has at most so many records: who invents names without end loses its own oldest ones, and nobody else's.
+
 A router's own memory is a cache of the records it has seen, kept by version. While Redis is away it is the table:
 `_begun` and `_ended` below do what the scripts do. What happened meanwhile is told to Redis, in order, once it is back.
 """
@@ -18,14 +20,14 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Protocol
 
 import orjson
 
-from holdfast.router.lru import Lru
+from holdfast.router.lru import SHARE, Lru
 
 log = logging.getLogger(__name__)
 
@@ -103,16 +105,17 @@ class Scripts(Protocol):
 _FIELDS = tuple(each.name for each in fields(Program))
 
 # A record is a hash of texts, "" where there is none; it comes and goes as a row of JSON. `known` is what the caller
-# has, for a server that lost it all.
+# has, for a server that lost it all. KEYS[1] names all records of a tenant, each by when something happened to it;
+# those of the longest ago go where there are more than `most`. They are in one slot of a Redis cluster.
 _RECORD = (
     "local FIELDS = {"
     + ", ".join(f"'{name}'" for name in _FIELDS)
     + """}
-local key, ttl, ago, id, known = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local all, ttl, ago, id, known, most = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6 - ago
 
-local function read()
+local function read(key, known)
   local found = redis.call('HMGET', key, unpack(FIELDS))
   if not found[1] then
     if known == '' then return nil end
@@ -137,52 +140,71 @@ local function row(record)
   return found
 end
 
-local function write(record)
+local function write(key, record)
   record.seen, record.told = string.format('%.6f', now), id
   count(record, 'version', 1)
-  local all = {}
+  local fields = {}
   for i, value in ipairs(row(record)) do
-    all[2 * i - 1], all[2 * i] = FIELDS[i], value
+    fields[2 * i - 1], fields[2 * i] = FIELDS[i], value
   end
-  redis.call('HSET', key, unpack(all))
+  redis.call('HSET', key, unpack(fields))
   redis.call('PEXPIRE', key, ttl)
+  redis.call('ZADD', all, string.format('%.0f', now * 1e6), string.sub(key, #all + 2))
+  redis.call('ZREMRANGEBYSCORE', all, '-inf', string.format('%.0f', now * 1e6 - ttl * 1e3))
+  local over = redis.call('ZCARD', all) - most
+  if over > 0 then
+    local gone = redis.call('ZPOPMIN', all, over)
+    for i = 1, #gone, 2 do redis.call('DEL', all .. '/' .. gone[i]) end
+  end
+  redis.call('PEXPIRE', all, ttl)
+end
+"""
+)
+
+# A turn comes for a record, or for none: the record with it and the pause that it ends, in JSON.
+BEGIN = (
+    _RECORD
+    + """
+local rest, life, head = tonumber(ARGV[6]), ARGV[7], ARGV[8]
+local function begin(key, record)
+  if record and record.told == id then return cjson.encode(row(record)), '' end
+  local before = ''
+  if not record or record.gone == '1' then
+    local version = record and record.version
+    record = made(life)
+    if version then record.version = version end
+  else
+    local rested = now - tonumber(record.seen) > rest
+    if rested then record.answered_turns, record.run_turns = record.turns, '0' end
+    if (tonumber(record.run_turns) or 0) == 0 then record.arrival = string.format('%.6f', now) end
+    if not rested and record.paused ~= '' then
+      before = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
+    end
+  end
+  count(record, 'came', 1)
+  count(record, 'run_turns', 1)
+  record.paused, record.tools, record.head = '', '', head
+  write(key, record)
+  return cjson.encode(row(record)), before
 end
 """
 )
 
 _BEGIN = (
-    _RECORD
+    BEGIN
     + """
-local rest, life, head, continues = tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local record = read()
+local continues, record = ARGV[9], read(KEYS[2], known)
 if continues ~= '' and (not record or record.gone == '1' or record.head ~= continues) then return {} end
-if record and record.told == id then return {cjson.encode(row(record)), ''} end
-local before = ''
-if not record or record.gone == '1' then
-  local version = record and record.version
-  record = made(life)
-  if version then record.version = version end
-else
-  local rested = now - tonumber(record.seen) > rest
-  if rested then record.answered_turns, record.run_turns = record.turns, '0' end
-  if (tonumber(record.run_turns) or 0) == 0 then record.arrival = string.format('%.6f', now) end
-  if not rested and record.paused ~= '' then
-    before = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
-  end
-end
-count(record, 'came', 1)
-count(record, 'run_turns', 1)
-record.paused, record.tools, record.head = '', '', head
-write(record)
-return {cjson.encode(row(record)), before}
+return {begin(KEYS[2], record)}
 """
 )
 
 _END = (
     _RECORD
     + """
-local life, came, replica, tools, over = ARGV[5], ARGV[6], ARGV[7], ARGV[8], ARGV[9] == '1'
-local record = read()
+local life, came, replica, tools, over = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10] == '1'
+if KEYS[3] and redis.call('HEXISTS', KEYS[3], ARGV[11]) == 1 then redis.call('HSET', KEYS[3], ARGV[11], ARGV[12]) end
+local record = read(KEYS[2], known)
 if not record or record.gone == '1' or (life ~= '' and record.life ~= life) or record.told == id then return {} end
 if replica ~= '' then count(record, 'turns', 1) end
 if came == '' or (tonumber(record.came) or 0) <= tonumber(came) then
@@ -194,7 +216,7 @@ if over and (tonumber(record.run_turns) or 0) > 0 then
   run = {string.format('%.6f', math.max(now - tonumber(record.arrival), 0)), record.run_turns}
   record.run_turns, record.answered_turns = '0', record.turns
 end
-write(record)
+write(KEYS[2], record)
 return {cjson.encode(row(record)), run}
 """
 )
@@ -202,18 +224,27 @@ return {cjson.encode(row(record)), run}
 _FORGET = (
     _RECORD
     + """
-local record = read()
+local record = read(KEYS[2], known)
 if not record or record.gone == '1' then return {} end
 local version = record.version
 record = made('')
 record.version, record.gone = version, '1'
-write(record)
+write(KEYS[2], record)
 return {cjson.encode(row(record))}
 """
 )
 
 
 _WHERE = "return {redis.call('HGET', KEYS[1], 'last_replica') or ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """What is kept of a program at a place of its conversation: `value`, if anything of it is there still."""
+
+    place: str  # a key
+    program: str
+    value: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +258,25 @@ class _Step:
     source: str
     key: str
     known: Program | None
-    arguments: tuple[str | float, ...]
+    arguments: tuple[str | bytes | float, ...]
     at: float  # on the monotonic clock
     id: str
+    places: tuple[str, ...] = ()  # keys beside those of its record
 
-    def told(self, ttl_s: float, now: float) -> list[str | bytes | float]:
+    @property
+    def keys(self) -> list[str]:
+        return [*record_keys(self.key), *self.places]
+
+    def told(self, ttl_s: float, most: int, now: float) -> list[str | bytes | float]:
         known = b"" if self.known is None else orjson.dumps(_row(self.known))
-        return [int(ttl_s * 1000), max(now - self.at, 0.0), self.id, known, *self.arguments]
+        return [int(ttl_s * 1000), max(now - self.at, 0.0), self.id, known, most, *self.arguments]
 
 
 class ProgramTable:
     """Programs by key (`<tenant>/<id>`), forgotten `ttl_s` after their last turn.
 
     One that rested longer than `rest_s` begins a new run, though its last one had no answer. `scripts` None: there is
-    this process alone, and its memory is the table.
+    this process alone, and its memory of `max_entries` is the table; in Redis each tenant has up to `most`.
     """
 
     def __init__(
@@ -251,30 +287,57 @@ class ProgramTable:
         rest_s: float,
         retry_s: float = 1.0,
         clock: Callable[[], float] = time.time,
+        most: int = 65536,
     ) -> None:
         self._scripts = scripts
         self._ttl_s = ttl_s
         self._rest_s = rest_s
         self._retry_s = retry_s
         self._clock = clock
-        self._known: Lru[Program] = Lru(max_entries)
+        self._most = most
+        self._known: Lru[Program] = Lru(max_entries, share=SHARE)
         self._untold: dict[str, deque[_Step]] = {}
         self._telling = asyncio.Lock()
         self._teller: asyncio.Task[None] | None = None
 
-    async def begin(self, key: str, head: str = "") -> Begun:
+    async def begin(self, key: str, head: str = "", id_: str = "") -> Begun:
         """A turn comes for the program `key`, with the conversation `head`."""
-        begun = await self._begin(key, head, "")
+        begun = await self._begin(key, head, "", id_)
         assert begun is not None  # it claims nothing
         return begun
 
-    async def go_on(self, key: str, head: str, continues: str) -> Begun | None:
+    async def go_on(self, key: str, head: str, continues: str, id_: str = "") -> Begun | None:
         """A turn comes that `continues` a conversation. None, and nothing done: that is not the program's latest."""
-        return await self._begin(key, head, continues)
+        return await self._begin(key, head, continues, id_)
 
-    async def _begin(self, key: str, head: str, continues: str) -> Begun | None:
+    async def find(
+        self, source: str, tenant: str, head: str, keys: Sequence[str], arguments: Sequence[str | bytes], id_: str
+    ) -> Begun | None:
+        """A turn comes, with the conversation `head`, for a program of `tenant` that `source` finds: a script that goes
+        on from `BEGIN`, and returns the program's name and what `begin` says. It gets `keys` after the records', and
+        `arguments` after the head. None: Redis is away; then nothing is done, or was done by the name of `id_`.
+        """
+        if self._scripts is None:
+            return None
+        first: list[str | bytes | float] = [int(self._ttl_s * 1000), 0.0, id_, "", self._most, self._rest_s]
+        told = [*first, secrets.token_hex(6), head, *arguments]
+        answer = await self._scripts.script(source, [_records(tenant), *keys], told)
+        return None if answer is None else self._begun(f"{tenant}/{answer[0].decode()}", answer[1:])
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is something that Redis does not know yet."""
+        return bool(self._untold)
+
+    async def catch_up(self, keys: Iterable[str]) -> None:
+        """Tell Redis what it does not know of these programs."""
+        for key in keys:
+            if key in self._untold:
+                await self._catch_up(key)
+
+    async def _begin(self, key: str, head: str, continues: str, id_: str = "") -> Begun | None:
         life, known = secrets.token_hex(6), self._get(key)
-        answer = await self._tell(self._step(_BEGIN, key, known, self._rest_s, life, head, continues))
+        answer = await self._tell(self._step(_BEGIN, key, known, self._rest_s, life, head, continues, id_=id_))
         if answer is None:
             known = self._get(key)  # may have changed meanwhile
             if continues and (known is None or known.gone or known.head != continues):
@@ -282,23 +345,29 @@ class ProgramTable:
             program, pause = _begun(known, self._clock(), self._rest_s, life, head)
             self._keep(key, program)
             return Begun(key, program, pause, shared=False)
-        if not answer:
-            return None
+        return self._begun(key, answer) if answer else None
+
+    def _begun(self, key: str, answer: Sequence[Any]) -> Begun:
         program = _record(answer[0])
         self._keep(key, program)
         pause = Pause(answer[1][0].decode(), float(answer[1][1])) if answer[1] else None
         return Begun(key, program, pause)
 
-    async def end(self, begun: Begun, replica_id: str = "", tools: str = "", *, over: bool = False) -> Run | None:
+    async def end(
+        self, begun: Begun, replica_id: str = "", tools: str = "", *, over: bool = False, stand: Stand | None = None
+    ) -> Run | None:
         """A turn that has come is served: by `replica_id`, or by none that counts it.
 
-        It called `tools`, or it is `over`: the run that ends with it, told once.
+        It called `tools`, or it is `over`: the run that ends with it, told once. `stand` is kept in the same step.
         """
         key, turn = begun.key, begun.program
         known = self._get(key) or turn
         which = (turn.life, turn.came) if begun.shared else ("", "")
-        arguments = (*which, replica_id, tools, "1" if over else "0")
-        answer = await self._tell(self._step(_END, key, known, *arguments))
+        arguments: tuple[str | bytes, ...] = (*which, replica_id, tools, "1" if over else "0")
+        places: tuple[str, ...] = ()
+        if stand is not None:
+            arguments, places = (*arguments, stand.program, stand.value), (stand.place,)
+        answer = await self._tell(self._step(_END, key, known, *arguments, places=places))
         if answer is None:
             known = self._get(key) or turn
             if known.gone or known.life != turn.life:
@@ -327,7 +396,7 @@ class ProgramTable:
 
     async def where(self, key: str) -> str | None:
         """The replica that served the program's last turn, if it has had one."""
-        answer = None if self._scripts is None else await self._scripts.script(_WHERE, [f"programs/{key}"], [])
+        answer = None if self._scripts is None else await self._scripts.script(_WHERE, record_keys(key)[1:], [])
         if answer is not None:
             return answer[0].decode() or None
         known = self._get(key)
@@ -354,12 +423,20 @@ class ProgramTable:
         """Remember what was learnt, unless an answer that overtook this one told something newer."""
         known = self._get(key)
         if known is None or known.version <= program.version:
-            self._known.put(key, program, self._clock() + self._ttl_s)
+            self._known.put(key, program, self._clock() + self._ttl_s, owner=key.partition("/")[0])
 
     # ---- Redis ----
 
-    def _step(self, source: str, key: str, known: Program | None, *arguments: str | float) -> _Step:
-        return _Step(source, key, known, arguments, time.monotonic(), secrets.token_hex(6))
+    def _step(
+        self,
+        source: str,
+        key: str,
+        known: Program | None,
+        *arguments: str | bytes | float,
+        places: tuple[str, ...] = (),
+        id_: str = "",
+    ) -> _Step:
+        return _Step(source, key, known, arguments, time.monotonic(), id_ or secrets.token_hex(6), places)
 
     async def _tell(self, step: _Step) -> list[Any] | None:
         """What Redis says to it, after all that it has not been told of the same program. None: it is away."""
@@ -378,8 +455,8 @@ class ProgramTable:
 
     async def _run(self, step: _Step) -> list[Any] | None:
         assert self._scripts is not None
-        told = step.told(self._ttl_s, time.monotonic())
-        return await self._scripts.script(step.source, [f"programs/{step.key}"], told)
+        told = step.told(self._ttl_s, self._most, time.monotonic())
+        return await self._scripts.script(step.source, step.keys, told)
 
     async def _catch_up(self, key: str) -> None:
         """Tell Redis what it has not been told of a program, as far as it answers."""
@@ -447,6 +524,17 @@ def _ended(
 
 
 # ---- records as texts ----
+
+
+def _records(tenant: str) -> str:
+    """The key of what names a tenant's records."""
+    return f"programs/{{{tenant}}}"
+
+
+def record_keys(key: str) -> list[str]:
+    """Where a program's record is, after what names all of its tenant."""
+    tenant, _, name = key.partition("/")
+    return [_records(tenant), f"{_records(tenant)}/{name}"]
 
 
 def _row(program: Program) -> list[str]:

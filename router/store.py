@@ -19,14 +19,13 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
-from holdfast.router.lru import Lru
+from holdfast.router.lru import SHARE, Lru
 from holdfast.router.redis_info import RedisInfo
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 32
-SHARE = 0.5  # of a full memory store that one owner may keep while others want to put something
 
 # What an owner has put since the first value of its window; the window is as long as values live. Beyond the allowance
 # nothing is put. KEYS: the value's, the count's. ARGV: the value, milliseconds, the allowance in bytes.

@@ -5,6 +5,8 @@
 
 Whole statistics are read at first, and by a reader that was away for longer than the log of intervals reaches back.
 
+Where there are too many sets the tenant that has most of them loses its oldest one, in Redis as in every process.
+
 Losing Redis fails nothing and delays nobody: a router keeps its latest intervals and adds them once Redis is back, and
 readers keep the last snapshot. What an interval is stands in `replicas/retention/latency`.
 """
@@ -28,7 +30,7 @@ from holdfast.replicas.retention.latency import (
 log = logging.getLogger(__name__)
 
 BASE = "{tools}/"  # one slot of a Redis cluster, for the scripts touch several keys
-MOST_SETS = 4096  # of tools, of all tenants; the one longest without an interval goes first
+MOST_SETS = 4096  # of tools, of all tenants
 TTL_S = 7 * 24 * 3600  # after its last interval a set is forgotten; some eviction policies take no other keys
 BATCH = 64  # intervals added, or sets read, in one script
 LOG = 4096  # intervals that readers may fetch one by one, the latest
@@ -59,22 +61,36 @@ local function add(key, seconds)
   redis.call('EXPIRE', key, ttl)
   redis.call('EXPIRE', key .. '/recent', ttl)
 end
+local tenants = base .. 'tenants'  -- each with how many sets it has
+local function sets(tenant) return base .. 'sets/' .. tenant end
+local function counted(tenant)
+  local n = redis.call('ZCARD', sets(tenant))
+  if n > 0 then redis.call('ZADD', tenants, n, tenant) else redis.call('ZREM', tenants, tenant) end
+end
 for i = 6, #ARGV, 2 do
   add(base .. 'all', ARGV[i + 1])
   add(base .. 'of/' .. ARGV[i], ARGV[i + 1])
   local version = redis.call('INCR', base .. 'version')
   redis.call('ZADD', base .. 'changed', version, ARGV[i])
+  local tenant = string.match(ARGV[i], '^[^/]*')
+  redis.call('ZADD', sets(tenant), version, ARGV[i])
+  redis.call('EXPIRE', sets(tenant), ttl)
+  counted(tenant)
   redis.call('ZADD', base .. 'log', version, string.format('%.0f', version) .. ' ' .. ARGV[i + 1] .. ' ' .. ARGV[i])
 end
 redis.call('ZREMRANGEBYRANK', base .. 'log', 0, -log - 1)
 redis.call('EXPIRE', base .. 'log', ttl)
-local over = redis.call('ZCARD', base .. 'changed') - most
-if over > 0 then
-  local gone = redis.call('ZPOPMIN', base .. 'changed', over)
-  for i = 1, #gone, 2 do
-    redis.call('DEL', base .. 'of/' .. gone[i], base .. 'of/' .. gone[i] .. '/recent')
+while redis.call('ZCARD', base .. 'changed') > most do
+  local first = redis.call('ZREVRANGE', tenants, 0, 0)[1]
+  -- Without any the server has evicted what said so.
+  local gone = redis.call('ZPOPMIN', first and sets(first) or base .. 'changed')[1]
+  if gone then
+    redis.call('ZREM', base .. 'changed', gone)
+    redis.call('DEL', base .. 'of/' .. gone, base .. 'of/' .. gone .. '/recent')
   end
+  if first then counted(first) end
 end
+redis.call('EXPIRE', tenants, ttl)
 redis.call('EXPIRE', base .. 'version', ttl)
 redis.call('EXPIRE', base .. 'changed', ttl)
 return {1}

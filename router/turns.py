@@ -294,11 +294,10 @@ class Turns:
         accepted, called = served.accepted, answer.called
         over = accepted.turn.program_end or called.last
         tools = "" if over else tool_set(called.tools)
-        run = await self._programs.end(served.begun, replica_id, tools, over=over)
+        stand = None if served.standing is None else self._conversations.replied(served.standing, mark_of(answer))
+        run = await self._programs.end(served.begun, replica_id, tools, over=over, stand=stand)
         if run is not None:
             accepted.meter.program_ended(run)
-        if served.standing is not None:
-            await self._conversations.replied(served.standing, mark_of(answer))
         await accepted.exchange.keep(served.key)
 
     def _remember(self, accepted: Accepted, answer: Answer) -> None:

@@ -132,12 +132,17 @@ class Tally:
 
 
 class LatencyBook:
-    """The statistics of one process, at most `most` sets of tools; the least recently used goes first."""
+    """The statistics of one process, at most `most` sets of tools.
+
+    Where there are more, the tenant that has most of them loses its least recently used one: who invents names without
+    end pushes out nobody else's.
+    """
 
     def __init__(self, most: int = 4096) -> None:
         self._most = most
         self._overall = Tally()
         self._tools: dict[ToolKey, Tally] = {}
+        self._sets: dict[str, dict[ToolKey, None]] = {}  # of each tenant, the least recently used first
 
     def record(self, tenant: str, tools: str, seconds: float) -> None:
         """One interval; negative ones, of clocks that disagree, count as 0. Without a tool it counts overall alone."""
@@ -157,10 +162,16 @@ class LatencyBook:
         if key is None:
             self._overall = tally
             return
-        self._tools.pop(key, None)
-        self._tools[key] = tally  # the last one
+        self._tools[key] = tally
+        sets = self._sets.setdefault(key[0], {})
+        sets.pop(key, None)
+        sets[key] = None  # the last one
         if len(self._tools) > self._most:
-            del self._tools[next(iter(self._tools))]
+            most = max(self._sets.values(), key=len)
+            gone = next(iter(most))
+            del most[gone], self._tools[gone]
+            if not most:
+                del self._sets[gone[0]]
 
     def snapshot(self) -> LatencySnapshot:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})

@@ -1,10 +1,12 @@
 """Two routers, real replicas and a real Redis: programs whose turns alternate between the routers stay one truth.
 
-A replica is killed while turns run, and a router between two turns. `HOLDFAST_TEST_PROGRAMS=200` runs the full count:
+A replica is killed while turns run, and a router between two turns; then a router while turns run, behind the proxy.
+`HOLDFAST_TEST_PROGRAMS=200` runs the full count:
 
     HOLDFAST_TEST_PROGRAMS=200 .venv/bin/pytest -s tests/cluster/test_two_routers.py
 """
 
+import json
 import os
 import signal
 import threading
@@ -27,6 +29,8 @@ AT_ONCE = 8
 TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
+WAITS: dict[str, Any] = {"timeout": 60.0, "trust_env": False}  # nothing for so long is silence, which is a failure
+ENDED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError)  # a connection that is over, or refused
 # Agents have long instructions. A program of a few hundred tokens is computed again so soon that it leaves its replica
 # whenever the other one has less to do.
 INSTRUCTIONS = {"role": "system", "content": "weather " * 2000}
@@ -40,16 +44,22 @@ class Program:
     messages: list[dict[str, Any]] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # what became of turns that had no answer
     replied: float | None = None
 
-    def turn(self, router: str) -> None:
-        """The next turn, asked of this router; raises where it has no answer."""
+    @property
+    def body(self) -> dict[str, Any]:
+        """The next turn, which calls this program's tool."""
         if not self.messages:
             self.messages += [INSTRUCTIONS, {"role": "user", "content": f"Run {self.name}."}]
         nothing = {"type": "object", "properties": {}, "additionalProperties": False}
         tool = {"type": "function", "function": {"name": self.name, "parameters": nothing, "strict": True}}
         body = {"model": "pocket", "messages": self.messages, "tools": [tool], "tool_choice": "required"}
-        body |= {"program_id": self.name, "max_tokens": 64, "parallel_tool_calls": False}
+        return body | {"program_id": self.name, "max_tokens": 64, "parallel_tool_calls": False}
+
+    def turn(self, router: str) -> None:
+        """The next turn, asked of this router; raises where it has no answer."""
+        body = self.body
         if self.replied is not None:
             time.sleep(max(0.0, self.replied + TOOL_S - time.monotonic()))  # its tool runs
             self.pauses.append(time.monotonic() - self.replied)
@@ -58,12 +68,70 @@ class Program:
         self.replied = time.monotonic()
         self.replicas.append(answer.headers["x-holdfast-replica"])
         assert answer.json()["choices"][0]["finish_reason"] == "tool_calls", answer.text
-        message = answer.json()["choices"][0]["message"]
+        self._called(answer.json()["choices"][0]["message"])
+
+    def go_on(self, url: str, stream: bool) -> None:
+        """The next turn, sent again as long as it is lost with what served it. Any other failure raises."""
+        while not (self._streamed(url) if stream else self._whole(url)):
+            pass
+
+    def _whole(self, url: str) -> bool:
+        try:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=self.body, headers=FRESH, **WAITS)
+        except ENDED as error:
+            self.lost.append(str(error))
+            return False
+        if answer.status_code == 503:
+            assert answer.json()["error"]["code"] == "unavailable"
+            assert "retry-after" in answer.headers
+            self.lost.append("503")
+            return False
+        assert answer.status_code == 200, answer.text
+        self.replicas.append(answer.headers["x-holdfast-replica"])
+        self._called(answer.json()["choices"][0]["message"])
+        return True
+
+    def _streamed(self, url: str) -> bool:
+        chunks: list[dict[str, Any]] = []
+        try:
+            body = {**self.body, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=FRESH, **WAITS) as answer:
+                if answer.status_code == 503:
+                    self.lost.append("503")
+                    return False
+                assert answer.status_code == 200, answer.read()
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        self.replicas.append(answer.headers["x-holdfast-replica"])
+                        self._called(together(chunks))
+                        return True
+                    if line.startswith("data: "):
+                        chunks.append(json.loads(line.removeprefix("data: ")))
+                        if "error" in chunks[-1]:
+                            self.lost.append(chunks[-1]["error"]["code"])
+                            return False
+        except ENDED as error:
+            self.lost.append(str(error))
+            return False
+        raise AssertionError("a stream came to its end as if it were whole")
+
+    def _called(self, message: dict[str, Any]) -> None:
         self.messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "ok"}]
 
     @property
     def moves(self) -> int:
         return sum(one != two for one, two in zip(self.replicas, self.replicas[1:], strict=False))
+
+
+def together(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream that has one call."""
+    calls = [call for chunk in chunks for each in chunk["choices"] for call in each["delta"].get("tool_calls") or ()]
+    function = {
+        "name": calls[0]["function"]["name"],
+        "arguments": "".join(call["function"].get("arguments") or "" for call in calls),
+    }
+    call = {"id": calls[0]["id"], "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +174,7 @@ def test_programs_that_alternate_between_two_routers(
     seconds = time.monotonic() - began
 
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
-        keys = [client.keys(f"*/programs/default/{program.name}") for program in programs]
+        keys = [client.keys(f"*/programs/{{default}}/{program.name}") for program in programs]
         records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
     assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
     for program in programs:
@@ -143,6 +211,40 @@ def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, ev
     assert [each["turns"] for each in told if each["program"] == "ends"] == [1]
 
 
+def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
+    cluster: Any, shared: RedisServer, eventually: Callable[..., None]
+) -> None:
+    """Behind the proxy: what it had not begun to answer goes to the other one, the rest ends so that clients notice."""
+    programs = [Program(f"behind_{i}") for i in range(PROGRAMS)]
+    Routers(cluster, eventually)
+    served = Countdown(PROGRAMS * TURNS // 3)
+
+    def run(program: Program) -> None:
+        for turn in range(TURNS):
+            program.go_on(cluster.url, stream=turn % 2 == 0)
+            served.one()
+
+    killer = threading.Thread(target=kill_one_router, args=(cluster, served), daemon=True)
+    killer.start()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(run, programs))
+    killer.join()
+    lost = [each for program in programs for each in program.lost]
+    assert len(lost) <= AT_ONCE, lost  # what was in flight, and nothing else
+    with redis.Redis(unix_socket_path=str(shared.socket)) as client:
+        for program in programs:
+            (key,) = client.keys(f"*/programs/{{default}}/{program.name}")
+            record = client.hgetall(key)
+            # A turn may have been counted whose answer was lost; it was computed, so it counts.
+            assert TURNS <= int(record[b"turns"]) <= TURNS + len(program.lost)
+            assert record[b"last_replica"].decode() == program.replicas[-1]
+    assert max(program.moves for program in programs) <= 1, [program.replicas for program in programs if program.moves]
+    moved = sum(program.moves for program in programs)
+    print(
+        f"{PROGRAMS} programs, {PROGRAMS * TURNS} turns behind the proxy, a router killed: lost {lost}, moved {moved}"
+    )
+
+
 def ask(program: Program, router: str, served: "Countdown") -> None:
     program.turn(router)
     served.one()
@@ -152,6 +254,11 @@ def kill_one_replica(cluster: Any, served: "Countdown") -> None:
     """Kill it when half of the programs have had this turn; the others' are running or to come."""
     served.over.wait(120.0)
     os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
+
+
+def kill_one_router(cluster: Any, served: "Countdown") -> None:
+    served.over.wait(300.0)
+    os.kill(pids(cluster, ROUTER)[0], signal.SIGKILL)
 
 
 class Countdown:

@@ -18,15 +18,21 @@ numbers = count()
 class Routers:
     """So many routers at one Redis; without a server one router alone. Requests go to them in turn."""
 
-    def __init__(self, server, n=2):
+    def __init__(self, server, n=2, most=1000):
         self.n = n
+        self.trips = 0  # to Redis and back
         self.stores = []
         if server is not None:
             address = RedisAddress(server.url)
-            self.stores = [RedisStore(address, MemoryStore(10, 1000), PATIENT, 0.01) for _ in range(n)]
-        self.tables = [ProgramTable(store, 1000, 1e5, 1e4) for store in self.stores or [None]]
+            self.stores = [RedisStore(address, MemoryStore(10, 1000), PATIENT, 0.01, self.count) for _ in range(n)]
+        self.tables = [ProgramTable(store, 1000, 1e5, 1e4, most=most) for store in self.stores or [None]]
         scripts = self.stores or [None]
-        self.all = [Conversations(table, store, 1000, 1e5) for table, store in zip(self.tables, scripts, strict=True)]
+        pairs = zip(self.tables, scripts, strict=True)
+        self.all = [Conversations(table, store, 1000, 1e5, places=most) for table, store in pairs]
+
+    def count(self, seconds, done):
+        assert done
+        self.trips += 1
 
     async def __aenter__(self):
         return self
@@ -42,8 +48,8 @@ class Routers:
         begun, standing = await self.all[at].begin(tenant, sent)
         said, answer = answered()
         if reply:
-            await self.tables[at].end(begun, "r1", "ls")
-            await self.all[at].replied(standing, mark_of(answer))
+            stand = self.all[at].replied(standing, mark_of(answer))
+            await self.tables[at].end(begun, "r1", "ls", stand=stand)
         return begun.key, begun.program.turns, said
 
 
@@ -188,11 +194,50 @@ def test_what_is_kept_and_looked_at_is_bounded(server):
             for _ in range(MOST + 9):
                 last, _, said = await routers.ask(*TASK)
             (store,) = routers.stores
-            (key,) = await store._redis.keys("*heads*")
+            (key,) = await store._redis.keys("*heads/*/*")
             assert await store._redis.hlen(key) == MOST
             assert 0 < await store._redis.pttl(key) <= 1e8
             assert (await routers.ask(*TASK, said, result(said)))[0] == last, "the latest are kept"
         long = [*TASK, *(each for _ in range(99) for each in ({"role": "assistant", "content": "a"}, TASK[1]))]
         assert len(conversation("pocket", ChatPrompt(long)).places) == REPLIES + 1
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_takes_two_trips_to_redis_and_one_of_a_plain_prompt_three(server):
+    async def scenario():
+        async with Routers(server) as routers:
+            messages, prompt = list(TASK), "once"
+            for _ in range(4):
+                before = routers.trips
+                _, turns, said = await routers.ask(*messages)
+                assert routers.trips - before == 2
+                messages += [said, result(said)]
+                before = routers.trips
+                _, plain, _ = await routers.ask(prompt=RawPrompt(prompt))
+                assert routers.trips - before == 3
+                prompt += " upon a time"
+            assert (turns, plain) == (3, 3)
+            before = routers.trips
+            await routers.tables[0].end(await routers.tables[0].begin("acme/named"), "r1")
+            assert routers.trips - before == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_that_begins_without_end_pushes_out_its_own(server):
+    async def scenario():
+        async with Routers(server, 2, most=20) as routers:
+            key, _, said = await routers.ask(*TASK, tenant="quiet")
+            own, _, kept = await routers.ask(*TASK, {"role": "user", "content": "first"}, tenant="noisy")
+            for i in range(60):
+                await routers.ask(*TASK, {"role": "user", "content": f"task {i}"}, tenant="noisy")
+                if i % 10 == 0:
+                    messages = (*TASK, {"role": "user", "content": "first"}, kept, result(kept))
+                    then, turns, _ = await routers.ask(*messages, reply=False, tenant="noisy")
+                    assert (then, turns) == (own, 1), "who is used stays"
+            names = await routers.stores[0]._redis.keys("*/{noisy}/*")
+            assert len(names) <= 2 * 20
+            assert (await routers.ask(*TASK, said, result(said), tenant="quiet"))[:2] == (key, 1)
 
     asyncio.run(scenario())

@@ -145,6 +145,36 @@ def test_a_claim_on_a_conversation_is_granted_once(server):
     asyncio.run(scenario())
 
 
+def test_a_tenant_that_invents_names_without_end_pushes_out_its_own_oldest_ones(server):
+    async def scenario():
+        router = Router(server)
+        async with router as one:
+            table = ProgramTable(router.store, 100, DAY, 3600.0, RETRY, most=8)
+            await turn(table, "quiet/p")
+            for i in range(30):
+                await turn(table, f"noisy/{i}")
+                await turn(table, "noisy/used")
+            left = await router.store._redis.keys("*/programs/{noisy}/*")
+            assert {name.rpartition(b"/")[2] for name in left} == {b"used", *(str(i).encode() for i in range(23, 30))}
+            assert (await one.begin("noisy/used")).program.turns == 30
+            assert (await one.begin("quiet/p")).program.turns == 1
+            assert (await one.begin("noisy/0")).program.turns == 0
+            await table.close()
+
+    asyncio.run(scenario())
+
+
+def test_in_a_processes_memory_too():
+    async def scenario():
+        table = ProgramTable(None, 8, DAY, 3600.0)
+        await turn(table, "quiet/p")
+        for i in range(30):
+            await turn(table, f"noisy/{i}")
+        assert (await table.begin("quiet/p")).program.turns == 1
+
+    asyncio.run(scenario())
+
+
 def test_two_deployments_at_one_redis_do_not_meet(server):
     async def scenario():
         async with Router(server) as one, Router(server, namespace="holdfast/other/2.0") as two:
@@ -274,7 +304,7 @@ def test_a_program_is_forgotten_a_while_after_its_last_turn(server):
         router = Router(server)
         async with router as one:
             await turn(one, "acme/p")
-            (key,) = await router.store._redis.keys("*programs*")
+            (key,) = await router.store._redis.keys("*programs/*/*")
             assert DAY - 60 < await router.store._redis.ttl(key) <= DAY
         now = [0.0]
         table = alone(lambda: now[0])

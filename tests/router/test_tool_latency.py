@@ -205,6 +205,37 @@ def test_the_sets_of_tools_are_bounded(server, monkeypatch):
     asyncio.run(scenario())
 
 
+def test_a_tenant_that_invents_tools_pushes_out_its_own(server, monkeypatch):
+    monkeypatch.setattr(tool_latency, "MOST_SETS", 6)
+
+    async def scenario():
+        store = store_at(server)
+        latencies, follower = ToolLatencies(store, RETRY), Reader(store)
+        for tool in ("grep", "sed"):
+            latencies.record("quiet", tool, 1.0)
+        for i in range(40):
+            latencies.record("noisy", f"t{i}", 1.0)
+            latencies.record("noisy", "used", 1.0)
+            await written(latencies)
+            await follower.refresh()
+        late = Reader(store)
+        await late.refresh()
+        noisy = {("noisy", name) for name in ("t37", "t38", "t39", "used")}
+        for known in (late.snapshot, follower.snapshot, latencies._own.snapshot()):
+            assert set(known.tools) == {("quiet", "grep"), ("quiet", "sed")} | noisy
+        assert late.snapshot.of("noisy", "used").count == 40
+        assert len(await store._redis.keys("*of/*")) == 2 * 6
+        await store._redis.delete(*await store._redis.keys("*sets/*"))  # Redis was short of memory
+        for i in range(9):
+            latencies.record("other", f"t{i}", 1.0)
+            await written(latencies)
+        assert len(await store._redis.keys("*of/*")) <= 2 * 6
+        await latencies.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_intervals_of_the_time_without_redis_are_added_when_it_is_back(server):
     async def scenario():
         store = store_at(server)

@@ -53,3 +53,18 @@ def test_a_book_forgets_the_tools_that_nobody_calls():
     for tool in ("one", "two", "one", "three"):
         book.record("a", tool, 1.0)
     assert set(book.snapshot().tools) == {("a", "one"), ("a", "three")}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=120))
+def test_a_tenant_that_invents_tools_pushes_out_its_own(intervals):
+    """Nobody loses one who has no more than an equal part, whatever the others do."""
+    book, latest = LatencyBook(most=9), {}
+    for tenant, tool in intervals:
+        book.record(tenant, f"t{tool}", 1.0)
+        used = latest.setdefault(tenant, {})
+        used.pop(f"t{tool}", None)
+        used[f"t{tool}"] = None
+        known = set(book.snapshot().tools)
+        assert len(known) <= 9
+        for each, tools in latest.items():
+            assert {(each, name) for name in list(tools)[-3:]} <= known, "the latest three of each of three tenants"

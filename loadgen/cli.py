@@ -89,6 +89,8 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     )
     add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
     add("--webapp-turns", type=int, default=35, help="requests of webapp (default: 35)")
+    text = "that its tools tell beside their results, in all (default: 0)"
+    add("--webapp-words", type=int, default=0, help=text)
     add("--programs", type=int, default=8, help="at once in concurrency (default: 8)")
     add("--burst", type=int, default=8, help="requests at once in burst (default: 8)")
     add("--bursts", type=int, default=5, help="bursts one after another (default: 5)")

@@ -32,6 +32,7 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     _add_traces(kinds)
     _add_reports(kinds)
     _add_serve_peer(kinds)
+    _add_peers(kinds)
 
 
 def _add_generator(kinds: "Commands[argparse.ArgumentParser]") -> None:
@@ -89,6 +90,8 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     )
     add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
     add("--webapp-turns", type=int, default=35, help="requests of webapp (default: 35)")
+    text = "that its tools tell beside their results, in all (default: 0)"
+    add("--webapp-words", type=int, default=0, help=text)
     add("--programs", type=int, default=8, help="at once in concurrency (default: 8)")
     add("--burst", type=int, default=8, help="requests at once in burst (default: 8)")
     add("--bursts", type=int, default=5, help="bursts one after another (default: 5)")
@@ -206,6 +209,29 @@ def _add_serve_peer(kinds: "Commands[argparse.ArgumentParser]") -> None:
     peer.add_argument("--gpu", action="store_true", help="for a GPU rather than a CPU build")
     peer.add_argument("--start", action="store_true", help="start it instead of printing how")
     peer.set_defaults(run=_serve_peer)
+
+
+def _add_peers(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Holdfast and its peers on this machine's cores: starts them in groups, compares each, prints one table."
+    found = kinds.add_parser("peers", help=text, description=text)
+    add = found.add_argument
+    add("--model", required=True, help="folder of the model, for Holdfast and vLLM")
+    add("--gguf", default="", metavar="FILE", help="the same for llama.cpp")
+    add("--gguf-q8-0", default="", metavar="FILE", help="and in its eight bits")
+    add("--venv", action="append", default=[], metavar="PEER=DIR", help="virtual environment that has a peer")
+    text = "servers that take turns, Holdfast first: vllm, llama.cpp, llama.cpp-q8_0, each also with -ngram; may come "
+    text += "several times (default: vllm, llama.cpp, llama.cpp-q8_0, each plain and with its n-grams)"
+    add("--group", action="append", metavar="NAME,NAME,..", help=text)
+    text = (
+        'a Holdfast of this name with this `engine` section (default: holdfast={"dtype": "bfloat16", "kv_memory": 2})'
+    )
+    add("--engine", action="append", default=[], metavar="NAME=JSON", help=text)
+    add("--workload", action="append", help="bugfix, webapp, concurrency or burst (default: all of them)")
+    add("--repetitions", type=int, default=2, help="of every workload (default: 2)")
+    add("--seed", type=int, default=0, help="another seed, other texts (default: 0)")
+    add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
+    add("--folder", type=Path, required=True, metavar="DIR", help="the comparisons' files and the peers' logs go there")
+    found.set_defaults(run=_peers)
 
 
 def _add_ablation(kinds: "Commands[argparse.ArgumentParser]") -> None:
@@ -344,6 +370,26 @@ def _trace(options: argparse.Namespace) -> int:
     from holdfast.loadgen.report import commands
 
     return commands.timeline(options.source, options.target)
+
+
+def _peers(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import side_by_side
+    from holdfast.loadgen.options import parse_path
+
+    asked = side_by_side.Asked(
+        options.model,
+        options.folder,
+        tuple(tuple(group.split(",")) for group in options.group or ()) or side_by_side.GROUPS,
+        {side_by_side.OURS: side_by_side.ENGINE} | dict(side_by_side.parse_engine(text) for text in options.engine),
+        options.gguf,
+        options.gguf_q8_0,
+        dict(parse_path(text, "venv") for text in options.venv),
+        tuple(options.workload or side_by_side.WORKLOADS),
+        options.repetitions,
+        options.seed,
+        options.forced,
+    )
+    return side_by_side.main(asked)
 
 
 def _serve_peer(options: argparse.Namespace) -> int:

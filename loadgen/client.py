@@ -30,6 +30,13 @@ class Client:
         """The JSON at `path`. Raises OSError for any status but 200."""
         return json.loads(self._send("GET", path, None, {}).read())
 
+    def status(self, path: str) -> int:
+        """The status of `path`, whatever it is. Raises OSError."""
+        self._connection.request("GET", path)
+        response = self._connection.getresponse()
+        response.read()
+        return response.status
+
     def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Any:
         """The JSON answer to `body`. Raises OSError for any status but 200."""
         return json.loads(self._send("POST", path, body, headers).read())

@@ -107,7 +107,8 @@ def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, fl
     how = options.trace or f"max_tokens {options.max_tokens}, temperature 0; histories are {mode}"
     told = [
         f"seed {options.seed}, {options.repetitions} repetitions, {how}",
-        "1st token: median ms to the first piece of text or of a call; scripted: answers with the calls asked for; "
+        "1st token: median ms to the first piece of text or of a call, 1st p99: their 99th percentile; scripted: "
+        "answers with the calls asked for; "
         "same answer: to the same prompt as the first server's; below each figure its 95 % bootstrap interval, or, of "
         f"fewer than {FEW}, the lowest and highest",
         f"the generator itself took {overhead['cpu_ms_a_request']:.1f} ms of processor time a request, "

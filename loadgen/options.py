@@ -113,10 +113,16 @@ def parse_server(text: str) -> tuple[str, str]:
 
 def parse_tenant_key(text: str) -> tuple[str, str]:
     """Name and key from ``NAME=FILE``. Raises ConfigError."""
+    name, path = parse_path(text, "tenant-key-file")
+    return name, read_key(path)
+
+
+def parse_path(text: str, field_name: str) -> tuple[str, Path]:
+    """Name and path from ``NAME=PATH``. Raises ConfigError."""
     name, _, path = text.partition("=")
     if not name or not path:
-        raise ConfigError(f"{text!r} is not NAME=FILE, as in noisy=keys/noisy", "tenant-key-file")
-    return name, read_key(Path(path))
+        raise ConfigError(f"{text!r} is not NAME=PATH", field_name)
+    return name, Path(path)
 
 
 def read_key(path: Path) -> str:

@@ -16,6 +16,7 @@ from holdfast.replicas.errors import ConfigError
 SERVED_NAME = "m"
 CONTEXT = 8192
 TOOL_PARSER = "hermes"
+SLOTS = 8  # of llama.cpp: requests that it works at at once
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """vLLM's own n-gram speculation with the settings that served it best on tool-calling conversations."""
 
@@ -74,40 +75,28 @@ def transformers(wanted: Wanted) -> Peer:
         raise ConfigError("transformers' server has no n-gram speculation", "ngram")
     if wanted.context is not None:
         raise ConfigError("transformers' server takes the model's own context", "context")
-    _refuse_parser("transformers", wanted)
+    if wanted.tool_parser is not None:
+        raise ConfigError("transformers' server has no parser of tool calls to choose", "tool-parser")
     options = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
     return Peer((_program("transformers", wanted.venv), "serve", wanted.model, *options), {"HF_HUB_OFFLINE": "1"})
 
 
 def llama_cpp(wanted: Wanted) -> Peer:
-    """llama.cpp by its Python server, of a GGUF file: with a cache of prompts, on all cores, prompt lookup for drafts.
+    """llama.cpp's own server, of a GGUF file: `SLOTS` slots, each with its prompt cache, flash attention, all cores.
 
-    It answers one request at a time, and by default leaves the one it is at when another comes: that is off. It streams
-    calls as text and tells no token counts. Raises ConfigError for what is no GGUF file.
+    ``ngram``: with drafts from the text itself. Raises ConfigError for what is no GGUF file.
     """
     if not wanted.model.endswith(".gguf"):
         hint = "python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE.gguf"
         raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
-    _refuse_parser("llama.cpp", wanted)
-    options = ["--model", wanted.model, "--model_alias", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
-    options += [
-        "--n_ctx",
-        str(wanted.context or CONTEXT),
-        "--n_threads",
-        "-1",
-        "--n_threads_batch",
-        "-1",
-        "--flash_attn",
-        "true",
-    ]
-    options += ["--cache", "true", "--interrupt_requests", "false", "--verbose", "false"]
-    if wanted.gpu:
-        options += ["--n_gpu_layers", "-1"]
-    if wanted.ngram:
-        # As many tokens as its own documentation says for each.
-        drafts = "10" if wanted.gpu else "2"
-        options += ["--draft_model", "prompt-lookup-decoding", "--draft_model_num_pred_tokens", drafts]
-    return Peer((_program("python", wanted.venv), "-m", "llama_cpp.server", *options), module="llama_cpp")
+    if wanted.tool_parser is not None:
+        raise ConfigError("llama.cpp's server finds its parser of tool calls by itself", "tool-parser")
+    options = ["--model", wanted.model, "--alias", SERVED_NAME, "--port", str(wanted.port)]
+    options += ["--context", str(wanted.context or CONTEXT), "--slots", str(SLOTS)]
+    options += ["--ngram"] if wanted.ngram else []
+    options += ["--gpu"] if wanted.gpu else []
+    server = str(Path(__file__).with_name("llama_server.py"))
+    return Peer((_program("python", wanted.venv), server, *options), module="xllamacpp")
 
 
 PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
@@ -124,11 +113,6 @@ def main(name: str, wanted: Wanted, start: bool) -> int:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))
     return 0
-
-
-def _refuse_parser(name: str, wanted: Wanted) -> None:
-    if wanted.tool_parser is not None:
-        raise ConfigError(f"{name}'s server has no parser of tool calls to choose", "tool-parser")
 
 
 def _installed(peer: Peer) -> bool:

@@ -1,16 +1,25 @@
-"""A server of this machine's own for a benchmark: `holdfast serve` on a free port, with settings of the benchmark."""
+"""Servers of this machine's own for a benchmark, on free ports: `holdfast serve` with its settings, and peers."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from holdfast.loadgen.client import Client
+from holdfast.loadgen.peers import Peer
 from holdfast.replicas.errors import UnavailableError
+
+_LOOK_S = 0.2  # between two looks whether a peer is ready
+_END_S = 30.0  # for a peer that is told to end
 
 
 @contextmanager
@@ -34,6 +43,39 @@ def serving(model: str, engine: Mapping[str, Any]) -> Iterator[str]:
             finally:
                 server.terminate()
                 server.communicate()
+
+
+@contextmanager
+def serving_peer(command: Callable[[int], Peer], log: Path) -> Iterator[str]:
+    """The address of a peer, by the ``command`` for a port, what it says in ``log``; it ends with the block.
+
+    Raises UnavailableError where it ends before it is ready.
+    """
+    port = _free_port()
+    url, words = f"http://127.0.0.1:{port}", command(port).words
+    with log.open("w", encoding="utf-8") as said:
+        peer = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while not _healthy(url):
+                if peer.poll() is not None:
+                    raise UnavailableError(f"{log.stem} did not start; see {log}")
+                time.sleep(_LOOK_S)
+            yield url
+        finally:
+            peer.terminate()
+            try:
+                peer.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(peer.pid, signal.SIGKILL)
+                peer.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with Client(url, timeout_s=10) as client:
+            return client.status("/health") == 200
+    except (OSError, HTTPException):
+        return False
 
 
 def _free_port() -> int:

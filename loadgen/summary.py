@@ -180,7 +180,8 @@ def _ratios(
     theirs = {row.key: row for row in first if row.ok}
     pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]
     ratios = {f"latency {name}": _ratio(pairs, lambda row: row.latency, name, seed) for name in _STATISTICS}
-    ratios["ttft p50"] = _ratio(pairs, lambda row: row.ttft, "p50", seed)
+    for name in ("p50", "p99"):
+        ratios[f"ttft {name}"] = _ratio(pairs, lambda row: row.ttft, name, seed)
     ratios["per token p50"] = _ratio(pairs, lambda row: row.per_token, "p50", seed)
     jobs = {program.key: program for program in group(first)}
     both = [(program, jobs[program.key]) for program in group(rows) if program.key in jobs]

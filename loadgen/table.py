@@ -20,6 +20,7 @@ HEADS = (
     "ms p90",
     "ms p99",
     "1st token",
+    "1st p99",
     "ms/token",
     "wall s",
     "tokens/s",
@@ -102,7 +103,7 @@ def figures(summary: Summary) -> list[str]:
     return [
         _requests(summary),
         *(_cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
-        _cell(summary.ttft["p50"], 1e3),
+        *(_cell(summary.ttft[name], 1e3) for name in ("p50", "p99")),
         _cell(summary.per_token, 1e3),
         _cell(summary.wall),
         _cell(summary.tokens_per_s),
@@ -116,7 +117,8 @@ def figures(summary: Summary) -> list[str]:
 
 def ratios(summary: Summary) -> list[str]:
     """A server's cells under `HEADS` over the first server's."""
-    names = ("latency p50", "latency p90", "latency p99", "ttft p50", "per token p50", "wall", "tokens per s")
+    names = [f"latency {name}" for name in ("p50", "p90", "p99")]
+    names += ["ttft p50", "ttft p99", "per token p50", "wall", "tokens per s"]
     return _padded(["", *(_cell(summary.ratios[name], unit="x") for name in names)], len(HEADS))
 
 

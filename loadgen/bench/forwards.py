@@ -1,8 +1,12 @@
-"""How near a step comes to what the machine allows: ``python -m holdfast.loadgen.bench.forwards --model DIR``.
+"""How near a step comes to what the machine allows, and to llama.cpp's: ``python -m holdfast.loadgen.bench.forwards
+--model DIR --peer NAME=URL``.
 
 For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
 matrices of the model's sizes; and the time that streaming every weight once takes at the bandwidth measured here.
 Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
+
+A peer is a running llama.cpp server of the same model: it takes its turn at every shape of one sequence. What counts
+is the time that it tells of its own forwards, without HTTP.
 """
 
 import argparse
@@ -10,17 +14,21 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from holdfast.loadgen.client import Client
+from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import decoder_shape
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
@@ -28,6 +36,7 @@ from holdfast.replicas.model.weights import DecoderShape, inspect_model
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
+_DECODED = 9  # tokens asked of a peer where a single one is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ class Timing:
     step_ms: float
     chain_ms: float
     weights_ms: float
+    peers_ms: Mapping[str, float] = field(default_factory=dict)  # by name; of shapes of several sequences nothing
 
     @property
     def over_chain(self) -> float:
@@ -66,6 +76,9 @@ SHAPES = (
     StepShape("decode, 300 cached", 1, 1, 300),
     StepShape("decode, 3000 cached", 1, 1, 3000),
     *(StepShape(f"verify {n}, 300 cached", 1, n, 300) for n in (4, 8, 16)),
+    StepShape("decode, 2050 cached", 1, 1, 2050),
+    StepShape("verify 8, 2050 cached", 1, 8, 2050),
+    StepShape("prefill 200, 1850 cached", 1, 200, 1850, drawn=False),
     StepShape("verify 8, 3000 cached", 1, 8, 3000),
     StepShape("8 decode, 300 cached", 8, 1, 300),
     StepShape("8 decode, 3000 cached", 8, 1, 3000),
@@ -123,21 +136,71 @@ class Floors:
         return read * size / self._stream.nbytes
 
 
+class LlamaServer:
+    """A running server of llama.cpp, asked for one forward at a time in its first slot. Raises UnavailableError."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name, self._url, self._rng = name, url, np.random.default_rng(0)
+
+    def milliseconds(self, shape: StepShape) -> float:
+        """Of one forward over a context that is computed before: of a token after a prompt, or of a window of one.
+
+        A single token is the mean of eight, of which the first one, drawn from the prompt's forward, counts for none.
+        """
+        length = shape.context + (shape.window if shape.window > 1 else 0)
+        prompt = self._rng.integers(3, 256, length).tolist()
+        if shape.window == 1:
+            told = self._ask(prompt, _DECODED)
+            return float(told["predicted_ms"]) / (_DECODED - 1)
+        if shape.context:
+            self._ask(prompt[: shape.context], 1)
+        told = self._ask(prompt, 1)
+        if told["prompt_n"] != shape.window:
+            raise UnavailableError(f"{self.name} computed {told['prompt_n']} tokens, not {shape.window}")
+        return float(told["prompt_ms"])
+
+    def _ask(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "id_slot": 0}
+        try:
+            with Client(self._url, timeout_s=300) as client:  # another one each time: it may be a while until the next
+                told: dict[str, Any] = client.post("/completion", {**asked, "cache_prompt": True}, {})["timings"]
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            raise UnavailableError(f"{self.name} tells no time of its forwards: {error!r}") from error
+        return told
+
+
 def measure(
-    loaded: LoadedRunner, floors: Floors, shapes: Sequence[StepShape], repeat: int, scattered: bool
+    loaded: LoadedRunner,
+    floors: Floors,
+    shapes: Sequence[StepShape],
+    repeat: int,
+    scattered: bool,
+    peers: Sequence[LlamaServer] = (),
 ) -> Iterator[Timing]:
-    """Time each shape, step and chain by turns; the first of each warms up."""
+    """Time each shape by turns: step, chain and, with a pause before each, the peers; the first of each warms up.
+
+    Raises UnavailableError for a peer that does not answer as llama.cpp does.
+    """
     kv = loaded.runner.kv
     for shape in shapes:
         plan = step_plan(shape, kv.page_size, kv.pages, scattered)
         tokens = shape.sequences * shape.window
         chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
         steps, chains = [], []
+        asked = [peer for peer in peers if shape.sequences == 1]
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in asked}
         for _ in range(repeat + 1):
+            if peers:
+                time.sleep(PAUSE_S)
+                loaded.runner.run(plan)  # threads and caches as they are between steps
             steps.append(_seconds(lambda plan=plan: loaded.runner.run(plan)))  # type: ignore[misc]
             chains.append(_seconds(chain))
+            for peer in asked:
+                time.sleep(PAUSE_S)
+                theirs[peer.name].append(peer.milliseconds(shape))
         step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
-        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3)
+        told = {name: statistics.median(found[1:]) for name, found in theirs.items()}
+        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3, told)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -163,18 +226,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cells", type=int, default=32768)
     parser.add_argument("--scattered", action="store_true", help="no two neighbouring pages belong together")
     parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    text = "a llama.cpp server of the same model, by turns with the steps; may come several times"
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help=text)
     parser.add_argument("--json", type=Path, help="write the timings here as well")
     return parser
 
 
 def _line(timing: Timing) -> str:
     milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.weights_ms:10.2f}"
-    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}"
+    theirs = "".join(f" {found:13.2f} {found / timing.step_ms:6.2f}" for found in timing.peers_ms.values())
+    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}{theirs}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Exit status 2 for a model that our decoder does not know. Raises ConfigError like `load_runner`."""
+    """Command line. Exit status 2 for a model that our decoder does not know.
+
+    Raises ConfigError like `load_runner`, UnavailableError like `measure`.
+    """
     options = _parser().parse_args(argv)
+    peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
     config = EngineConfig(model=options.model, dtype=options.dtype, threads=options.threads, cells=options.cells)
     shape = decoder_shape(inspect_model(options.model).config)
     if shape is None:
@@ -183,10 +253,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_runner(replace(config, speculation=DraftConfig(enabled=False)))
     floors = Floors(shape, loaded.runner.kv.data.dtype, loaded.config.device)
     print(f"{loaded.config.dtype}, {loaded.config.threads} threads")
-    print(f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}")
+    theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)
+    print(
+        f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}{theirs}"
+    )
     timings = []
     shapes = [one for one in SHAPES if options.only in one.name]
-    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered):
+    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered, peers):
         timings.append(timing)
         print(_line(timing), flush=True)
     if options.json:

@@ -1,6 +1,7 @@
 """A model folder as a GGUF file for llama.cpp: Pocket, or what ``inflate`` wrote.
 
-``python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE`` (needs the package ``gguf``). llama.cpp knows how to
+``python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE`` (needs the package ``gguf``), with ``--q8-0`` in
+llama.cpp's eight bits: matrices, the embedding included, in blocks of 32 numbers with a scale. llama.cpp knows how to
 cut text into words only by the name of the cut, and Pocket's has none there. But no merge of Pocket's tokenizer joins
 characters of two kinds, so a coarser cut yields the same tokens: ``superbpe``, which cuts at digits and nowhere else.
 That is checked on the merges, and other tokenizers are refused.
@@ -36,8 +37,8 @@ class GgufError(InflateError):
     """The folder cannot be written as GGUF; nothing has been written."""
 
 
-def write_gguf(folder: Path, out: Path) -> Path:
-    """Write the Llama, Mistral, Qwen2 or Qwen3 in ``folder`` to the new file ``out``, weights in their dtype.
+def write_gguf(folder: Path, out: Path, q8_0: bool = False) -> Path:
+    """Write the Llama, Mistral, Qwen2 or Qwen3 in ``folder`` to the new file ``out``, weights in their dtype or Q8_0.
 
     Returns ``out``, which appears whole or not at all. Raises GgufError or another InflateError before anything is
     written; memory holds one tensor at a time.
@@ -63,7 +64,10 @@ def write_gguf(folder: Path, out: Path) -> Path:
     try:
         _add_sizes(writer, shape, config)
         _add_tokenizer(writer, folder, config, tokenizer, gguf.TokenType)
-        _write_tensors(writer, folder, shape, family, gguf)
+        if q8_0:
+            writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _write_tensors(writer, folder, shape, family, gguf, q8_0)
         writer.close()
         os.replace(temporary, out)
     except (OSError, SafetensorError) as error:
@@ -138,10 +142,10 @@ def _token_id(config: Any, name: str) -> int:
     return found
 
 
-def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: Any) -> None:
+def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: Any, q8_0: bool) -> None:
     """Announce every tensor, then copy them one by one; vectors are float32, as llama.cpp wants them."""
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names = gguf.get_tensor_name_map(architecture, shape.layers)
+    names, kinds = gguf.get_tensor_name_map(architecture, shape.layers), gguf.GGMLQuantizationType
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(shard, framework="pt")) for shard in _shards(folder)]
         slots = [(file, name) for file in files for name in file.keys()]  # noqa: SIM118
@@ -151,9 +155,11 @@ def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: A
             placed = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if placed is None or part.get_dtype() not in _DTYPES:
                 raise GgufError(f"{name} in {part.get_dtype()} cannot be written")
-            kind = gguf.GGMLQuantizationType["F32" if len(sizes) == 1 else part.get_dtype()]
-            length = 4 if kind == gguf.GGMLQuantizationType.F32 else 2
-            sizes = [*sizes[:-1], sizes[-1] * length]
+            kind = kinds["F32" if len(sizes) == 1 else "Q8_0" if q8_0 else part.get_dtype()]
+            block, length = gguf.GGML_QUANT_SIZES[kind]
+            if sizes[-1] % block:
+                raise GgufError(f"{name} has rows of {sizes[-1]}, which blocks of {block} do not divide")
+            sizes = [*sizes[:-1], sizes[-1] // block * length]
             writer.add_tensor_info(placed, sizes, np.dtype(np.uint8), math.prod(sizes), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -162,8 +168,11 @@ def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: A
             tensor = file.get_tensor(name)
             if family == "llama" and ("q_proj" in name or "k_proj" in name):
                 tensor = interleaved(tensor, shape.heads if "q_proj" in name else shape.kv_heads)
-            tensor = tensor.float() if tensor.ndim == 1 else tensor
-            writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
+            if q8_0 and tensor.ndim > 1:
+                writer.write_tensor_data(gguf.quants.quantize(tensor.float().numpy(), kinds.Q8_0))
+            else:
+                tensor = tensor.float() if tensor.ndim == 1 else tensor
+                writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
 
 
 def interleaved(rows: Tensor, heads: int) -> Tensor:
@@ -176,9 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pocket gguf", description=__doc__)
     parser.add_argument("model", nargs="?", default="pocket", help="'pocket' or a model folder")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--q8-0", action="store_true", help="matrices in eight bits rather than in their dtype")
     options = parser.parse_args(argv)
     try:
-        print(write_gguf(WEIGHTS if options.model == "pocket" else Path(options.model), options.out))
+        print(write_gguf(WEIGHTS if options.model == "pocket" else Path(options.model), options.out, options.q8_0))
     except InflateError as error:
         print(f"gguf: {error}", file=sys.stderr)
         return 2

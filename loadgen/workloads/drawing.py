@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.script import Round, Script, Sizes, Turn, at_once, one_by_one
+from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Turn, at_once, one_by_one
 from holdfast.loadgen.workloads.tools import Tool
 
 AGENTS = (("travel", "a travel agent"), ("review", "a code reviewer"), ("data", "a data analyst"))
@@ -72,13 +72,19 @@ def bugfix(draw: Draw, sizes: Sizes) -> Round:
 
 
 def webapp(draw: Draw, sizes: Sizes) -> Round:
-    """One agent builds a web application; in 35 turns its prompt grows from 300 to 3,000 tokens."""
-    turns = sizes.webapp_turns
+    """One agent builds a web application; in 35 turns its prompt grows from 300 to 3,000 tokens.
+
+    What `webapp_words` adds comes in equal parts, one after every turn but the last.
+    """
+    turns, words = sizes.webapp_turns, sizes.webapp_words
     rng = draw.rng("order")
     order: list[Tool] = []
     while len(order) < turns * sizes.chain:
         order += rng.sample(tools.CODING, len(tools.CODING))
     script = agent_script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
+    gaps = turns - 1 if words else 0
+    told = [words * i // gaps for i in range(gaps + 1)] if gaps else []  # until each turn
+    script = replace(script, pauses=tuple(Pause(words=after - before) for before, after in pairwise(told)))
     return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(turns))))
 
 

@@ -99,9 +99,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the workloads are. Raises ConfigError for sizes below 1, and rates that are not above 0."""
+    """How large the workloads are. Raises ConfigError for sizes below 1 (words: 0), and rates that are not above 0."""
 
     webapp_turns: int = 35
+    webapp_words: int = 0  # that its tools tell beside their results, in all
     programs: int = 8  # at once, in `concurrency`
     burst: int = 8  # requests at once, in `burst`
     bursts: int = 5  # one after another
@@ -115,8 +116,9 @@ class Sizes:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name != "rate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name.replace('_', '-')} must be at least 1", name)
+            least = 0 if name == "webapp_words" else 1
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least {least}", name)
         if not 0 < self.rate < inf:
             raise ConfigError("rate must be a number more than 0", "rate")
 

@@ -1,13 +1,16 @@
 """How peers are started."""
 
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from holdfast.cluster.cli import main as holdfast
-from holdfast.loadgen import peers
+from holdfast.loadgen import llama_server, peers
 from holdfast.loadgen.peers import Wanted
 from holdfast.replicas.errors import ConfigError
 
@@ -37,21 +40,50 @@ def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None
         peers.transformers(Wanted("m", ngram=True))
 
 
-def test_llama_cpp_takes_a_gguf_file_and_finishes_what_it_began() -> None:
-    words = " ".join(peers.llama_cpp(Wanted("/m/pocket.gguf", venv=Path("/v"), ngram=True)).words)
-    assert "/v/bin/python -m llama_cpp.server --model /m/pocket.gguf" in words
-    assert "--interrupt_requests false" in words
-    assert "prompt-lookup-decoding" in words
-    assert "--n_gpu_layers -1" in " ".join(peers.llama_cpp(Wanted("m.gguf", gpu=True)).words)
+def test_llama_cpp_takes_a_gguf_file_and_its_own_server(capsys: pytest.CaptureFixture) -> None:
+    assert holdfast(["bench", "serve-peer", "llama.cpp", "/m/pocket.gguf", "--venv", "/v", "--ngram"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[words.index("/v/bin/python") + 1] == llama_server.__file__
+    assert words[words.index("--model") + 1] == "/m/pocket.gguf"
+    assert {"--ngram", "--slots"} < set(words)
+    assert "--gpu" not in words
+    assert "--gpu" in peers.llama_cpp(Wanted("m.gguf", gpu=True)).words
     with pytest.raises(ConfigError, match=r"gguf_file MODEL --out"):
         peers.llama_cpp(Wanted("/m/pocket"))
+
+
+def wheel() -> SimpleNamespace:
+    """The names of `xllamacpp` that the server is started with; nothing else, so that another name is an error."""
+    names = ("model", "cpuparams", "cpuparams_batch", "speculative")
+    made = SimpleNamespace(**{name: SimpleNamespace() for name in names})
+    made.speculative.ngram_map_k = SimpleNamespace()
+    return SimpleNamespace(
+        CommonParams=lambda: made,
+        llama_flash_attn_type=SimpleNamespace(LLAMA_FLASH_ATTN_TYPE_ENABLED="on"),
+        common_speculative_type=SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K="map"),
+    )
+
+
+def test_every_slot_of_llama_cpp_has_the_whole_context_and_every_core() -> None:
+    options = ["--model", "m.gguf", "--context", "100", "--slots", "3"]
+    plain = llama_server.parameters(wheel(), llama_server.parser().parse_args(options))
+    assert (plain.n_parallel, plain.n_ctx) == (3, 300)
+    assert plain.cpuparams.n_threads == plain.cpuparams_batch.n_threads == len(os.sched_getaffinity(0))
+    assert not hasattr(plain.speculative, "types")
+    drafting = llama_server.parameters(wheel(), llama_server.parser().parse_args([*options, "--ngram"]))
+    assert drafting.speculative.types == ["map"]
+
+
+def test_its_server_needs_nothing_of_holdfast() -> None:
+    asked = [sys.executable, "-I", "-S", llama_server.__file__, "--help"]  # neither packages nor this checkout
+    assert "GGUF" in subprocess.run(asked, check=True, capture_output=True, text=True).stdout
 
 
 def test_what_a_peer_cannot_be_told_is_refused() -> None:
     for why, given in (("own context", {"context": 99}), ("parser of tool calls", {"tool_parser": "hermes"})):
         with pytest.raises(ConfigError, match=why):
             peers.transformers(Wanted("m", **given))
-    with pytest.raises(ConfigError, match="parser of tool calls"):
+    with pytest.raises(ConfigError, match="by itself"):
         peers.llama_cpp(Wanted("m.gguf", tool_parser="hermes"))
     with pytest.raises(ConfigError, match="context"):
         Wanted("m", context=0)

@@ -1,13 +1,17 @@
 """The benchmark of steps, on Pocket and on folders that it cannot measure. What it measures is not judged here."""
 
 import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import transformers as tf
 
 from holdfast.loadgen.bench import forwards
-from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.errors import ConfigError, UnavailableError
 
 
 def test_it_prints_and_writes_every_shape(tmp_path, capsys):
@@ -32,6 +36,68 @@ def test_it_prints_and_writes_every_shape(tmp_path, capsys):
         assert step["over_chain"] == pytest.approx(step["step_ms"] / step["chain_ms"])
         assert step["over_weights"] == pytest.approx(step["step_ms"] / step["weights_ms"])
     assert "8 decode, 300 cached" in capsys.readouterr().out
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Tells times as llama.cpp does: a millisecond for each token that the prompt before did not begin with."""
+
+    known: ClassVar[list[int]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        prompt, known = asked["prompt"], Answering.known
+        same = next((i for i, (a, b) in enumerate(zip(prompt, known, strict=False)) if a != b), len(known))
+        new, Answering.known = len(prompt) - same, prompt
+        timings = {"prompt_n": new, "prompt_ms": float(new), "predicted_ms": 3.0 * (asked["n_predict"] - 1)}
+        body = json.dumps({"timings": timings}).encode() if self.path == "/completion" else b"{}"
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Forgetful(forwards.LlamaServer):
+    """Of a server that forgets each prompt."""
+
+    def _ask(self, prompt, tokens):
+        told = super()._ask(prompt, tokens)
+        Answering.known = []
+        return told
+
+
+@pytest.fixture
+def peer():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_peers_forward_is_of_the_window_alone_or_of_one_token(peer):
+    asked = forwards.LlamaServer("theirs", peer)
+    assert asked.milliseconds(forwards.StepShape("verify", 1, 8, 40)) == 8
+    assert asked.milliseconds(forwards.StepShape("prefill", 1, 20, 0, drawn=False)) == 20
+    assert asked.milliseconds(forwards.StepShape("decode", 1, 1, 40)) == 3
+    Answering.known = []
+    with pytest.raises(UnavailableError, match="computed 48 tokens, not 8"):
+        Forgetful("theirs", peer).milliseconds(forwards.StepShape("verify", 1, 8, 40))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        asked = forwards.LlamaServer("theirs", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        with pytest.raises(UnavailableError, match="tells no time"):
+            asked.milliseconds(forwards.StepShape("decode", 1, 1, 40))
+
+
+def test_peers_are_in_the_rows_of_one_sequence(peer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(forwards, "PAUSE_S", 0.0)
+    out = tmp_path / "steps.json"
+    options = ["--model", "pocket", "--repeat", "1", "--threads", "1", "--only", "decode, 300 cached"]
+    assert forwards.main([*options, "--peer", f"theirs={peer}", "--json", str(out)]) == 0
+    assert [step["peers_ms"] for step in json.loads(out.read_text())["steps"]] == [{"theirs": 3.0}, {}]
+    assert "theirs ms" in capsys.readouterr().out
 
 
 def test_a_family_of_others_is_declined(tmp_path, capsys):

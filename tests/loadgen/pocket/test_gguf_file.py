@@ -56,6 +56,20 @@ def test_tensors_are_the_folders(tmp_path: Path) -> None:
     assert torch.equal(found[f"{blk}attn_k.weight"], interleaved(keys, 2))
 
 
+def test_in_eight_bits_a_matrix_is_within_half_a_step_of_the_folders(tmp_path: Path) -> None:
+    read = gguf.GGUFReader(write_gguf(WEIGHTS, tmp_path / "q8.gguf", q8_0=True))
+    found, own = {t.name: t for t in read.tensors}, load_file(WEIGHTS / "model.safetensors")
+    for name, stored in (("token_embd", "model.embed_tokens"), ("blk.1.ffn_down", "model.layers.1.mlp.down_proj")):
+        tensor, matrix = found[f"{name}.weight"], own[f"{stored}.weight"].float()
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0
+        assert tuple(reversed(tensor.shape.tolist())) == tuple(matrix.shape)
+        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)).view(-1, 32)
+        blocks = matrix.reshape(-1, 32)
+        step = blocks.abs().amax(1, keepdim=True) / 127
+        assert ((values - blocks).abs() <= 0.51 * step + 127 * step * 2**-11).all()  # its scale is a float16
+    assert found["blk.1.attn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
 def test_rotary_halves_become_neighbours() -> None:
     rows = torch.arange(2 * 6).view(12, 1)
     assert interleaved(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]

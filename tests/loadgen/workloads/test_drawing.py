@@ -72,6 +72,8 @@ def test_the_three_dispatches_send_the_agents_turns_in_their_order() -> None:
 def test_sizes_size() -> None:
     assert len(order(drawn("webapp"))) == 35
     assert len(order(drawn("webapp", webapp_turns=4))) == 4
+    (longer,) = drawn("webapp", webapp_turns=4, webapp_words=10).scripts
+    assert [pause.words for pause in longer.pauses] == [3, 3, 4]
     assert [len(wave) for wave in drawn("burst").waves] == [8] * 5
     assert [len(wave) for wave in drawn("burst", burst=3, bursts=2).waves] == [3, 3]
     assert [len(wave) for wave in drawn("concurrency", programs=4).waves] == [4]

@@ -1,0 +1,151 @@
+"""`holdfast bench peers`: Holdfast and its peers on this machine's cores, group after group, as one table of ratios.
+
+Each group's servers are started, take turns as `bench compare` has them take turns, and end before the next group's
+start. Holdfast is in every group, so every ratio is of servers that ran beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.loadgen import compare, peers
+from holdfast.loadgen.options import Options
+from holdfast.loadgen.peers import Peer, Wanted
+from holdfast.loadgen.report.commands import read_run
+from holdfast.loadgen.serving import serving, serving_peer
+from holdfast.loadgen.table import brief
+from holdfast.loadgen.workloads.script import Sizes
+from holdfast.replicas.errors import ConfigError
+
+OURS = "holdfast"
+NGRAM, Q8_0 = "-ngram", "-q8_0"  # what is said after a peer's name
+GROUPS = (
+    (OURS, "vllm", "vllm" + NGRAM),
+    (OURS, "llama.cpp", "llama.cpp" + NGRAM),
+    (OURS, "llama.cpp" + Q8_0, "llama.cpp" + Q8_0 + NGRAM),
+)
+WORKLOADS = ("bugfix", "webapp", "concurrency", "burst")
+SIZES = Sizes(webapp_turns=25, webapp_words=1350, programs=8, burst=8, bursts=5)
+"""25 turns that end near 6,000 of Pocket's tokens; eight programs; bursts of eight prompts of about 830 tokens."""
+ENGINE = {"dtype": "bfloat16", "kv_memory": 2}
+_COLUMNS = {
+    "median turn": "latency p50",
+    "p99": "latency p99",
+    "1st token p99": "ttft p99",
+    "ms a token": "per token p50",
+    "wall": "wall",
+    "tokens a second": "tokens per s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is measured. Raises ConfigError."""
+
+    model: str
+    folder: Path  # the comparisons' files and the peers' logs go there
+    groups: tuple[tuple[str, ...], ...] = GROUPS
+    engines: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {OURS: ENGINE})  # Holdfast's, by name
+    gguf: str = ""
+    gguf_q8_0: str = ""
+    venvs: Mapping[str, Path] = field(default_factory=dict)  # by peer
+    workloads: tuple[str, ...] = WORKLOADS
+    repetitions: int = 2
+    seed: int = 0
+    forced: bool = False
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            if group[0] not in self.engines:
+                raise ConfigError(f"a group begins with Holdfast ({', '.join(self.engines)}), not {group[0]}", "group")
+            for name in group:
+                if name not in self.engines:
+                    self.peer(name, 0)  # what it refuses, before a server is started
+            self.options([(name, "") for name in group], None)
+
+    def peer(self, name: str, port: int) -> Peer:
+        """The command of ``vllm``, ``llama.cpp-q8_0-ngram`` and so on. Raises ConfigError."""
+        plain = name.removesuffix(NGRAM)
+        kind = plain.removesuffix(Q8_0)
+        if kind not in peers.PEERS:
+            raise ConfigError(f"unknown server {name!r}; known: {', '.join((*self.engines, *peers.PEERS))}", "group")
+        model = self.model
+        if kind == "llama.cpp":
+            model = self.gguf_q8_0 if plain.endswith(Q8_0) else self.gguf
+        return peers.PEERS[kind](Wanted(model, port, self.venvs.get(kind), ngram=name.endswith(NGRAM)))
+
+    def options(self, servers: Sequence[tuple[str, str]], file: Path | None) -> Options:
+        """Of one group's comparison. Raises ConfigError."""
+        return Options(
+            servers=tuple(servers),
+            workloads=self.workloads,
+            repetitions=self.repetitions,
+            seed=self.seed,
+            sizes=SIZES,
+            forced=self.forced,
+            json_file=file,
+        )
+
+
+def main(asked: Asked) -> int:
+    """Measure group after group, print all ratios; the exit status of the comparison that came to nothing.
+
+    Raises ConfigError, and UnavailableError where a server does not start.
+    """
+    files = []
+    for number, group in enumerate(asked.groups):
+        file = asked.folder / f"{number}-{group[-1]}.json"
+        compare.check_writable(file, "folder")
+        with ExitStack() as stack:
+            servers = [(name, _start(stack, asked, name, file)) for name in group]
+            status = compare.main(asked.options(servers, file))
+        if status:
+            return status
+        files.append(file)
+    print("\n".join(ratios([read_run(file) for file in files])))
+    return 0
+
+
+def ratios(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table of what the peers take over what the first server of their run takes, with intervals."""
+    lines = [f"| workload | {' | '.join(('peer', 'over', *_COLUMNS))} |", "|---" * (3 + len(_COLUMNS)) + "|"]
+    told = [summary | {"over": run["servers"][0]["name"]} for run in runs for summary in run["summaries"]]
+    for workload in dict.fromkeys(each["workload"] for each in told):
+        for each in told:
+            if each["workload"] == workload and each["server"] != each["over"]:
+                cells = [_cell(each["ratios"].get(name)) for name in _COLUMNS.values()]
+                lines.append(f"| {' | '.join((workload, each['server'], each['over'], *cells))} |")
+    return lines
+
+
+def _start(stack: ExitStack, asked: Asked, name: str, file: Path) -> str:
+    if name in asked.engines:
+        return stack.enter_context(serving(asked.model, asked.engines[name]))
+    log = file.with_name(f"{file.stem}-{name}.log")
+    return stack.enter_context(serving_peer(partial(asked.peer, name), log))
+
+
+def _cell(estimate: Mapping[str, float | None] | None) -> str:
+    if estimate is None or estimate["value"] is None:
+        return "-"
+    low, high = estimate["low"], estimate["high"]
+    interval = "" if low is None or high is None else f" ({brief(low)}-{brief(high)})"
+    return brief(estimate["value"]) + interval
+
+
+def parse_engine(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and `engine` section from ``NAME=JSON``. Raises ConfigError."""
+    name, _, section = text.partition("=")
+    try:
+        found = json.loads(section)
+    except ValueError:
+        found = None
+    if not name or not isinstance(found, dict):
+        raise ConfigError(f"""{text!r} is not NAME=JSON, as in {OURS}={{"dtype": "bfloat16"}}""", "engine")
+    return name, found

@@ -176,7 +176,8 @@ def _frontend(limits: Limits, errors: Path) -> str:
     lines = [
         "stick-table type ipv6 size 100k expire 60s store conn_cur",
         "tcp-request connection track-sc0 src",
-        f"http-request deny deny_status 429 if {crowd} !{{ req.hdr(authorization) -m found }}",
+        f"http-request deny deny_status 429 if {crowd} !{{ req.hdr(authorization) -m found }}"
+        " !{ req.hdr(x-api-key) -m found }",
         f"http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {limits.body_bytes} }}",
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",

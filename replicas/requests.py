@@ -54,10 +54,10 @@ class RawPrompt:
 class GenerateRequest:
     """One accepted request, validated by the router.
 
-    `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many. `program_turns` are those before this one,
-    `answered_turns` of them up to the program's last answer; `program_end`: the program will not come back after it.
-    `weight` is the tenant's. `prefixes`: a router's digests of what the prompt of a new
-    program begins with.
+    `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many.
+    `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
+    the program will not come back after it. `weight` is the tenant's. `prefixes`: a router's digests of what the prompt
+    of a new program begins with.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing.
     """

@@ -167,9 +167,27 @@ def test_a_stop_string_ends_the_reply_before_it():
             free = await service.generate(request("a", "The list: 1, 2, 3, 4,", 30, ignore_eos=True))
             stop = free.text[8:11]
             cut = await service.generate(request("b", "The list: 1, 2, 3, 4,", 30, (stop,), ignore_eos=True))
-            assert cut.reason == "stop"
+            assert (cut.reason, cut.stop) == ("stop", stop)
             assert cut.text == free.text[: free.text.index(stop)]
             assert cut.usage.completion <= free.usage.completion
+            assert free.stop == ""
+
+    asyncio.run(main())
+
+
+def test_a_reply_that_fits_is_as_long_as_the_context_leaves_room_for():
+    async def main():
+        async with serving() as service:
+            config = service.engine.config
+            context = min(config.context_length, config.cells - 2 * config.page_size)
+            asked = request("a", RawPrompt([5] * (context - 10)), config.context_length, ignore_eos=True)
+            refused = await service.generate(asked)
+            assert isinstance(refused, Errored)
+            assert refused.error.kind is ErrorKind.TOO_LONG
+            fitted = await service.generate(replace(asked, request_id="b", fits=True))
+            assert (fitted.reason, fitted.usage.completion) == ("length", 10)
+            shorter = await service.generate(replace(request("c", RawPrompt([5] * 20), 3, ignore_eos=True), fits=True))
+            assert shorter.usage.completion == 3
 
     asyncio.run(main())
 

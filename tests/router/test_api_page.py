@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
 from holdfast.router.http import AnswerHeaders
+from holdfast.router.protocol.anthropic import MessagesBody
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import TABLE
@@ -50,6 +51,11 @@ def test_every_field_of_a_response_is_on_it_and_exists() -> None:
     known = set(ResponsesBody.model_fields)
     assert told - known == {"conversation"}
     assert known - told - {"max_tokens"} <= set(ChatBody.model_fields)
+
+
+def test_every_field_of_a_message_is_on_it_and_exists() -> None:
+    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A message")))))
+    assert told | {"service_tier"} == set(MessagesBody.model_fields)
 
 
 def test_every_error_is_on_it() -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pydantic
 import pytest
@@ -134,3 +135,25 @@ def test_what_cannot_be_followed_names_its_field(
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="pocket", messages=MESSAGES, stream=stream, **fields)
     assert refused.value.param == param
+
+
+def test_anthropics_client_asks_for_the_same(client: openai.OpenAI) -> None:
+    """Of the model that is served: a forced call, its result, and an answer of a schema."""
+    url = str(client.base_url).removesuffix("v1/")
+    asked = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    tools: Any = [{"name": tool["function"]["name"], "input_schema": PARAMETERS, "strict": True} for tool in TOOLS]
+    options: Any = {"model": "pocket", "max_tokens": 200, "extra_body": {"temperature": 0}, "tools": tools}
+    named: Any = {"type": "tool", "name": "get_forecast", "disable_parallel_tool_use": True}
+    with asked.messages.stream(messages=MESSAGES, tool_choice=named, **options) as stream:
+        reply = stream.get_final_message()
+    (call,) = reply.content
+    assert (call.type, reply.stop_reason) == ("tool_use", "tool_use")
+    assert (call.name, is_right(call.input)) == ("get_forecast", True)  # type: ignore[union-attr,arg-type]
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}  # type: ignore[union-attr]
+    history: Any = [*MESSAGES, {"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
+    wanted: Any = {"format": {"type": "json_schema", "schema": Answer.model_json_schema()}}
+    said = asked.messages.create(messages=history, output_config=wanted, **{**options, "tools": []})
+    (text,) = (block for block in said.content if block.type == "text")
+    Answer.model_validate_json(text.text)
+    counted = asked.messages.count_tokens(model="pocket", messages=history)
+    assert counted.input_tokens > 0

@@ -39,6 +39,11 @@ def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) 
     whole = "".join(chunks)
     assert sent + stopping.flush() == cut_naively(whole, stops)
     assert stopping.stopped == any(stop in whole for stop in stops)
+    if stopping.stopped:
+        assert stopping.reached in stops
+        assert whole.startswith(sent + stopping.reached)
+    else:
+        assert stopping.reached == ""
 
 
 def test_holds_back_only_what_may_begin_a_stop_string() -> None:

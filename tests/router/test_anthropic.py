@@ -1,0 +1,460 @@
+"""`/v1/messages` as clients see it: the official package over a real server, and what its blocks become."""
+
+import json
+
+import anthropic
+import httpx
+import pytest
+from anthropic.types import Message
+from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, OverloadedError, UnavailableError
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import (
+    AnswerBuilder,
+    Completed,
+    Errored,
+    JsonOutput,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from holdfast.router.anthropic import AnthropicEncoder
+from holdfast.router.config import RouterConfig
+from holdfast.router.protocol.anthropic import message_object
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+PATH = "/v1/messages"
+TOOL = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+BOTH = (
+    (ReasoningDelta("Let me "), ReasoningDelta("see."), TextDelta("Both.")),
+    (
+        ToolCallDelta(0, "call_1", "get_weather", "{}", closed=True),
+        ToolCallDelta(1, "call_2", "get_weather", '{"city":'),
+    ),
+    (ToolCallDelta(1, arguments='"Oslo"}', closed=True), Completed("tool_calls", USAGE, DONE.timing)),
+)
+
+
+def body(**changes):
+    default = {"model": "pocket", "max_tokens": 64, "messages": [{"role": "user", "content": "hello"}]}
+    return {name: value for name, value in {**default, **changes}.items() if value is not None}
+
+
+def post(world, **changes):
+    return world.call("POST", PATH, json=body(**changes))
+
+
+def refused(world, **changes):
+    """The message of a request that is refused as one that makes no sense."""
+    answer = post(world, **changes)
+    assert answer.status_code == 400
+    told = answer.json()
+    assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
+    return told["error"]["message"]
+
+
+def asked(world, **changes):
+    """What the replica was asked."""
+    answer = post(world, **changes)
+    assert answer.status_code == 200, answer.text
+    return world.backend.requests[-1]
+
+
+def prompted(world, **changes):
+    return asked(world, **changes).prompt
+
+
+def read(raw):
+    """The events in `raw`, as names and data."""
+    found = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def official(world, key="none", **options):
+    """The official client, on a real server, with a new connection each time."""
+    return anthropic.Anthropic(base_url=world, api_key=key, max_retries=0, **options)
+
+
+# ---- the official package ----
+
+
+def test_the_official_client_gets_a_message():
+    with World().served() as url:
+        message = official(url).messages.create(**body())
+    assert (message.type, message.role, message.model) == ("message", "assistant", "pocket")
+    assert [block.text for block in message.content] == ["Hello!"]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens) == (USAGE.prompt - USAGE.cached, USAGE.cached)
+    assert usage.output_tokens == USAGE.completion
+
+
+def test_the_official_client_streams_the_same_message():
+    with World(FakeBackend(BOTH)).served() as url:
+        with official(url).messages.stream(**body(tools=[TOOL])) as stream:
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_message()
+        whole = official(url).messages.create(**body(tools=[TOOL]), extra_headers={"cache-control": "no-cache"})
+    assert kinds[0] == "message_start"
+    assert kinds[-1] == "message_stop"
+    known = [
+        {name: block.to_dict().get(name) for name in whole_.to_dict()}
+        for block, whole_ in zip(streamed.content, whole.content, strict=True)
+    ]
+    assert known == [block.to_dict() for block in whole.content]
+    assert (streamed.stop_reason, whole.stop_reason) == ("tool_use", "tool_use")
+    assert streamed.usage.to_dict() == whole.usage.to_dict()
+    thinking, text, first, second = whole.content
+    assert (thinking.thinking, text.text) == ("Let me see.", "Both.")
+    assert (first.input, second.input) == ({}, {"city": "Oslo"})
+
+
+def test_a_tool_loop_of_the_official_client():
+    world = World(FakeBackend(CALL))
+    with world.served() as url:
+        client = official(url)
+        messages = [{"role": "user", "content": "Weather in Oslo?"}]
+        reply = client.messages.create(**body(messages=messages, tools=[TOOL]))
+        (call,) = reply.content
+        assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Oslo"})
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
+        messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": [result]}]
+        world.backend.script = HELLO
+        assert client.messages.create(**body(messages=messages, tools=[TOOL])).content[0].text == "Hello!"
+    assert world.backend.requests[-1].prompt.messages[1:] == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": '{"city":"Oslo"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "call_1"},
+    ]
+    # The second turn goes on with the conversation of the first, which nobody has named.
+    assert len({request.program_id for request in world.backend.requests}) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UnavailableError("No replica"), anthropic.ServiceUnavailableError),
+        (OverloadedError("full"), anthropic.RateLimitError),
+        (ContextLengthError("9 tokens; the context has room for 8", "prompt"), anthropic.BadRequestError),
+    ],
+)
+def test_the_official_client_knows_errors_by_their_class(error, expected):
+    with World(FakeBackend([error])).served() as url, pytest.raises(expected) as raised:
+        official(url).messages.create(**body())
+    assert raised.value.request_id.startswith("req-")
+    if isinstance(error, ContextLengthError):
+        assert "prompt is too long" in str(raised.value)
+
+
+def test_a_stream_that_breaks_off_ends_in_one_error():
+    broken = (HELLO[0], (Errored(ErrorInfo(ErrorKind.INTERNAL, "lost")),))
+    world = World(FakeBackend(broken))
+    found = read(post(world, stream=True).content)
+    assert [event["type"] for event in found].count("error") == 1
+    assert found[-1] == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
+    assert "message_stop" not in [event["type"] for event in found]
+    with (
+        world.served() as url,
+        pytest.raises(anthropic.APIStatusError),
+        official(url).messages.stream(**body()) as stream,
+    ):
+        stream.get_final_message()
+
+
+@pytest.mark.parametrize("headers", [{"x-api-key": "secret"}, {"authorization": "Bearer secret"}])
+def test_a_key_comes_in_either_header(headers):
+    world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("secret"),))]))
+    version = {"anthropic-version": "2023-06-01"}
+    assert world.call("POST", PATH, json=body(), headers={**version, **headers}).status_code == 200
+    assert world.backend.requests[-1].scope == "acme"
+    wrong = world.call("POST", PATH, json=body(), headers={**version, "x-api-key": "guessed"})
+    assert (wrong.status_code, wrong.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_tokens_are_counted_as_a_message_with_them_would_have():
+    world = World()
+    with world.served() as url:
+        counted = official(url).messages.count_tokens(
+            model="pocket", system="Be short.", messages=[{"role": "user", "content": "hello"}], tools=[TOOL]
+        )
+    assert counted.input_tokens == 2  # the fake one counts messages
+    refused_ = world.call("POST", f"{PATH}/count_tokens", json={"model": "none", "messages": body()["messages"]})
+    assert (refused_.status_code, refused_.json()["error"]["type"]) == (404, "not_found_error")
+
+
+# ---- what a request becomes ----
+
+
+def test_blocks_become_messages_in_their_order():
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "calling"},
+                {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Oslo"}},
+                {"type": "tool_use", "id": "b", "name": "get_weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "a", "content": "rain"},
+                {"type": "tool_result", "tool_use_id": "b", "is_error": True},
+                {"type": "text", "text": "and?"},
+            ],
+        },
+        {"role": "system", "content": "Be brief from now on."},
+        {"role": "user", "content": "go on"},
+    ]
+    system = [{"type": "text", "text": "You help."}, {"type": "text", "text": "Politely."}]
+    world = World()
+    answer = post(world, messages=conversation, system=system, tools=[TOOL])
+    assert answer.headers["x-holdfast-skipped"] == "redacted_thinking"
+    messages = world.backend.requests[-1].prompt.messages
+    assert [(message["role"], message["content"]) for message in messages] == [
+        ("system", "You help.\nPolitely."),
+        ("user", "one"),
+        ("assistant", "calling"),
+        ("tool", "rain"),
+        ("tool", ""),
+        ("user", "and?"),
+        ("system", "Be brief from now on."),
+        ("user", "go on"),
+    ]
+    assert messages[2]["reasoning_content"] == "hm"
+    assert [call["id"] for call in messages[2]["tool_calls"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_a_nonce_in_the_system_prompt_leaves_the_prompt_as_it_was(steady):
+    world = World(config=RouterConfig(steady_system=steady))
+    prompts = []
+    for nonce in ("fa690", "01abc"):
+        head = f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={nonce};"
+        system = [{"type": "text", "text": head}, {"type": "text", "text": f"The user wrote cch={nonce}"}]
+        prompts.append(prompted(world, system=system).messages[0]["content"].split("\n"))
+    first, second = prompts
+    assert (first[0] == second[0]) is steady
+    assert first[1] != second[1]  # what somebody says of it is no nonce
+    assert "cc_entrypoint=cli" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, ("auto", "", True)),
+        ({"type": "any"}, ("required", "", True)),
+        ({"type": "none"}, ("none", "", True)),
+        ({"type": "tool", "name": "get_weather"}, ("required", "get_weather", True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", "", False)),
+    ],
+)
+def test_how_tools_may_be_called(choice, expected):
+    prompt = prompted(World(), tools=[TOOL], tool_choice=choice)
+    assert (prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls) == expected
+    (tool,) = prompt.tools
+    function = {"name": "get_weather", "description": "Weather of a city", "parameters": TOOL["input_schema"]}
+    assert tool == {"type": "function", "function": function}
+
+
+def test_tools_that_run_elsewhere_and_fields_nobody_knows_are_left_out_and_told():
+    answer = post(World(), tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}], context_management={})
+    assert answer.headers["x-holdfast-skipped"] == "context_management, web_search_20250305"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "expected"), [(None, False), ("disabled", False), ("enabled", True), ("adaptive", True)]
+)
+def test_thinking_is_asked_for(thinking, expected):
+    given = None if thinking is None else {"type": thinking, "budget_tokens": 1024}
+    assert prompted(World(), thinking=given).template_kwargs == {"enable_thinking": expected}
+
+
+def test_a_schema_for_the_answer():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format_ = {"type": "json_schema", "schema": schema}
+    assert prompted(World(), output_config={"format": format_, "effort": "low"}).output == JsonOutput(
+        schema, strict=True
+    )
+
+
+def test_sampling_and_where_it_is_served():
+    given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["END"], "metadata": {"user_id": "u"}}
+    request = asked(World(), **given)
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 5, 64)
+    assert request.stop == ("END",)
+    assert request.fits
+
+
+def test_more_tokens_than_the_context_has_are_as_many_as_it_leaves():
+    world = World()
+    context = world.backend.cards[0].context_length
+    request = asked(world, max_tokens=context * 10)
+    assert (request.sampling.max_tokens, request.fits) == (context, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "messages.0.content.0.tool_use_id",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages.1"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
+        ({"tool_choice": {"type": "tool", "name": "nobody"}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"temperature": 3}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences.0"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"system": [{"type": "image"}]}, "system.0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_field(changes, field):
+    assert f"'{field}'" in refused(World(), **changes)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["type", "text", "content", "role", "input", "id", "name", "source"]), inner, max_size=4
+            )
+        ),
+        max_leaves=8,
+    ),
+    st.sampled_from(["messages", "system", "tools", "tool_choice", "thinking", "output_config", "metadata"]),
+)
+def test_no_body_ends_in_a_bug(value, field):
+    assert post(World(), **{field: value}).status_code in (200, 400)
+
+
+# ---- how a message ends ----
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (Completed("stop", USAGE, DONE.timing), ("end_turn", None)),
+        (Completed("stop", USAGE, DONE.timing, stop="END"), ("stop_sequence", "END")),
+        (Completed("length", Usage(9, 0, 64), DONE.timing), ("max_tokens", None)),
+        (Completed("length", Usage(9, 0, 63), DONE.timing), ("model_context_window_exceeded", None)),
+    ],
+)
+def test_why_a_message_has_ended(end, expected):
+    for stream in (False, True):
+        answer = post(World(FakeBackend(((TextDelta("Hel"),), (end,)))), stream=stream)
+        told = next(event for event in read(answer.content) if event["type"] == "message_delta") if stream else None
+        why = told["delta"] if told else answer.json()
+        assert (why["stop_reason"], why["stop_sequence"]) == expected
+
+
+def test_a_forced_call_ends_with_tool_use():
+    script = ((ToolCallDelta(0, "a", "get_weather", "{}", closed=True),), (Completed("stop", USAGE, DONE.timing),))
+    assert post(World(FakeBackend(script)), tools=[TOOL]).json()["stop_reason"] == "tool_use"
+
+
+def test_a_call_that_was_cut_is_no_part_of_a_whole_message():
+    cut = ((ToolCallDelta(0, "a", "get_weather", '{"ci'),), (Completed("length", USAGE, DONE.timing),))
+    assert post(World(FakeBackend(cut)), tools=[TOOL]).json()["content"] == []
+
+
+TEXT = st.text(max_size=6)
+PIECES = st.lists(
+    st.builds(TextDelta, TEXT) | st.builds(ReasoningDelta, TEXT) | st.just("call") | st.just("cut"), max_size=8
+)
+
+
+@given(PIECES, st.sampled_from(["stop", "length", "tool_calls"]))
+def test_any_reply_streams_to_the_message_that_is_sent_whole(pieces, reason):
+    """Blocks begin and end one after the other, and the official client's reading of them is the whole message."""
+    made, calls = [], 0
+    for piece in pieces:
+        if isinstance(piece, str):
+            made.append(ToolCallDelta(calls, f"call_{calls}", "f", '{"a":'))
+            made.append(ToolCallDelta(calls, arguments="1}", closed=piece == "call"))
+            calls += 1
+        else:
+            made.append(piece)
+    made.append(Completed(reason, USAGE, DONE.timing))
+    encoder = AnthropicEncoder("msg_1", "m", 64)
+    found = read(encoder.opening() + encoder.encode(made))
+    opened = None
+    content = []
+    for event in found[2:-2]:
+        kind = event["type"]
+        if kind == "content_block_start":
+            assert (opened, event["index"]) == (None, len(content))
+            opened = event["index"]
+            content.append(dict(event["content_block"]))
+        elif kind == "content_block_stop":
+            assert event["index"] == opened
+            opened = None
+        else:
+            assert (kind, event["index"]) == ("content_block_delta", opened)
+            delta = dict(event["delta"])
+            delta.pop("type")
+            for name, value in delta.items():
+                content[-1][name] = content[-1].get(name, "") + value
+    assert opened is None
+    built = AnswerBuilder()
+    built.add(made)
+    whole = message_object("msg_1", "m", built.answer(), 64)
+    Message.model_validate(whole)
+    joined = {
+        kind: "".join(block.get(field, "") for block in content if block["type"] == kind)
+        for kind, field in (("text", "text"), ("thinking", "thinking"))
+    }
+    assert joined == {"text": built.answer().text or "", "thinking": built.answer().reasoning}
+    closed = [
+        block
+        for block in content
+        if block["type"] == "tool_use" and block["id"] in {c["id"] for c in whole["content"] if c["type"] == "tool_use"}
+    ]
+    assert [json.loads(block["partial_json"]) for block in closed] == [
+        block["input"] for block in whole["content"] if block["type"] == "tool_use"
+    ]
+    assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert found[-2]["usage"] == whole["usage"]
+
+
+def test_a_repeat_is_answered_from_the_cache():
+    world = World(FakeBackend(BOTH))
+    first = post(world, tools=[TOOL])
+    again = post(world, tools=[TOOL])
+    assert again.headers["x-holdfast-cache"] == "hit"
+    assert again.json()["content"] == first.json()["content"]
+    assert isinstance(again, httpx.Response)

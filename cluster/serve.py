@@ -345,6 +345,7 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
         server.client_connections,
         server.internal_host,
         settings.router.max_body_bytes,
+        body_s=settings.router.body_timeout_s,
     )
 
 

@@ -1,13 +1,17 @@
 """HAProxy as it is started for Ray Serve: what Serve writes for it, shaped by us, and a real one among rude clients."""
 
+import http.client
 import json
 import random
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,7 +69,7 @@ def test_messages_between_router_and_engine_hold_the_longest_request(tmp_path: P
 
 
 def test_a_configuration_that_looks_different_is_not_taken_for_a_shaped_one(tmp_path: Path) -> None:
-    text = written(tmp_path, 1, None)
+    text = written(tmp_path, 1, [])
     shaped = haproxy.shape(haproxy.shape(text, Limits(), tmp_path), Limits(), tmp_path)
     assert shaped.count("stick-table") == 1
     assert "splice" not in shaped  # HAProxy keeps files for it, also where it is switched off
@@ -76,8 +80,8 @@ def test_a_configuration_that_looks_different_is_not_taken_for_a_shaped_one(tmp_
 
 def test_a_router_that_vanishes_is_found_within_five_seconds(tmp_path: Path) -> None:
     limits = Limits()
-    shaped = haproxy.shape(written(tmp_path, 1, 2), limits, tmp_path)
-    (server,) = [line for line in shaped.splitlines() if line.startswith("    server s ")]
+    shaped = haproxy.shape(written(tmp_path, 1, [2]), limits, tmp_path)
+    (server,) = [line for line in shaped.splitlines() if line.startswith("    server s0 ")]
     assert server.endswith(" on-marked-down shutdown-sessions")
     (every,) = [line for line in shaped.splitlines() if "default-server" in line]
     assert every.split().count("inter") == every.split().count("fall") == 1
@@ -120,12 +124,46 @@ class Behind(BaseHTTPRequestHandler):
             self.close_connection = True
             self.flooded.set()
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(b"served")
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
     def log_message(self, *_: object) -> None:
         return
 
 
-def written(folder: Path, port: int, behind: int | None, stats: int = 8404, metrics: int = 9101) -> str:
-    """What Serve writes for its HAProxy, with one application behind it or none."""
+# Stands for a router in a process of its own that a signal ends, or stops, when it has read a request.
+LOST = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Lost(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        os.kill(os.getpid(), int(sys.argv[1]))
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Lost)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def written(folder: Path, port: int, behind: Sequence[int], stats: int = 8404, metrics: int = 9101) -> str:
+    """What Serve writes for its HAProxy, with the routers of an application behind it or none."""
     file = folder / "haproxy.cfg"
     options = HAProxyConfig(
         socket_path=str(folder / "a.sock"),
@@ -138,7 +176,7 @@ def written(folder: Path, port: int, behind: int | None, stats: int = 8404, metr
         nbthread=1,
         is_head=True,
     )
-    servers = [ServerConfig(name="s", host="127.0.0.1", port=behind or 0)]
+    servers = [ServerConfig(name=f"s{i}", host="127.0.0.1", port=port) for i, port in enumerate(behind)]
     backends = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)} if behind else {}
     api = HAProxyApi(options, backends, str(file))
     api._generate_config_file_internal()
@@ -146,7 +184,7 @@ def written(folder: Path, port: int, behind: int | None, stats: int = 8404, metr
 
 
 @contextmanager
-def running(folder: Path, limits: Limits, behind: int | None) -> Iterator[InternalPorts]:
+def running(folder: Path, limits: Limits, behind: Sequence[int]) -> Iterator[InternalPorts]:
     """A real HAProxy, started by the script as Ray starts it."""
     taken = ports.internal(random.Random())
     written(folder, taken.fallback, behind, taken.stats, taken.metrics)
@@ -170,15 +208,23 @@ def running(folder: Path, limits: Limits, behind: int | None) -> Iterator[Intern
 
 
 @pytest.fixture(name="behind")
-def behind_fixture() -> Iterator[int]:
+def behind_fixture() -> Iterator[list[int]]:
     Behind.flooded.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Behind)
+    with router(Behind) as server:
+        yield [server.server_port]
+
+
+@contextmanager
+def router(handler: type[Behind]) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture
@@ -202,7 +248,7 @@ def raw(port: int, data: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_headers_that_trickle_are_not_waited_for(folder: Path, behind: int, sent: bytes) -> None:
+def test_headers_that_trickle_are_not_waited_for(folder: Path, behind: list[int], sent: bytes) -> None:
     with running(folder, Limits(header_s=0.3), behind) as taken:
         assert raw(taken.fallback, sent)[0] == 408
 
@@ -214,20 +260,22 @@ def test_headers_that_trickle_are_not_waited_for(folder: Path, behind: int, sent
         (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
     ],
 )
-def test_a_request_whose_head_is_too_long_is_told_in_json(folder: Path, behind: int, sent: bytes, status: int) -> None:
+def test_a_request_whose_head_is_too_long_is_told_in_json(
+    folder: Path, behind: list[int], sent: bytes, status: int
+) -> None:
     with running(folder, Limits(), behind) as taken:
         found, body = raw(taken.fallback, sent)
     assert (found, json.loads(body)["error"]["type"]) == (status, "invalid_request_error")
 
 
 @pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 100_000])
-def test_what_is_no_request_is_refused(folder: Path, behind: int, sent: bytes) -> None:
+def test_what_is_no_request_is_refused(folder: Path, behind: list[int], sent: bytes) -> None:
     with running(folder, Limits(), behind) as taken, socket.create_connection(("127.0.0.1", taken.fallback)) as client:
         client.sendall(sent)
         assert client.recv(4096).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: int) -> None:
+def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: list[int]) -> None:
     with ExitStack() as stack:
         taken = stack.enter_context(running(folder, Limits(stall_s=0.3), behind))
         client = stack.enter_context(socket.create_connection(("127.0.0.1", taken.fallback)))
@@ -235,7 +283,7 @@ def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: int) -> None
         assert Behind.flooded.wait(PATIENT)
 
 
-def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, behind: int) -> None:
+def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, behind: list[int]) -> None:
     with running(folder, Limits(client_connections=5), behind) as taken, ExitStack() as open_ones:
         for _ in range(5):
             open_ones.enter_context(socket.create_connection(("127.0.0.1", taken.fallback)))
@@ -259,7 +307,7 @@ def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, be
     ],
 )
 def test_bodies_that_are_too_long_or_not_expected_do_not_get_through(
-    folder: Path, behind: int, method: str, headers: str, status: int
+    folder: Path, behind: list[int], method: str, headers: str, status: int
 ) -> None:
     with ExitStack() as stack:
         taken = stack.enter_context(running(folder, Limits(body_bytes=1000), behind))
@@ -269,22 +317,115 @@ def test_bodies_that_are_too_long_or_not_expected_do_not_get_through(
 
 
 def test_without_an_application_it_says_when_to_come_again(folder: Path) -> None:
-    with running(folder, Limits(), None) as taken:
+    with running(folder, Limits(), []) as taken:
         answer = httpx.post(f"http://127.0.0.1:{taken.fallback}/v1/chat/completions", json={}, trust_env=False)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert int(answer.headers["retry-after"]) > 0
 
 
 def test_a_router_that_is_gone_is_told_in_json(folder: Path) -> None:
-    with running(folder, Limits(), ports.internal(random.Random()).stats) as taken:
+    with running(folder, Limits(), [ports.internal(random.Random()).stats]) as taken:
         answer = httpx.get(f"http://127.0.0.1:{taken.fallback}/", trust_env=False, timeout=PATIENT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "retry-after" in answer.headers
 
 
+LOOKS_OFTEN = Limits(check_s=0.2)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A router whose process is killed, or stopped as a machine that vanishes, by the first request that it reads."""
+
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def gone(self) -> bool:
+        state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "TZ"
+
+
+@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+def lost(request: pytest.FixtureRequest) -> Iterator[Lost]:
+    command = [sys.executable, "-c", LOST, str(int(request.param))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield Lost(process, int(process.stdout.readline()))
+        process.kill()
+
+
+def clients(taken: InternalPorts, kept: bool) -> Iterator[http.client.HTTPConnection]:
+    """Connections for one request after the other: always the same, which had an answer before, or each its own."""
+    while True:
+        client = http.client.HTTPConnection("127.0.0.1", taken.fallback, timeout=PATIENT)
+        if kept:
+            client.request("GET", "/")
+            assert client.getresponse().read() == b"ok"
+        yield client
+        while kept:
+            yield client
+        client.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_lost_router_has_not_begun_to_answer_is_sent_to_another(
+    folder: Path, lost: Lost, behind: list[int], kept: bool
+) -> None:
+    """Also where its body came after its headers, as clients send it that do not wait for one buffer."""
+    body = b"x" * 20_000
+    with running(folder, LOOKS_OFTEN, [lost.port, *behind]) as taken:
+        for client in clients(taken, kept):
+            client.putrequest("POST", "/")
+            client.putheader("Content-Length", str(len(body)))
+            client.endheaders()
+            time.sleep(0.05)  # not to wait for something: the proxy is to read the two apart
+            client.send(body)
+            assert client.getresponse().read() == b"served"
+            if lost.gone:
+                break
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("length", [20_000, 3_000_000])
+def test_what_no_router_can_have_is_answered_503(folder: Path, lost: Lost, kept: bool, length: int) -> None:
+    """A long request, of which the proxy has let go; or any, where no other router is there."""
+    with ExitStack() as stack:
+        others = [] if length < haproxy.KEPT else [stack.enter_context(router(Behind)).server_port]
+        taken = stack.enter_context(running(folder, LOOKS_OFTEN, [lost.port, *others]))
+        for client in clients(taken, kept):
+            client.request("POST", "/", b"x" * length)
+            answer = client.getresponse()
+            found = answer.read()
+            if answer.status != 200:
+                break
+        assert (answer.status, json.loads(found)["error"]["code"]) == (503, "unavailable")
+        assert int(answer.headers["Retry-After"]) > 0
+
+
+def test_requests_of_every_length_are_served(folder: Path, behind: list[int]) -> None:
+    with running(folder, Limits(), behind) as taken:
+        client = http.client.HTTPConnection("127.0.0.1", taken.fallback, timeout=PATIENT)
+        for length in (0, 1, haproxy.KEPT, haproxy.KEPT + 1, haproxy.BUFFER, 3_000_000):
+            client.request("POST", "/", b"x" * length)
+            assert client.getresponse().read() == b"served", length
+        client.close()
+
+
+def test_a_body_that_trickles_is_not_waited_for(folder: Path, behind: list[int]) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nx"
+    with ExitStack() as stack:
+        taken = stack.enter_context(running(folder, Limits(body_s=0.3), behind))
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", taken.fallback), timeout=PATIENT))
+        client.sendall(head)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "request_timeout")
+
+
 @pytest.mark.parametrize(("host", "reached"), [("127.0.0.1", False), ("", True)])
 def test_statistics_and_metrics_listen_where_they_are_told_to(
-    folder: Path, behind: int, own_address: str, host: str, reached: bool
+    folder: Path, behind: list[int], own_address: str, host: str, reached: bool
 ) -> None:
     def answers(address: str, port: int, path: str) -> bool:
         try:
@@ -298,7 +439,7 @@ def test_statistics_and_metrics_listen_where_they_are_told_to(
             assert answers(own_address, port, path) is reached
 
 
-def test_idle_connections_keep_nobody_out(folder: Path, behind: int) -> None:
+def test_idle_connections_keep_nobody_out(folder: Path, behind: list[int]) -> None:
     """As many as one address may have, from another one: who comes after them is served, and they go by themselves."""
     with running(folder, Limits(header_s=0.5, connections=400), behind) as taken:
         url = f"http://127.0.0.1:{taken.fallback}/"

@@ -22,7 +22,9 @@ PYTHON = (3, 11)
 OBJECT_STORE = 128 << 20  # what `holdfast serve` asks of /dev/shm
 FILES = 4096
 DISK = 1 << 30
-PROCESSES = 1 << 30  # bytes of Ray, the router and Redis beside the engines
+RAY = 768 << 20  # bytes of Ray's processes with their objects, and of what starts them: 0.55 GiB were seen, 0.13 may be
+PROXY = 256 << 20  # bytes of HAProxy and of the two processes of Serve that tend it: 0.18 GiB were seen
+ROUTER = 256 << 20  # bytes of a router beside its cached answers, and of what parses for it: 0.16 GiB were seen
 EACH = 1 << 30  # bytes of an engine beside its weights and cells: torch, tokenizer, activations
 BESIDE_GPU = 4 << 30  # of host memory of an engine on a GPU, for CUDA's libraries are there, too
 INSTALL = "pip install -c constraints.txt holdfast, or `make serve` from a checkout"
@@ -61,6 +63,11 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     if not on_gpu:
         each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
     return each
+
+
+def router_bytes(settings: Settings) -> int:
+    """Bytes of the machine's own memory that one router takes, about."""
+    return ROUTER + settings.router.cache_memory
 
 
 def python(facts: Facts) -> Iterator[Finding]:
@@ -218,7 +225,7 @@ def model(settings: Settings) -> Iterator[Finding]:
 
 
 def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
-    """Weights and cells of all engines against what is free."""
+    """What all engines, routers and the proxy take against what is free."""
     try:
         shape = sizing.read_shape(checks.model_folder(settings.engine.model))
     except HoldfastError as error:
@@ -231,8 +238,10 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
         taken = facts.gpus[:count]  # Ray gives them out in their order
         fullest = min(taken, key=lambda gpu: gpu.free)
         yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), fullest)
-    need = count * engine_bytes(settings, on_gpu) + PROCESSES + settings.redis.memory_mb * 2**20
-    mend = "fewer --replicas, a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
+    beside = RAY + PROXY + settings.redis.memory_mb * 2**20
+    need = count * engine_bytes(settings, on_gpu) + settings.server.routers * router_bytes(settings) + beside
+    smaller = "a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
+    mend = f"fewer --replicas or --routers, {smaller}"
     yield _fits("memory", need, facts.memory_free, mend)
 
 

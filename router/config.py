@@ -24,7 +24,7 @@ class RouterConfig:
     """Every knob of the HTTP layer. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = 32 * 2**20  # a larger request body is refused (413)
-    max_in_flight: int = 4096  # requests of all tenants at once; one more is refused (429)
+    max_in_flight: int = 4096  # requests of all tenants at once; one more is refused (429). Half are shared by weight
     body_timeout_s: float = 60.0  # a request body that has not come in this time is refused (408)
     long_body_bytes: int = 2**20  # a longer body is parsed in a process beside the router's
     max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)

@@ -39,6 +39,7 @@ class Guard:
         self._config = config
         self._metrics = metrics
         self._limiter = Limiter(config.max_in_flight)
+        tenants.watch(self._limiter.share)
         self._drain = drain
         self._parser = parser
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)

@@ -263,6 +263,18 @@ class _Step:
     id: str
     places: tuple[str, ...] = ()  # keys beside those of its record
 
+    @classmethod
+    def now(
+        cls,
+        source: str,
+        key: str,
+        known: Program | None,
+        *arguments: str | bytes | float,
+        places: tuple[str, ...] = (),
+        id_: str = "",
+    ) -> _Step:
+        return cls(source, key, known, arguments, time.monotonic(), id_ or secrets.token_hex(6), places)
+
     @property
     def keys(self) -> list[str]:
         return [*record_keys(self.key), *self.places]
@@ -337,7 +349,7 @@ class ProgramTable:
 
     async def _begin(self, key: str, head: str, continues: str, id_: str = "") -> Begun | None:
         life, known = secrets.token_hex(6), self._get(key)
-        answer = await self._tell(self._step(_BEGIN, key, known, self._rest_s, life, head, continues, id_=id_))
+        answer = await self._tell(_Step.now(_BEGIN, key, known, self._rest_s, life, head, continues, id_=id_))
         if answer is None:
             known = self._get(key)  # may have changed meanwhile
             if continues and (known is None or known.gone or known.head != continues):
@@ -367,7 +379,7 @@ class ProgramTable:
         places: tuple[str, ...] = ()
         if stand is not None:
             arguments, places = (*arguments, stand.program, stand.value), (stand.place,)
-        answer = await self._tell(self._step(_END, key, known, *arguments, places=places))
+        answer = await self._tell(_Step.now(_END, key, known, *arguments, places=places))
         if answer is None:
             known = self._get(key) or turn
             if known.gone or known.life != turn.life:
@@ -383,7 +395,7 @@ class ProgramTable:
     async def forget(self, key: str) -> bool:
         """A program is over, and its name is free. False where nobody knows it."""
         known = self._get(key)
-        answer = await self._tell(self._step(_FORGET, key, known))
+        answer = await self._tell(_Step.now(_FORGET, key, known))
         now = self._clock()
         if answer is None:
             if known is None or known.gone:
@@ -426,17 +438,6 @@ class ProgramTable:
             self._known.put(key, program, self._clock() + self._ttl_s, owner=key.partition("/")[0])
 
     # ---- Redis ----
-
-    def _step(
-        self,
-        source: str,
-        key: str,
-        known: Program | None,
-        *arguments: str | bytes | float,
-        places: tuple[str, ...] = (),
-        id_: str = "",
-    ) -> _Step:
-        return _Step(source, key, known, arguments, time.monotonic(), id_ or secrets.token_hex(6), places)
 
     async def _tell(self, step: _Step) -> list[Any] | None:
         """What Redis says to it, after all that it has not been told of the same program. None: it is away."""

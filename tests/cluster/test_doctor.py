@@ -225,9 +225,21 @@ def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) ->
 
 @pytest.mark.parametrize(("free", "state"), [(6 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
 def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) -> None:
-    """Four GiB, the weights while they are loaded, and one for what is beside the engines."""
+    """Four GiB, the weights while they are loaded, and one and a half for what is beside the engines."""
     _, of_the_host = doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free))
     one([of_the_host], state)
+
+
+def test_every_router_counts() -> None:
+    """Each with its cached answers: what is enough for one of them is not for forty."""
+    needs = []
+    for routers in (1, 2, 40):
+        told = settings(server=ServerConfig(routers=routers))
+        (found,) = doctor_checks.memory(told, replace(WELL, memory_free=5 * GIB))
+        needs.append(float(found.found.split()[1]))
+        one([found], State.OK if routers < 40 else State.FAIL, "" if routers < 40 else "--routers")
+    assert needs[1] - needs[0] == pytest.approx(doctor_checks.router_bytes(settings()) / GIB, abs=0.11)
+    assert needs[2] - needs[0] == pytest.approx(39 * doctor_checks.router_bytes(settings()) / GIB, abs=0.11)
 
 
 def test_memory_of_a_machine_and_of_a_container() -> None:

@@ -23,6 +23,9 @@ import pytest
 import redis
 from redis_server import RedisServer
 
+from holdfast.cluster import doctor_checks
+from holdfast.cluster.config import Settings
+
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
 TURNS = 6
 AT_ONCE = 8
@@ -245,6 +248,20 @@ def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
     )
 
 
+def test_doctor_counts_as_much_for_a_router_and_the_proxy_as_they_take(
+    cluster: Any, eventually: Callable[..., None]
+) -> None:
+    Routers(cluster, eventually)  # one was killed
+    routers = [resident(pid) for pid in pids(cluster, ROUTER)]
+    assert len(routers) == 2
+    assert max(routers) < doctor_checks.router_bytes(Settings())
+    # Of the two processes of Serve that tend the proxy half is what all of Ray's share.
+    tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in pids(cluster, name)]
+    proxy = sum(resident(pid) for pid in pids(cluster, "/haproxy -")) + sum(tended)
+    assert 0 < proxy < doctor_checks.PROXY
+    print(f"routers {[each >> 20 for each in routers]} MiB, proxy {proxy / 2**20:.0f} MiB")
+
+
 def ask(program: Program, router: str, served: "Countdown") -> None:
     program.turn(router)
     served.one()
@@ -295,6 +312,11 @@ class Routers:
         urls = [url for pid in pids(self._cluster, ROUTER) for url in listening(pid) if answers(url)]
         self.urls = sorted(urls)
         return len(urls) == 2
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pids(cluster: Any, name: str) -> list[int]:

@@ -258,6 +258,19 @@ def test_a_limited_tenant_is_refused_before_its_body_is_read(method, path):
     assert world.call("GET", "/health").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_a_stranger_is_refused_before_its_body_is_read(path):
+    world, read = World(tenants=TenantDirectory([OTHER])), []
+
+    async def body():
+        read.append(path)
+        yield b"{}"
+
+    for headers in ({}, bearer("nobody's")):
+        assert world.call("POST", path, content=body(), headers=headers).status_code == 401
+    assert read == []
+
+
 def test_a_place_is_taken_while_the_body_comes():
     world = World(tenants=TenantDirectory([replace(OTHER, limits=TenantLimits(max_concurrent=1))]))
 

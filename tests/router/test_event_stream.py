@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from holdfast.router.config import RouterConfig
 from holdfast.router.event_stream import ClientGoneError, EventStream, until_disconnect
 
 
@@ -104,6 +105,10 @@ def test_a_client_that_takes_nothing_closes_the_source():
         assert (source.closed, source.chunks) == (1, [b"b"])
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_takes_nothing_is_waited_for_half_a_minute_at_most():
+    assert RouterConfig().stall_s <= 30.0
 
 
 def test_a_source_may_be_slow():

@@ -125,3 +125,17 @@ def test_a_long_answer_and_foreign_bytes_are_misses():
 )
 def test_who_goes_past_the_cache(header, on, bypassed):
     assert cache(response_cache=on).bypassed(header) is bypassed
+
+
+def test_a_tenants_flood_leaves_another_its_answers():
+    async def scenario():
+        kept = cache(store=MemoryStore(1, 1), cache_entries=16)
+        kept.keep("cache/quiet/0", ANSWER)
+        for i in range(200):
+            kept.keep(f"cache/noisy/{i}", ANSWER)
+        await kept.drain()
+        assert await kept.find("cache/quiet/0") is not None
+        assert await kept.find("cache/noisy/0") is None
+        assert await kept.find("cache/noisy/199") is not None
+
+    asyncio.run(scenario())

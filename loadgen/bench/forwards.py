@@ -61,7 +61,7 @@ class Timing:
     step_ms: float
     chain_ms: float
     weights_ms: float
-    peers_ms: Mapping[str, float] = field(default_factory=dict)  # by name; of shapes of several sequences nothing
+    peers_ms: Mapping[str, float | None] = field(default_factory=dict)  # by name; of several sequences nothing
 
     @property
     def over_chain(self) -> float:
@@ -142,9 +142,10 @@ class LlamaServer:
     def __init__(self, name: str, url: str) -> None:
         self.name, self._url, self._rng = name, url, np.random.default_rng(0)
 
-    def milliseconds(self, shape: StepShape) -> float:
+    def milliseconds(self, shape: StepShape) -> float | None:
         """Of one forward over a context that is computed before: of a token after a prompt, or of a window of one.
 
+        None where it computes other tokens than these: it did not keep the context.
         A single token is the mean of eight, of which the first one, drawn from the prompt's forward, counts for none.
         """
         length = shape.context + (shape.window if shape.window > 1 else 0)
@@ -155,9 +156,7 @@ class LlamaServer:
         if shape.context:
             self._ask(prompt[: shape.context], 1)
         told = self._ask(prompt, 1)
-        if told["prompt_n"] != shape.window:
-            raise UnavailableError(f"{self.name} computed {told['prompt_n']} tokens, not {shape.window}")
-        return float(told["prompt_ms"])
+        return float(told["prompt_ms"]) if told["prompt_n"] == shape.window else None
 
     def _ask(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "id_slot": 0}
@@ -188,7 +187,7 @@ def measure(
         chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
         steps, chains = [], []
         asked = [peer for peer in peers if shape.sequences == 1]
-        theirs: dict[str, list[float]] = {peer.name: [] for peer in asked}
+        theirs: dict[str, list[float | None]] = {peer.name: [] for peer in asked}
         for _ in range(repeat + 1):
             if peers:
                 time.sleep(PAUSE_S)
@@ -199,8 +198,14 @@ def measure(
                 time.sleep(PAUSE_S)
                 theirs[peer.name].append(peer.milliseconds(shape))
         step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
-        told = {name: statistics.median(found[1:]) for name, found in theirs.items()}
+        told = {name: _median(found[1:]) for name, found in theirs.items()}
         yield Timing(shape.name, step, plain, floors.weights_s() * 1e3, told)
+
+
+def _median(found: Sequence[float | None]) -> float | None:
+    """None where one is missing."""
+    told = [each for each in found if each is not None]
+    return statistics.median(told) if len(told) == len(found) else None
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -234,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _line(timing: Timing) -> str:
     milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.weights_ms:10.2f}"
-    theirs = "".join(f" {found:13.2f} {found / timing.step_ms:6.2f}" for found in timing.peers_ms.values())
+    theirs = "".join(
+        f" {'-':>13} {'':6}" if found is None else f" {found:13.2f} {found / timing.step_ms:6.2f}"
+        for found in timing.peers_ms.values()
+    )
     return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}{theirs}"
 
 

@@ -82,8 +82,7 @@ def test_a_peers_forward_is_of_the_window_alone_or_of_one_token(peer):
     assert asked.milliseconds(forwards.StepShape("prefill", 1, 20, 0, drawn=False)) == 20
     assert asked.milliseconds(forwards.StepShape("decode", 1, 1, 40)) == 3
     Answering.known = []
-    with pytest.raises(UnavailableError, match="computed 48 tokens, not 8"):
-        Forgetful("theirs", peer).milliseconds(forwards.StepShape("verify", 1, 8, 40))
+    assert Forgetful("theirs", peer).milliseconds(forwards.StepShape("verify", 1, 8, 40)) is None
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         asked = forwards.LlamaServer("theirs", f"http://127.0.0.1:{nobody.getsockname()[1]}")

@@ -56,14 +56,14 @@ chart: $(STAMP_DEV)
 	$(BIN)/python tests/helm/snapshots.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or later; say which with PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt kernels/attention_c.c | $(BIN)/python
 	@echo "installing into $(VENV); this takes some minutes, once"
 	@$(PIP) -e .
 	@touch $@

@@ -14,13 +14,13 @@ COPY constraints.txt pyproject.toml docker/requirements.py ./
 RUN python requirements.py > requirements.txt \
  && pip install --index-url https://download.pytorch.org/whl/cpu --no-deps torch \
  && pip install -r requirements.txt
-COPY README.md ./
+COPY README.md setup.py ./
 COPY kernels kernels
 COPY replicas replicas
 COPY router router
 COPY cluster cluster
 COPY loadgen loadgen
-RUN pip install "setuptools>=80" && pip install --no-deps --no-build-isolation . && pip uninstall --yes pip
+RUN pip install "setuptools>=80" && pip install --no-deps . && pip uninstall --yes pip
 # What Ray is to start as HAProxy, so that it sees clients go.
 RUN python -m holdfast.cluster.haproxy /opt/holdfast/bin/haproxy-unspliced
 

@@ -17,6 +17,7 @@ o = sum_i exp(l_i - l) o_i, l = log sum_i exp(l_i). That is how runs of pages ar
 import torch
 from torch import Tensor
 
+from holdfast.kernels.attention_c import attend_c, takes
 from holdfast.kernels.attention_cpu import attend_cpu
 from holdfast.kernels.paging import PagedBatch
 
@@ -43,6 +44,8 @@ def paged_attention(
     if heads % kv.shape[4] or tokens != batch.cells.shape[0]:
         raise ValueError(f"{heads} heads over {kv.shape[4]}, {tokens} tokens against {batch.cells.shape[0]} cells")
     if q.device.type == "cpu":
+        if takes(q, kv, batch):
+            return attend_c(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
         return attend_cpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
     from holdfast.kernels.attention_gpu import attend_gpu  # Triton comes with torch for a GPU and not for a CPU
 

@@ -6,7 +6,7 @@ read in place as one strided tensor. Nothing here knows requests, models or who 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ class PagedBatch:
     lengths: Sequence[int]
     cells: Tensor
     runs: Sequence[PageRuns]
-    plans: dict[int, Any] = field(default_factory=dict)
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
     def cells_of(self, chunk: int, low: int, high: int) -> Tensor:
         """Cells of positions [low, high) of chunk's sequence, [high - low] int64 on the device."""

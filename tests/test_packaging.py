@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
-LEFT_OUT = shutil.ignore_patterns("__pycache__")
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")  # what an editable install has built there
+LIBRARY = "holdfast/kernels/libattention.so"
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=LEFT_OUT)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, source / name)
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -33,7 +34,7 @@ def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> No
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
     expected = {f"holdfast/{path.relative_to(ROOT)}" for path in paths if "__pycache__" not in path.parts}
-    assert inside == expected
+    assert inside - {LIBRARY} == expected - {LIBRARY}
 
 
 def test_the_shipped_model_is_in_it(wheel: Path) -> None:

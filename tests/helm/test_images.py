@@ -68,7 +68,7 @@ def test_every_package_is_copied(stages: list[Stage]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {name.split(".")[1] for name in project["tool"]["setuptools"]["packages"]}
     copied = {path for sources, _ in stages[0].copied for path in sources}
-    assert folders | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= copied
+    assert folders | {"pyproject.toml", "setup.py", "constraints.txt", project["project"]["readme"]} <= copied
 
 
 def test_everything_is_installed_by_the_constraints(stages: list[Stage]) -> None:

@@ -1,0 +1,297 @@
+"""Attention on a CPU by the kernel in `attention_c.c`: which of its ways is used, and how a forward becomes its tasks.
+
+The kernel is built with the package, for x86-64 on Linux (setup.py). Its ways are named by what a processor must have,
+the fastest first: AVX512-BF16, AVX512, and AVX2 with FMA. It takes float32 and bfloat16; everything else, and every
+machine without it, goes torch's way (`attention_cpu`). `use` chooses one for the whole process.
+
+A chunk is cut by its own length and the model's heads alone, never by what else is in the batch or by how many threads
+there are: a request's results do not depend on either. The threads are those of torch's own OpenMP team. Maths, tiles
+and the tasks themselves: `attention_c.c`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from holdfast.kernels.paging import PagedBatch
+
+log = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int32]
+
+SOURCE, LIBRARY = "attention_c.c", "libattention.so"
+TORCH = "torch"  # the way without the kernel
+# What each way needs of a processor, as torch names it, and its function for each dtype; the fastest first.
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_cd", "avx2", "fma3", "bmi2")
+_NEEDS = {
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": ("avx2", "fma3", "bmi", "bmi2", "f16c"),
+}
+_FUNCTIONS = {
+    "avx512_bf16": {torch.bfloat16: "attend_pairs_avx512", torch.float32: "attend_float32_avx512"},
+    "avx512": {torch.bfloat16: "attend_bfloat16_avx512", torch.float32: "attend_float32_avx512"},
+    "avx2": {torch.bfloat16: "attend_bfloat16_avx2", torch.float32: "attend_float32_avx2"},
+}
+WAYS = (*_FUNCTIONS, TORCH)
+
+MAX_DIM = 256
+MAX_ROWS = 128  # query rows, the heads of a group counted, of a span
+TASKS = 128  # that about fill a machine
+PART = 256  # the least positions that are worth a task
+_BLOCK = 128  # parts are multiples of so many positions
+_ALL = np.iinfo(np.int32).max
+
+# Columns of a span; `Span` in attention_c.c says what they are.
+FIRST, COUNT, START, ROW, LOW, HIGH, SIZE, BEFORE, PARTS, SLOT, STRIDE, MERGED, OTHER, OTHERS, OTHER_STRIDE = range(15)
+
+
+class _Plan(ctypes.Structure):
+    """`Plan` in attention_c.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parallel", "pages", "spans", "order", "partial", "sums")),
+        *((name, ctypes.c_int64) for name in ("slots", "page_size", "cell_stride", "head_stride")),
+        *((name, ctypes.c_int32) for name in ("n_spans", "heads", "kv_heads", "dim", "window")),
+    ]
+
+
+@dataclass(slots=True)
+class CPlan:
+    """What every layer of a forward shares: the kernel's function, its plan, and where the store's layers lie.
+
+    Addresses and sizes are in bytes. `held`: what the plan points to.
+    """
+
+    function: Callable[..., None]
+    plan: int
+    kv: Tensor
+    store: int
+    layer_size: int
+    half_size: int
+    held: tuple[Any, ...]
+
+
+def use(way: str = "auto") -> str:
+    """Choose the way of attention on a CPU for this process; "auto": the fastest there is. Returns which it is.
+
+    Raises ValueError for one that is not known, or that this machine or installation does not have.
+    """
+    there = available()
+    if way != "auto" and way not in there:
+        why = library_missing() or "this processor has no more"
+        raise ValueError(f"no {way!r} on this machine, only {', '.join(there)}: {why}")
+    _chosen[:] = [there[0] if way == "auto" else way]
+    return _chosen[0]
+
+
+_chosen: list[str] = []  # the way in use, once there is one
+
+
+def way() -> str:
+    """The way in use; chooses the fastest where nobody has chosen. Says once if the kernel is missing."""
+    if not _chosen:
+        if missing := library_missing():
+            log.warning("attention on the CPU runs in torch, which is several times slower: %s", missing)
+        use()
+    return _chosen[0]
+
+
+@functools.cache
+def available() -> tuple[str, ...]:
+    """The ways that this processor and this installation have, the fastest first; the last one is torch."""
+    if library_missing():
+        return (TORCH,)
+    has = torch.cpu.get_capabilities()
+    return (*(name for name, needs in _NEEDS.items() if all(has.get(need) for need in needs)), TORCH)
+
+
+@functools.cache
+def library_missing() -> str:
+    """Why there is no kernel, or ""."""
+    try:
+        _library()
+        _team()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The kernel as it was built. Raises OSError where it was not, or from another source than lies beside it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise OSError(f"the kernel is written for x86-64 on Linux, not for {platform.machine()} on {sys.platform}")
+    path = Path(__file__).with_name(LIBRARY)
+    if not path.exists():
+        raise OSError(f"{path.name} is not built; `pip install -e .` or `make` builds it")
+    library = ctypes.CDLL(str(path))
+    source = path.with_name(SOURCE)
+    if (
+        source.exists()
+        and source_digest(source.read_bytes()) != ctypes.c_uint64.in_dll(library, "attention_source").value
+    ):
+        raise OSError(f"{path.name} was built from another {SOURCE}; `pip install -e .` or `make` builds it again")
+    return library
+
+
+def source_digest(source: bytes) -> int:
+    """What the library says of the source that it was built from."""
+    return int.from_bytes(hashlib.sha256(source).digest()[:8], "big")
+
+
+@functools.cache
+def _team() -> int:
+    """Address of the GOMP_parallel that torch itself calls. Raises OSError where torch has another kind of threads.
+
+    Looked up as the dynamic linker did for torch: in what is loaded for everybody, then in what torch's library needs.
+    """
+    own = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    for library in (None, str(own)):
+        function = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
+        if function is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value or 0
+    raise OSError("torch was not built with GNU OpenMP")
+
+
+@functools.cache
+def _function(way: str, dtype: torch.dtype, dim: int) -> Callable[..., None] | None:
+    """The kernel's function for a head size, or None. Vectors of 16 do not fit every size that those of 8 do."""
+    for name in (way, "avx2"):
+        lanes = 8 if name == "avx2" else 16
+        if name in _FUNCTIONS and dtype in _FUNCTIONS[name] and dim % (2 * lanes) == 0 and 0 < dim <= MAX_DIM:
+            function = _library()[_FUNCTIONS[name][dtype]]
+            pointer, long, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+            function.argtypes = [pointer, pointer, long, long, pointer, pointer, pointer, real, real, ctypes.c_int32]
+            function.restype = None
+            return function
+    return None
+
+
+def takes(q: Tensor, kv: Tensor, batch: PagedBatch) -> bool:
+    """Whether the kernel attends with `q` over `kv`, in the way that is in use."""
+    stride, table = kv.stride(), batch.page_table
+    return (
+        way() != TORCH
+        and q.dtype == kv.dtype
+        and _function(way(), kv.dtype, q.shape[2]) is not None
+        and q.shape[1] // kv.shape[4] <= MAX_ROWS
+        and stride[5] == 1
+        and stride[2] == kv.shape[3] * stride[3]
+        and q.stride(2) == 1
+        and table.dtype == torch.int32
+        and table.stride(1) == 1
+    )
+
+
+def attend_c(q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float, window: int, softcap: float) -> Tensor:
+    """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Only for what the kernel `takes`.
+
+    Raises IndexError for a layer that is not, or a chunk that reaches outside the page table.
+    """
+    if not 0 <= layer < kv.shape[0]:
+        raise IndexError(f"layer {layer} of {kv.shape[0]}")
+    key = (way(), window)
+    plan: CPlan | None = batch.plans.get(key)
+    if plan is None or plan.kv is not kv:
+        plan = batch.plans[key] = make_plan(q, kv, batch, window)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    keys = plan.store + layer * plan.layer_size
+    plan.function(
+        plan.plan,
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        keys,
+        keys + plan.half_size,
+        out.data_ptr(),
+        scale,
+        softcap,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
+    """Cut the chunks into spans; see `cut`. Raises IndexError for a chunk that reaches outside the page table."""
+    tokens, heads, dim = q.shape
+    function = _function(way(), kv.dtype, dim)
+    assert function is not None
+    table = batch.page_table
+    extent = max(start + length for start, length in zip(batch.starts, batch.lengths, strict=True))
+    if extent > table.shape[1] * batch.page_size or max(batch.rows) >= len(table):
+        raise IndexError(f"position {extent - 1} lies outside a page table of {tuple(table.shape)}")
+    spans, partials = cut(batch, heads // kv.shape[4], kv.shape[4], window)
+    order = np.arange(tokens, dtype=np.int32)
+    partial = torch.empty(max(partials, 1) * heads * (dim + 2), dtype=torch.float32)
+    plan = _Plan(
+        parallel=_team(),
+        pages=table.data_ptr(),
+        spans=spans.ctypes.data,
+        order=order.ctypes.data,
+        partial=partial.data_ptr(),
+        sums=partial[max(partials, 1) * heads * dim :].data_ptr(),
+        slots=table.stride(0),
+        page_size=batch.page_size,
+        cell_stride=kv.stride(3),
+        head_stride=kv.stride(4),
+        n_spans=len(spans),
+        heads=heads,
+        kv_heads=kv.shape[4],
+        dim=dim,
+        window=window,
+    )
+    return CPlan(
+        function=function,
+        plan=ctypes.addressof(plan),
+        kv=kv,
+        store=kv.data_ptr(),
+        layer_size=kv.stride(0) * kv.itemsize,
+        half_size=kv.stride(1) * kv.itemsize,
+        held=(plan, spans, order, partial, table),
+    )
+
+
+def cut(batch: PagedBatch, group: int, kv_heads: int, window: int) -> tuple[Ints, int]:
+    """The spans of a batch [n, 15] int32, those with the longest parts first, and how many partial results they have.
+
+    A chunk of more than `MAX_ROWS` rows is cut into blocks of tokens, and each block's positions into parts: as many as
+    give a machine enough tasks, and none shorter than `PART`. Parts end at multiples of their length.
+    """
+    block = max(1, MAX_ROWS // group)
+    spans = []
+    first = partials = 0
+    for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
+        blocks = -(-length // block)
+        most = -(-TASKS // (blocks * kv_heads))
+        for at in range(0, length, block):
+            count = min(block, length - at)
+            low, high = max(0, start + at - window + 1) if window else 0, start + at + count
+            size, parts = _ALL, 1
+            wanted = min(most, (high - low) // PART)
+            if wanted > 1:
+                size = -(-(high - low) // (wanted * _BLOCK)) * _BLOCK
+                parts = -(-high // size) - low // size
+            slot, merged = (partials, 1) if parts > 1 else (-1, 0)
+            partials += parts * count * merged
+            longest = min(size, high - low)
+            spans.append(
+                (longest, (first + at, count, start + at, row, low, high, size, 0, parts, slot, count, merged, 0, 0, 0))
+            )
+        first += length
+    spans.sort(key=lambda span: span[0], reverse=True)
+    table = np.array([span for _, span in spans], np.int32)
+    table[:, BEFORE] = np.cumsum(table[:, PARTS]) - table[:, PARTS]
+    return table, partials

@@ -1,0 +1,72 @@
+"""Builds what is not Python: the attention kernel for CPUs, `kernels/attention_c.c`, for x86-64 on Linux.
+
+Zig's C compiler, a wheel that is needed for nothing else, makes one library of it: the same file once for each kind of
+processor and each dtype. Where that fails the package is built without, says so, and attention runs in torch.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# Which processor each function is for, the float32 values of its vectors, and how it computes; see attention_c.c.
+VARIANTS = {
+    "attend_pairs_avx512": ("x86_64_v4+avx512bf16", 16, "-DPAIRS=1 -DWIDE=0"),
+    "attend_bfloat16_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=0"),
+    "attend_float32_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=1"),
+    "attend_bfloat16_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=0"),
+    "attend_float32_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=1"),
+}
+GLIBC = "2.17"  # or later: as torch's own wheels
+FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
+
+
+def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, tuple[str, int, str]]) -> None:
+    """Make `library` of `source`; objects and the compiler's cache go under `room`.
+
+    Raises subprocess.CalledProcessError, with what the compiler says, or OSError.
+    """
+    cache = str(room.resolve() / "zig-cache")
+    environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", *FLAGS.split()]
+    digest = int.from_bytes(hashlib.sha256(source.read_bytes()).digest()[:8], "big")
+    commands = [("source", [f"-DSOURCE={digest}u"])]
+    for name, (processor, lanes, how) in variants.items():
+        commands.append((name, [f"-mcpu={processor}", f"-DLANES={lanes}", *how.split(), f"-DNAME={name}"]))
+    room.mkdir(parents=True, exist_ok=True)
+    objects = [str(room / f"{name}.o") for name, _ in commands]
+    for (_, flags), target in zip(commands, objects, strict=True):
+        _run([*compiler, *flags, "-c", str(source), "-o", target], environment)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    _run([*compiler, "-shared", "-s", "-o", str(library), *objects], environment)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+class BuildKernel(build_ext):
+    """`build_ext` for a library that Python does not import: ctypes loads it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            room = Path(self.build_temp)
+            compile_kernel(Path(ext.sources[0]), Path(self.get_ext_fullpath(ext.name)), room, VARIANTS)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = (getattr(error, "output", None) or "").strip()
+            self.warn(f"no attention kernel for CPUs: attention runs in torch, several times slower ({error})\n{said}")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+
+KERNEL = Extension("holdfast.kernels.libattention", ["kernels/attention_c.c"], optional=True)
+HERE = sys.platform == "linux" and platform.machine() == "x86_64"
+
+if __name__ == "__main__":
+    setup(ext_modules=[KERNEL] if HERE else [], cmdclass={"build_ext": BuildKernel})

@@ -1,0 +1,262 @@
+"""The C kernel against the reference in every way, over random mixes of chunks; how it is cut, built and found.
+
+A way that this processor lacks is tested as the same source compiled for AVX2, its vectors in halves and the product of
+pairs computed; that takes the compiler, which the development install brings.
+"""
+
+import ctypes
+import importlib.util
+import logging
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_world import PagedWorld, relative_error
+
+from holdfast.kernels import attention_c, attention_cpu
+from holdfast.kernels.attention import paged_attention
+from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PARTS, SIZE, START
+
+ROOT = Path(__file__).parent.parent.parent
+BUILD = runpy.run_path(str(ROOT / "setup.py"))
+ABLE = BUILD["HERE"] and bool(torch.cpu.get_capabilities().get("avx2"))
+COMPILER = importlib.util.find_spec("ziglang") is not None
+WAYS = attention_c.WAYS[:-1]
+
+pytestmark = pytest.mark.skipif(not ABLE, reason="the kernel is for x86-64 with AVX2, on Linux")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="ziglang is not installed")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every way, compiled for AVX2."""
+    if not COMPILER:
+        pytest.skip("this processor lacks the way, and ziglang is not installed to emulate it")
+    room = tmp_path_factory.mktemp("emulated")
+    variants = {name: ("x86_64_v3", lanes, how) for name, (_, lanes, how) in BUILD["VARIANTS"].items()}
+    BUILD["compile_kernel"](ROOT / "kernels" / attention_c.SOURCE, room / "all.so", room, variants)
+    return ctypes.CDLL(str(room / "all.so"))
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way in turn, native where this processor has it and the library is built."""
+    if request.param not in attention_c.available():
+        library = request.getfixturevalue("emulated")
+        monkeypatch.setattr(attention_c, "_library", lambda: library)
+        monkeypatch.setattr(attention_c, "available", lambda: attention_c.WAYS)
+        attention_c._function.cache_clear()
+    yield attention_c.use(request.param)
+    monkeypatch.undo()
+    attention_c._function.cache_clear()
+    attention_c.use()
+
+
+span = st.tuples(
+    st.one_of(st.integers(0, 300), st.integers(500, 1500)),
+    st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 90)),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    spans=st.lists(span, min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 8, 16]),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 4, 7, 8, 12]),
+    dim=st.sampled_from([16, 32, 64, 80, 96, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+    scattered=st.sampled_from([0, 0.1, 1]),
+    heads_first=st.booleans(),
+    window=st.sampled_from([None, None, 1, 7, 64, 700]),
+    softcap=st.sampled_from([None, None, 2.0, 30.0]),
+)
+def test_every_way_is_the_reference(way, window, softcap, **shape):
+    """Cells that no sequence has written are NaN in `PagedWorld`: one that was read would show."""
+    world = PagedWorld(**shape)
+    assert attention_c.takes(world.q, world.kv, world.batch)
+    exact = world.reference(window, softcap)
+    tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
+    torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 4, 8, 60])
+def test_as_near_to_float64_as_torch(way, dtype, length):
+    world = PagedWorld([(1000, length), (30, length)], 16, 2, 2, 64, dtype, 3)
+    exact = world.reference(dtype=torch.float64)
+    ours, torchs = world.attend(), attention_cpu.attend_cpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0)
+    # What rounding the weights to bfloat16 may cost, which torch does on some processors and not on others.
+    allowed = 2e-3 if dtype == torch.bfloat16 else 0.0
+    assert relative_error(ours, exact) <= max(relative_error(torchs, exact) * 1.2, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype):
+    spans = [(2900, 1), (700, 5), (0, 130), (1300, 64)]
+    together = PagedWorld(spans, 16, 2, 2, 64, dtype, 1)
+    scattered = PagedWorld(spans, 16, 2, 2, 64, dtype, 1, scattered=1)
+    _copy_cells(together, scattered)
+    scattered.q = together.q
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            results.append(together.attend())
+    finally:
+        torch.set_num_threads(threads)
+    for other in (*results[1:], scattered.attend()):
+        assert torch.equal(results[0], other)
+    first = 0
+    for chunk, (start, length) in enumerate(spans):
+        alone = PagedWorld([(start, length)], 16, 2, 2, 64, dtype, 1)
+        _copy_cells(together, alone, chunk)
+        alone.q = together.q[first : first + length]
+        assert torch.equal(alone.attend(), results[0][first : first + length])
+        first += length
+
+
+def _copy_cells(source: PagedWorld, target: PagedWorld, only: int | None = None) -> None:
+    """The keys and values of every sequence, or of one, to where they lie in another store."""
+    for chunk in range(len(source.batch.starts)) if only is None else [only]:
+        end = source.batch.starts[chunk] + source.batch.lengths[chunk]
+        cells = source.batch.cells_of(chunk, 0, end)
+        there = target.batch.cells_of(chunk if only is None else 0, 0, end)
+        target.kv.flatten(2, 3)  # raises where it would have to copy
+        size = target.kv.shape[3]
+        target.kv[:, :, there // size, there % size] = source.kv[:, :, cells // size, cells % size]
+
+
+def test_a_query_that_is_no_number_says_so_and_spoils_no_other(way):
+    world = PagedWorld([(300, 1), (20, 30)], 16, 1, 2, 64, torch.float32, 2)
+    world.q[0, 0] = torch.nan
+    world.q[9, 1] = torch.nan
+    broken = world.attend().isnan().all(-1).nonzero().tolist()
+    assert broken == [[0, 0], [9, 1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300)), min_size=1, max_size=5),
+    group=st.integers(1, 16),
+    kv_heads=st.integers(1, 16),
+    window=st.sampled_from([0, 0, 1, 500, 4000]),
+)
+def test_every_token_meets_every_position_once(spans, group, kv_heads, window):
+    world = PagedWorld([(1, 1)], 16, 1, 1, 16, torch.float32, 0).batch
+    world.starts, world.lengths, world.rows = [s for s, _ in spans], [n for _, n in spans], range(len(spans))
+    table, partials = attention_c.cut(world, group, kv_heads, window)
+    position = np.concatenate([np.arange(s, s + n) for s, n in spans])
+    met = np.zeros(len(position), int)
+    slots = 0
+    for each in table:
+        count, first = each[COUNT], each[FIRST]
+        assert count * group <= max(attention_c.MAX_ROWS, group)
+        assert list(position[first : first + count]) == list(range(each[START], each[START] + count))
+        edges = [
+            each[LOW],
+            *range((each[LOW] // each[SIZE] + 1) * int(each[SIZE]), each[HIGH], int(each[SIZE])),
+            each[HIGH],
+        ]
+        assert len(edges) - 1 == each[PARTS]
+        assert each[LOW] == (max(0, each[START] - window + 1) if window else 0)
+        assert each[HIGH] == each[START] + count
+        met[first : first + count] += 1
+        slots += each[PARTS] * count if each[PARTS] > 1 else 0
+    assert (met == 1).all()
+    assert slots == partials
+
+
+def test_a_way_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(attention_c, "available", lambda: ("avx2", "torch"))
+    with pytest.raises(ValueError, match="no 'avx512' on this machine, only avx2, torch"):
+        attention_c.use("avx512")
+    assert attention_c.use("torch") == attention_c.way() == "torch"
+    attention_c.use()
+
+
+@pytest.mark.parametrize("what", ["nothing is built", "another source was built"])
+def test_without_the_library_torch_attends_and_it_is_said_once(monkeypatch, tmp_path, caplog, what):
+    world = PagedWorld([(40, 3)], 16, 1, 2, 64, torch.float32, 2)
+    if what == "another source was built":
+        if attention_c.library_missing():
+            pytest.skip("the library is not built")
+        shutil.copy(ROOT / "kernels" / attention_c.LIBRARY, tmp_path)
+        (tmp_path / attention_c.SOURCE).write_text("int changed;")
+    cached = [attention_c._library, attention_c.library_missing, attention_c.available]
+    monkeypatch.setattr(attention_c, "__file__", str(tmp_path / "attention_c.py"))
+    monkeypatch.setattr(attention_c, "_chosen", [])
+    try:
+        for function in cached:
+            function.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                torch.testing.assert_close(world.attend(), world.reference(), atol=1e-5, rtol=1e-5)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "pip install -e ." in caplog.text
+        with pytest.raises(ValueError, match="pip install -e"):
+            attention_c.use("avx2")
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
+def test_what_does_not_fit_is_refused(way):
+    world = PagedWorld([(40, 3)], 16, 1, 2, 64, torch.float32, 2)
+    with pytest.raises(IndexError, match="layer 2 of 2"):
+        paged_attention(world.q, world.k, world.v, world.kv, 2, world.batch, 1.0)
+    world.batch.starts = [4000]
+    with pytest.raises(IndexError, match="position 4002 lies outside"):
+        world.attend()
+
+
+@pytest.mark.parametrize("broken", ["half", "odd head size", "a page of its own"])
+def test_what_it_does_not_take_goes_torchs_way(way, broken):
+    world = PagedWorld([(40, 3)], 16, 1, 2, 24 if broken == "odd head size" else 64, torch.float32, 2)
+    if broken == "half":
+        world.q, world.k, world.v, world.kv = (each.half() for each in (world.q, world.k, world.v, world.kv))
+    if broken == "a page of its own":  # room between the pages
+        world.kv = torch.cat((world.kv, world.kv), dim=3)[:, :, :, :16]
+    assert not attention_c.takes(world.q, world.kv, world.batch)
+    if broken == "odd head size":
+        torch.testing.assert_close(world.attend(), world.reference(), atol=1e-5, rtol=1e-5)
+
+
+def _build(folder: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    """`setup.py build_ext` in a copy, with the compiler as it is, or a package of that name that is something else."""
+    (folder / "kernels").mkdir()
+    shutil.copy(ROOT / "kernels" / attention_c.SOURCE, folder / "kernels")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    if compiler:
+        (folder / "ziglang").mkdir()
+        (folder / "ziglang" / "__init__.py").touch()
+        (folder / "ziglang" / "__main__.py").write_text(compiler)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_a_build_that_fails_is_a_warning(tmp_path):
+    done = _build(tmp_path, "raise SystemExit('error: no such processor')")
+    assert done.returncode == 0
+    assert "attention runs in torch" in done.stderr
+    assert "no such processor" in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_it_builds_and_needs_an_old_libc_alone(tmp_path):
+    done = _build(tmp_path, "")
+    assert done.returncode == 0, done.stderr
+    (library,) = tmp_path.glob("kernels/*.so")
+    versions = {tuple(map(int, part.split(b"\0")[0].split(b"."))) for part in library.read_bytes().split(b"GLIBC_")[1:]}
+    assert max(versions, default=(2, 0)) <= (2, 17)

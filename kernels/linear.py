@@ -8,6 +8,8 @@ A step streams every weight through the cores. A plain product on a CPU does tha
 one row it walks the matrix badly, with more of them it reorders the matrix in every call. oneDNN's own layout, made
 once, is 1.4 times faster at one row and up to 3 times at eight, and what follows a product runs in its registers
 (docs/performance.md). Products of small matrices wait for no memory; they are left as they are.
+
+Where int8 is asked for, all matrices are, whatever their size (`int8`).
 """
 
 from collections.abc import Container
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from holdfast.kernels.int8 import Int8Matrix
+
 PACKED_BYTES = 1 << 20  # smaller matrices stay in a cache
 _ROWS = 4  # oneDNN asks for how many rows to pack; its answer for 4 is good from 1 to 1,024
 
@@ -23,20 +27,22 @@ _ROWS = 4  # oneDNN asks for how many rows to pack; its answer for 4 is good fro
 class Matrix:
     """A weight [out, in] with an optional bias [out]; calling it multiplies.
 
-    Drop the plain weight after making one of it: where it was packed, this is a second copy.
+    Drop the plain weight after making one of it: where it was packed, or in `int8`, this is a second copy.
     """
 
-    __slots__ = ("_bias", "_packed", "_plain", "_streamed")
+    __slots__ = ("_bias", "_int8", "_packed", "_plain", "_streamed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
+        """Raises ValueError for `int8` of a weight that is not on a CPU."""
         self._bias = bias
-        self._packed = _pack(weight) if can_pack(weight) else None
-        self._plain = weight if self._packed is None else None
+        self._int8 = Int8Matrix(weight, bias) if int8 else None
+        self._packed = _pack(weight) if not int8 and can_pack(weight) else None
+        self._plain = weight if self._packed is None and not int8 else None
         self._streamed: Container[int] = ()
 
     @property
     def plain(self) -> Tensor | None:
-        """The weight, where it was not packed."""
+        """The weight, where it was neither packed nor quantised."""
         return self._plain
 
     @property
@@ -48,7 +54,12 @@ class Matrix:
         self._streamed = rows
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
-        """x [..., in] in the weight's dtype -> [..., out]; `plus` [..., out] is added, in float32 where packed."""
+        """x [..., in] in the weight's dtype -> [..., out]; `plus` [..., out] is added, in float32 where packed or int8.
+
+        In int8 x has whichever dtype, float32 or bfloat16, and y has it, too.
+        """
+        if self._int8 is not None:
+            return self._int8(x, plus)
         if self._plain is not None:
             y = _by_either(x, self._plain, self._bias, self._streamed)
             return y if plus is None else plus + y
@@ -60,12 +71,16 @@ class Matrix:
 class GatedMatrix:
     """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first."""
 
-    __slots__ = ("_gate", "_plain", "_streamed", "_up")
+    __slots__ = ("_gate", "_int8", "_plain", "_streamed", "_up")
 
-    def __init__(self, gate_up: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, int8: bool = False) -> None:
+        """Raises ValueError for `int8` of weights that are not on a CPU."""
         self._plain: Tensor | None = None
         self._streamed: Container[int] = ()
+        self._int8 = Int8Matrix(gate_up, gated=True) if int8 else None
         gate, up = gate_up.chunk(2)
+        if int8:
+            return
         if can_pack(gate):
             self._gate, self._up = _pack(gate), _pack(up)
         else:
@@ -73,7 +88,7 @@ class GatedMatrix:
 
     @property
     def plain(self) -> Tensor | None:
-        """Both weights, where they were not packed."""
+        """Both weights, where they were neither packed nor quantised."""
         return self._plain
 
     def stream(self, rows: Container[int]) -> None:
@@ -82,6 +97,8 @@ class GatedMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
+        if self._int8 is not None:
+            return self._int8(x)
         if self._plain is None:
             return _then(x, _times(x, self._gate, None, "swish"), self._up, None, "mul")
         gate, up = self.both(x).chunk(2, dim=-1)
@@ -90,10 +107,10 @@ class GatedMatrix:
     def both(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., 2 * out]: gate and up before the activation, for a kernel that does the rest.
 
-        Raises ValueError for packed matrices, whose activation runs inside the products.
+        Raises ValueError for packed and int8 matrices, whose activation runs inside the products.
         """
         if self._plain is None:
-            raise ValueError("packed matrices multiply one after the other")
+            raise ValueError("packed and int8 matrices give no more than the product of both")
         return _by_either(x, self._plain, None, self._streamed)
 
 

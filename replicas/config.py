@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.ngrams import WINDOW
 
-DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Undeclared: TypeAlias = Literal["text", "regenerate"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
@@ -24,7 +24,7 @@ PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "rest
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class EngineConfig:
 
     model: str = POCKET  # "pocket", a folder, or a hub name already in the local cache
     served_name: str = ""  # the model's name in the API; empty: the folder's name
-    dtype: DType = "auto"  # auto: the checkpoint's on a GPU, the faster of float32 and bfloat16 on a CPU
+    dtype: DType = (  # auto: the checkpoint's on a GPU, the faster of float32 and bfloat16 on a CPU; int8: products in
+        "auto"  # it, all else as with auto; on a CPU only, never chosen by itself
+    )
     device: str = "auto"  # auto: cuda where there is one
     decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
     threads: int = 0  # of torch on a CPU; 0: all cores
@@ -210,7 +212,7 @@ class Hardware:
 
     cuda: bool
     cores: int
-    cpu_dtype: DType = "float32"  # in which a CPU computes this model
+    cpu_dtype: DType = "float32"  # in which a CPU computes this model; with int8, what is no product
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +228,22 @@ class ModelShape:
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
     """`config` with every "auto" and 0 replaced by a value. Pure.
 
-    Raises ConfigError, naming the field, for a context that the model has not, and for less than a page of cells.
+    Raises ConfigError, naming the field, for a context that the model has not, for less than a page of cells, and for
+    int8 on a GPU.
     """
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
     if dtype == "auto":
         dtype = hardware.cpu_dtype if device == "cpu" else model.checkpoint_dtype
+    if dtype == "int8" and device != "cpu":
+        raise ConfigError("int8 products are computed on a CPU: leave dtype out, or set device to cpu", "dtype")
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
     if context > model.steady_context:
         why = f"beyond {model.steady_context} tokens this model's rotary embedding depends on what else is in a step"
         raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
-    size = model.cell_values * BYTES[dtype]
+    size = model.cell_values * BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
     cells = config.cells or int(config.kv_memory * 2**30 / size)
     cells = cells // config.page_size * config.page_size
     if cells < config.page_size:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
+from holdfast.replicas.model.rotary import rope_type, rotary_table, rotate
+from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.model.weights import (
     DecoderShape,
     DecoderWeights,
@@ -64,24 +65,6 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def rope_type(config: Any) -> str:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
-
-
-def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for every position, float32 [positions, d / 2], scaling of the context included."""
-    kind = rope_type(config)
-    if kind == "default":
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-        inverse, factor = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-    else:
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
-    angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
-    return angles.cos() * factor, angles.sin() * factor
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's weights, ready to multiply with."""
@@ -97,16 +80,16 @@ class Layer:
     window: int | None
 
 
-def _layer(weights: LayerWeights, window: int | None) -> Layer:
+def _layer(weights: LayerWeights, window: int | None, int8: bool) -> Layer:
     return Layer(
         input_norm=weights.input_norm,
-        qkv=Matrix(weights.qkv, weights.qkv_bias),
+        qkv=Matrix(weights.qkv, weights.qkv_bias, int8),
         q_norm=weights.q_norm,
         k_norm=weights.k_norm,
-        out=Matrix(weights.out),
+        out=Matrix(weights.out, None, int8),
         post_norm=weights.post_norm,
-        gate_up=GatedMatrix(weights.gate_up),
-        down=Matrix(weights.down),
+        gate_up=GatedMatrix(weights.gate_up, int8),
+        down=Matrix(weights.down, None, int8),
         window=window,
     )
 
@@ -114,25 +97,40 @@ def _layer(weights: LayerWeights, window: int | None) -> Layer:
 class Decoder:
     """Weights and layers; stateless but for the KV store it writes. A `batch.Model`."""
 
-    def __init__(self, shape: DecoderShape, weights: DecoderWeights, rotary: tuple[Tensor, Tensor], kv: KVTensors):
-        """Takes over `weights`, whose layers are gone then: on a CPU each is packed in turn."""
+    def __init__(
+        self,
+        shape: DecoderShape,
+        weights: DecoderWeights,
+        rotary: tuple[Tensor, Tensor],
+        kv: KVTensors,
+        int8: bool = False,
+    ) -> None:
+        """Takes over `weights`, whose layers are gone then: on a CPU each is packed in turn, or becomes `int8`."""
         self._shape = shape
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._layers = [_layer(weights.layers.pop(0), window) for window in shape.window]
-        self._head = Matrix(weights.head)
+        self._layers = [_layer(weights.layers.pop(0), window, int8) for window in shape.window]
+        self._head = Matrix(weights.head, None, int8)
         self._cos, self._sin = (table.to(self._norm.dtype) for table in rotary)
         self._kv = kv
         self._scale = shape.head_dim**-0.5
 
     @classmethod
-    def load(cls, path: str, config: Any, kv: KVTensors, context_length: int) -> "Decoder | None":
-        """Read a checkpoint, or None where its family, options or files are not this decoder's. Raises ConfigError."""
+    def load(
+        cls, path: str, config: Any, kv: KVTensors, context_length: int, int8_sample: Tensor | None = None
+    ) -> "Decoder | None":
+        """Read a checkpoint, or None where its family, options or files are not this decoder's. Raises ConfigError.
+
+        `int8_sample`: products in int8, smoothed by what these token ids [n] show.
+        """
         shape = decoder_shape(config)
         if shape is None or not has_safetensors(path):
             return None
         device = str(kv.data.device)
         weights = read_weights(path, shape, kv.data.dtype, device)
-        return cls(shape, weights, rotary_table(config, context_length, device), kv)
+        rotary = rotary_table(config, context_length, device)
+        if int8_sample is not None:
+            smooth(weights, shape, rotary, int8_sample, kv.data.dtype)
+        return cls(shape, weights, rotary, kv, int8_sample is not None)
 
     @property
     def vocabulary(self) -> int:
@@ -183,9 +181,3 @@ class Decoder:
         self._kv.store(index, k, v, batch.pages.cells)
         out = paged_attention(q, k, v, self._kv.data, index, batch.pages, self._scale, layer.window)
         return out.reshape(len(h), shape.q_width)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, d]; element i is paired with i + d / 2, as the checkpoints have it."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -30,6 +30,7 @@ from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.folder import served_name
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, gpu_capture, room_for
 from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.model.smoothing import sample_tokens
 from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer
 from holdfast.replicas.scheduling.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -200,6 +201,11 @@ class ModelRunner:
         return True
 
     @property
+    def model(self) -> Model:
+        """What computes the logits."""
+        return self._model
+
+    @property
     def replayed(self) -> int:
         """Steps that ran in a graph so far."""
         return self._gpu.replayed if self._gpu is not None else 0
@@ -226,19 +232,19 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     info = inspect_model(config.model)
     machine = hardware()
     torch.set_num_threads(config.threads or machine.cores)
-    if config.dtype == "auto" and (config.device == "cpu" or not machine.cuda):
+    if config.dtype in ("auto", "int8") and (config.device == "cpu" or not machine.cuda):
         machine = replace(machine, cpu_dtype=startup.faster_dtype(info.config, info.shape.checkpoint_dtype))
     resolved = resolve(config, machine, info.shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
     tokenizer = load_tokenizer(info)
-    dtype = getattr(torch, resolved.dtype)
+    dtype = getattr(torch, machine.cpu_dtype if resolved.dtype == "int8" else resolved.dtype)
     on_gpu = resolved.device != "cpu"
     profiled = on_gpu and not config.cells
     pages = startup.pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu)
-    model = _load_model(info, resolved, kv)
+    model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
         _choose_ways(model)
     else:
@@ -270,11 +276,13 @@ def _attention(asked: CpuAttention) -> CpuAttention:
     return way
 
 
-def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
+def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:
     """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
+    int8 = config.dtype == "int8"
     if config.decoder != "transformers":
+        sample = sample_tokens(tokenizer, info.vocabulary) if int8 else None
         try:
-            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length)
+            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length, sample)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error
@@ -282,6 +290,9 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors) -> Model:
             return decoder
         if config.decoder == "own":
             raise ConfigError(f"our decoder does not know {info.config.model_type} with these options", "decoder")
+    if int8:
+        why = "is set to transformers" if config.decoder == "transformers" else "does not know this model"
+        raise ConfigError(f"int8 products are those of our own decoder, and decoder {why}: set another dtype", "dtype")
     loaded = load_model(info, config.dtype, config.device)
     startup.check_model(loaded, kv, config.context_length)
     return AnyModel(loaded.module, kv)

@@ -1,0 +1,31 @@
+"""Rotary embedding: the angles of a configuration's positions, and turning queries and keys by them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def rope_type(config: Any) -> str:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return str(parameters.get("rope_type", "default"))
+
+
+def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for every position, float32 [positions, d / 2], scaling of the context included."""
+    kind = rope_type(config)
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
+        inverse, factor = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+    else:
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
+    angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [T, heads, d]; element i is paired with i + d / 2, as the checkpoints have it."""
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

@@ -1,0 +1,113 @@
+"""Evening out columns before weights become int8: what is far larger than the rest leaves the rest no room.
+
+Some channels of a trained model's activations are 20 to 100 times the others, the same ones for every token, and a row
+in int8 has one step for all of them. So a sample of text is run through the layers before they are quantised, and each
+product's columns are divided by powers of two that go into its weight (`kernels.int8.even_out`). No product is added for
+it: what makes a column is divided, a norm's weight, the rows of a value, the rows of `up`. The float model computes what
+it did, to the last bit; heads that share a key and value share factors, too.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from transformers import PreTrainedTokenizerBase
+
+from holdfast.kernels.int8 import even_out
+from holdfast.replicas.model.rotary import rotate
+from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, LayerWeights
+
+_SAMPLE = """You can call functions. Answer in the user's language, and be brief.
+{"name": "find_flights", "description": "Direct flights on a day", "parameters": {"type": "object", "properties":
+{"from": {"type": "string"}, "to": {"type": "string"}, "date": {"type": "string"}}, "required": ["from", "to"]}}
+user: Is there a flight from Oslo to Porto on 2024-03-17? I can pay up to 245.50 EUR, and my number is QX-83120.
+assistant: <tool_call>
+{"name": "find_flights", "arguments": {"from": "Oslo", "to": "Porto", "date": "2024-03-17"}}
+</tool_call>
+tool: [{"flight": "TP 759", "departs": "06:25", "price": 231.9}, {"flight": "DY 1790", "departs": "14:40", "price": 198}]
+assistant: There are two: TP 759 leaves at 06:25 and costs 231.90 EUR, DY 1790 leaves at 14:40 and costs 198 EUR.
+user: def mean(xs): return sum(xs) / len(xs)  # why does this raise ZeroDivisionError? Et en français, s'il vous plaît.
+assistant: Parce que la liste est vide : `len(xs)` vaut alors 0. Return 0.0 there, or raise a ValueError that says so.
+"""
+_TOKENS = 256  # of it, at most: a large model takes a minute for many more
+
+
+def sample_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor:
+    """Ids [n] of the sample text, and one id of any kind where a tokenizer makes nothing of it."""
+    ids = [each for each in tokenizer.encode(_SAMPLE, add_special_tokens=True)[:_TOKENS] if each < vocabulary]
+    return torch.tensor(ids or [0])
+
+
+@torch.inference_mode()
+def smooth(
+    weights: DecoderWeights, shape: DecoderShape, rotary: tuple[Tensor, Tensor], sample: Tensor, dtype: torch.dtype
+) -> None:
+    """Even out the columns of all products in place, but the head's; `sample` [n] token ids, computed in `dtype`."""
+    positions = torch.arange(len(sample)).clamp_max(len(rotary[0]) - 1)
+    cos, sin = (table[positions].to(dtype)[:, None] for table in rotary)  # [n, 1, d / 2]
+    x = weights.embedding[sample].to(dtype)
+    for layer, window in zip(weights.layers, shape.window, strict=True):
+        x = _smooth_layer(layer, shape, x, cos, sin, window)
+
+
+def _smooth_layer(
+    layer: LayerWeights, shape: DecoderShape, x: Tensor, cos: Tensor, sin: Tensor, window: int | None
+) -> Tensor:
+    """What the layer makes of x [n, hidden]. Its columns are even afterwards."""
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), shape.eps)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    first = normed(x, layer.input_norm)
+    qkv = product(first, layer.qkv, layer.qkv_bias).view(len(x), -1, shape.head_dim)
+    q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    attended = _attend(rotate(q, cos, sin), rotate(k, cos, sin), v, window)  # [n, heads, d]
+    x = x + product(attended.flatten(1), layer.out)
+    second = normed(x, layer.post_norm)
+    gate, up = product(second, layer.gate_up).chunk(2, dim=-1)
+    inner = silu(gate) * up
+    x = x + product(inner, layer.down)
+
+    _move(even_out(_columns(first), layer.qkv), layer.input_norm, layer.qkv)
+    _move(even_out(_columns(second), layer.gate_up), layer.post_norm, layer.gate_up)
+    factors = even_out(_columns(inner), layer.down)
+    layer.gate_up[shape.inner :] /= factors.to(layer.gate_up.dtype)[:, None]
+    layer.down *= factors.to(layer.down.dtype)
+    _move_heads(layer, shape, _columns(attended.flatten(1)))
+    return x
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Causal attention of q [n, heads, d] over k, v [n, kv_heads, d]."""
+    at = torch.arange(len(q))
+    seen = at[:, None] >= at
+    if window is not None:
+        seen &= at[:, None] - at < window
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+
+
+def _columns(x: Tensor) -> Tensor:
+    """The largest magnitude of each column."""
+    return x.abs().amax(0)
+
+
+def _move(factors: Tensor, norm: Tensor, weight: Tensor) -> None:
+    norm /= factors.to(norm.dtype)
+    weight *= factors.to(weight.dtype)
+
+
+def _move_heads(layer: LayerWeights, shape: DecoderShape, columns: Tensor) -> None:
+    """Between the values and the output projection [hidden, heads * d], whose columns of a group share a value's."""
+    grouped = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+    largest = layer.out.abs().amax(0).view(grouped).amax(1).flatten()[None]  # [1, kv_heads * d]
+    factors = even_out(columns.view(grouped).amax(1).flatten(), largest).to(layer.out.dtype)
+    layer.qkv[-shape.kv_width :] /= factors[:, None]
+    if layer.qkv_bias is not None:
+        layer.qkv_bias[-shape.kv_width :] /= factors
+    spread = factors.view(shape.kv_heads, 1, shape.head_dim).expand(grouped)
+    layer.out *= spread.reshape(-1)

@@ -1,0 +1,149 @@
+"""Products in int8: every way against sums of integers in float64, and what quantising costs against the product itself."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.kernels import int8
+from holdfast.kernels.int8 import EMULATED, FLOATS, Int8Matrix, available, even_out, int8_reference, quantise
+from holdfast.kernels.linear import GatedMatrix, Matrix, gated_reference, matrix_reference
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # relative to the largest value
+WAYS = (*available(), *(() if int8.library_missing() else EMULATED))
+SIZES = st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(192, 576), (130, 1025)])
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 20),
+    size=SIZES,
+    dtype=st.sampled_from(list(TOLERANCE)),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    plus=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 100),
+)
+def test_a_way_is_the_reference(way, rows, size, dtype, gated, bias, plus, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    outputs, inner = size
+    weight = torch.randn(outputs * (1 + gated), inner)
+    x, b = torch.randn(rows, inner).to(dtype), torch.randn(len(weight)) if bias else None
+    p = torch.randn(rows, outputs).to(dtype) if plus else None
+    exact = int8_reference(x, weight, b, gated)
+    exact = exact if p is None else exact + p.double()
+    found = Int8Matrix(weight, b, gated, way)(x, p)
+    assert found.dtype == dtype and found.shape == exact.shape
+    if rows:
+        assert (found.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20), outputs=st.integers(1, 70), inner=st.integers(1, 1000), seed=st.integers(0, 100)
+)
+def test_sums_of_integers_are_exact(way, rows, outputs, inner, seed):
+    """Scales of one and the largest integers side by side, where sums of 16 bits would overflow."""
+    torch.manual_seed(seed)
+    x, weight = (torch.randint(-127, 128, (n, inner)).float() for n in (rows, outputs))
+    x[:, 0] = weight[:, 0] = 127
+    x[0], weight[0] = 127, 127
+    assert torch.equal(Int8Matrix(weight, way=way)(x).double(), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_row_comes_to_the_same_in_any_company(way, dtype):
+    torch.manual_seed(3)
+    matrix, x = Int8Matrix(torch.randn(96, 200), gated=True, way=way), torch.randn(15, 200).to(dtype)
+    together = matrix(x)
+    for start in range(15):
+        assert torch.equal(matrix(x[start : start + 1])[0], together[start])
+        assert torch.equal(matrix(x[start:]), together[start:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_of_zeros_with_a_nan_and_in_a_view(way):
+    torch.manual_seed(4)
+    weight, bias, wide = torch.randn(33, 40), torch.randn(33), torch.randn(3, 4, 80)
+    wide[0, 1], wide[1, 2, 47] = 0.0, torch.nan
+    x = wide[..., 40:]
+    found = Int8Matrix(weight, bias, way=way)(x)
+    assert found.shape == (3, 4, 33)
+    assert torch.equal(found[0, 1], bias)
+    assert found[1, 2].isnan().all() and found.isnan().sum() == 33
+    exact = int8_reference(x[2], weight, bias)
+    assert (found[2].double() - exact).abs().max() <= 1e-6 * exact.abs().max()
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 30), outputs=st.integers(8, 200), inner=st.integers(8, 700), seed=st.integers(0, 100))
+def test_normal_numbers_lose_two_percent(rows, outputs, inner, seed):
+    torch.manual_seed(seed)
+    x, weight, plus = torch.randn(rows, inner), torch.randn(outputs, inner), torch.randn(rows, outputs)
+    assert relative(Matrix(weight, None, int8=True)(x), matrix_reference(x, weight)) < 0.02
+    added = Matrix(weight, plus[0], int8=True)(x, plus)
+    assert relative(added - plus, matrix_reference(x, weight, plus[0])) < 0.02
+    pair = torch.randn(2 * outputs, inner) / inner**0.5
+    assert relative(GatedMatrix(pair, int8=True)(x), gated_reference(x, pair)) < 0.03
+
+
+@pytest.mark.parametrize("times", [20, 50, 100])
+def test_evened_columns_leave_the_others_room(times):
+    torch.manual_seed(5)
+    x, weight = torch.randn(128, 512), torch.randn(256, 512)
+    x[:, [7, 300]] *= times
+    exact = matrix_reference(x, weight)
+    others = x.clone()
+    others[:, [7, 300]] = 0
+    ordinary = matrix_reference(others, weight).norm()  # what the model would lose
+    factors = even_out(x[:32].abs().amax(0), weight)
+    assert torch.equal((x / factors) * factors, x) and torch.equal(factors.log2(), factors.log2().round())
+    plain, evened = Matrix(weight, int8=True)(x), Matrix(weight * factors, int8=True)(x / factors)
+    loss = [((found.double() - exact).norm() / ordinary).item() for found in (plain, evened)]
+    assert loss[1] < loss[0] / 2 and loss[1] < 0.1
+
+
+def test_even_columns_stay_as_they_are():
+    assert torch.equal(even_out(torch.full((64,), 3.0), torch.ones(8, 64)), torch.ones(64))
+    assert even_out(torch.zeros(64), torch.zeros(8, 64)).isfinite().all()
+
+
+def test_quantised_numbers_are_near_and_within_127():
+    x = torch.randn(40, 99) * torch.logspace(-20, 20, 40)[:, None]
+    numbers, scales = quantise(x)
+    assert numbers.dtype == torch.int8 and numbers.abs().max() == 127 and numbers.min() >= -127
+    assert ((numbers * scales - x).abs() <= scales * 0.5001).all()
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="on a CPU"):
+        Matrix(torch.zeros(4, 4, device="meta"), int8=True)
+    with pytest.raises(ValueError, match="no way 'tpu'"):
+        Int8Matrix(torch.zeros(4, 4), way="tpu")
+    matrix = Int8Matrix(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="width 5"):
+        matrix(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="float64"):
+        matrix(torch.zeros(2, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="int8"):
+        GatedMatrix(torch.zeros(4, 4), int8=True).both(torch.zeros(1, 4))
+
+
+def test_without_the_kernel_torch_computes(monkeypatch):
+    monkeypatch.setattr(int8, "library_missing", lambda: "it is not built")
+    int8.available.cache_clear()
+    try:
+        ways = available()
+    finally:
+        monkeypatch.undo()
+        int8.available.cache_clear()
+    assert ways[-1] == FLOATS and not set(ways) & {"avx2", "vnni"}

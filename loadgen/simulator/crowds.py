@@ -24,6 +24,7 @@ from holdfast.loadgen.workloads.papers import SWE, Figures
 from holdfast.replicas.errors import ConfigError
 
 LONGEST = 1 << 15  # tokens of a program, at most
+_FIRST = LONGEST - 2 * MAX_TOKENS  # of its first prompt, so that the reply to it has room
 _PREAMBLES = 40
 _TENANTS, _HOT = 10, 0.6
 _PERIOD_S, _BURST_S = 30.0, 15.0  # the hot tenant sends in the first part of each period
@@ -112,6 +113,8 @@ class _Drawing:
         spread = math.log(_MOST_CHILDREN / _CHILDREN) / 2.326
         count = min(_MOST_CHILDREN, max(1, round(self._rng.lognormvariate(math.log(_CHILDREN), spread))))
         length = sum(turn.prompt + turn.reply for turn in turns[: at + 1])
+        if length >= _FIRST:
+            return alone
         kind = replace(_CHILD, shared=length)
         children = tuple(
             replace(self._one(kind, i * _CHILD_S), number=self._children + i, parent=alone, fork=at)
@@ -124,7 +127,7 @@ class _Drawing:
         rng, times, room = self._rng, kind.times(), LONGEST - MAX_TOKENS
         turns: list[Turn] = []
         for index in range(kind.figures.turns(rng)):
-            prompt = kind.result.draw(rng) if index else kind.shared + kind.task.draw(rng)
+            prompt = kind.result.draw(rng) if index else min(kind.shared + kind.task.draw(rng), _FIRST)
             reply = min(kind.reply.draw(rng), MAX_TOKENS - 1)
             name, tool_s = kind.tool(rng, times)
             room -= prompt + reply

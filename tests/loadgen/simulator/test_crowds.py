@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from holdfast.loadgen.simulator.crowds import CROWDS, LONGEST, Crowd
-from holdfast.loadgen.simulator.programs import Program
+from holdfast.loadgen.simulator.programs import MAX_TOKENS, Program
 from holdfast.replicas.errors import ConfigError
 
 
@@ -27,7 +27,14 @@ def test_a_seed_says_all_and_programs_fit(kind: str) -> None:
     assert all(one.arrived <= other.arrived for one, other in pairwise(programs))
     everybody = programs + children(programs)
     assert len({program.name for program in everybody}) == len(everybody)
-    assert all(program.length < 2 * LONGEST for program in everybody)
+    assert all(program.length - program.turns[-1].reply + MAX_TOKENS <= LONGEST for program in everybody)
+
+
+def test_no_program_is_too_long_however_rare_it_is() -> None:
+    """One in four thousand was: its parent had said nearly as much as a context holds."""
+    everybody = drawn("fan-out", 5000, seed=100)
+    everybody += children(everybody)
+    assert all(program.length - program.turns[-1].reply + MAX_TOKENS <= LONGEST for program in everybody)
 
 
 def test_preambles_are_shared_by_their_rank() -> None:

@@ -1,7 +1,7 @@
-"""Builds what is not Python: the attention kernel for CPUs, `kernels/attention_c.c`, for x86-64 on Linux.
+"""Builds what is not Python: kernels for CPUs, `kernels/*_c.c`, for x86-64 on Linux.
 
-Zig's C compiler, a wheel that is needed for nothing else, makes one library of it: the same file once for each kind of
-processor and each dtype. Where that fails the package is built without, says so, and attention runs in torch.
+Zig's C compiler, a wheel that is needed for nothing else, makes one library of each: the same file once for each kind of
+processor and each dtype. Where that fails the package is built without, says so, and torch computes.
 """
 
 import hashlib
@@ -15,13 +15,21 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# Which processor each function is for, the float32 values of its vectors, and how it computes; see attention_c.c.
+# Which processor each function is for, the float32 values of its vectors, and how it computes; see the file.
 VARIANTS = {
     "attend_pairs_avx512": ("x86_64_v4+avx512bf16", 16, "-DPAIRS=1 -DWIDE=0"),
     "attend_bfloat16_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=0"),
     "attend_float32_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=1"),
     "attend_bfloat16_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=0"),
     "attend_float32_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=1"),
+}
+# No product is contracted with a sum: rounding is where torch has it.
+BYTES, WORDS = "-ffp-contract=off -DVECTORS=4 -DBYTES=1", "-ffp-contract=off -DVECTORS=2 -DBYTES=0"
+INT8_VARIANTS = {
+    "int8_vnni_float32": ("x86_64_v4+avx512vnni", 16, f"{BYTES} -DWIDE=1"),
+    "int8_vnni_bfloat16": ("x86_64_v4+avx512vnni", 16, f"{BYTES} -DWIDE=0"),
+    "int8_avx2_float32": ("x86_64_v3", 8, f"{WORDS} -DWIDE=1"),
+    "int8_avx2_bfloat16": ("x86_64_v3", 8, f"{WORDS} -DWIDE=0"),
 }
 GLIBC = "2.17"  # or later: as torch's own wheels
 FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
@@ -60,19 +68,21 @@ class BuildKernel(build_ext):
     """`build_ext` for a library that Python does not import: ctypes loads it."""
 
     def build_extension(self, ext: Extension) -> None:
+        name = ext.name.rpartition(".lib")[2]
         try:
-            room = Path(self.build_temp)
-            compile_kernel(Path(ext.sources[0]), Path(self.get_ext_fullpath(ext.name)), room, VARIANTS)
+            target = Path(self.get_ext_fullpath(ext.name))
+            compile_kernel(Path(ext.sources[0]), target, Path(self.build_temp) / name, KERNELS[name])
         except (OSError, subprocess.CalledProcessError) as error:
             said = (getattr(error, "output", None) or "").strip()
-            self.warn(f"no attention kernel for CPUs: attention runs in torch, several times slower ({error})\n{said}")
+            self.warn(f"no {name} kernel for CPUs: {name} runs in torch, several times slower ({error})\n{said}")
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
 
-KERNEL = Extension("holdfast.kernels.libattention", ["kernels/attention_c.c"], optional=True)
+KERNELS = {"attention": VARIANTS, "int8": INT8_VARIANTS}
+EXTENSIONS = [Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], optional=True) for name in KERNELS]
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 
 if __name__ == "__main__":
-    setup(ext_modules=[KERNEL] if HERE else [], cmdclass={"build_ext": BuildKernel})
+    setup(ext_modules=EXTENSIONS if HERE else [], cmdclass={"build_ext": BuildKernel})

@@ -11,10 +11,7 @@ and the tasks themselves: `attention_c.c`.
 
 import ctypes
 import functools
-import hashlib
 import logging
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from holdfast.kernels import native
 from holdfast.kernels.paging import PagedBatch
 
 log = logging.getLogger(__name__)
@@ -129,7 +127,7 @@ def library_missing() -> str:
     """Why there is no kernel, or ""."""
     try:
         _library()
-        _team()
+        native.team()
     except OSError as error:
         return str(error)
     return ""
@@ -138,38 +136,7 @@ def library_missing() -> str:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The kernel as it was built. Raises OSError where it was not, or from another source than lies beside it."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise OSError(f"the kernel is written for x86-64 on Linux, not for {platform.machine()} on {sys.platform}")
-    path = Path(__file__).with_name(LIBRARY)
-    if not path.exists():
-        raise OSError(f"{path.name} is not built; `pip install -e .` or `make` builds it")
-    library = ctypes.CDLL(str(path))
-    source = path.with_name(SOURCE)
-    if (
-        source.exists()
-        and source_digest(source.read_bytes()) != ctypes.c_uint64.in_dll(library, "attention_source").value
-    ):
-        raise OSError(f"{path.name} was built from another {SOURCE}; `pip install -e .` or `make` builds it again")
-    return library
-
-
-def source_digest(source: bytes) -> int:
-    """What the library says of the source that it was built from."""
-    return int.from_bytes(hashlib.sha256(source).digest()[:8], "big")
-
-
-@functools.cache
-def _team() -> int:
-    """Address of the GOMP_parallel that torch itself calls. Raises OSError where torch has another kind of threads.
-
-    Looked up as the dynamic linker did for torch: in what is loaded for everybody, then in what torch's library needs.
-    """
-    own = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    for library in (None, str(own)):
-        function = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
-    raise OSError("torch was not built with GNU OpenMP")
+    return native.load(Path(__file__).with_name(SOURCE), LIBRARY, "attention_source")
 
 
 @functools.cache
@@ -244,7 +211,7 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     order = np.arange(tokens, dtype=np.int32)
     partial = torch.empty(max(partials, 1) * heads * (dim + 2), dtype=torch.float32)
     plan = _Plan(
-        parallel=_team(),
+        parallel=native.team(),
         pages=table.data_ptr(),
         spans=spans.ctypes.data,
         order=order.ctypes.data,

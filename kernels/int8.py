@@ -16,10 +16,7 @@ Without VNNI oneDNN is not used: it adds pairs of products in 16 bits, which ove
 
 import ctypes
 import functools
-import hashlib
 import logging
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
+
+from holdfast.kernels import native
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ _VNNI = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_cd", "avx512
 # What a processor needs for each of the kernel's ways, as torch names it; 32-bit lanes, vectors of a block, and bytes
 # of a quantised value. The fastest first.
 _WAYS = {"vnni": (_VNNI, 16, 4, 1), "avx2": (("avx2", "fma3"), 8, 2, 2)}
-EMULATED = {"emulated": ((), 16, 4, 1)}  # `vnni` on a processor that has none; for tests, and slow
 ONEDNN, FLOATS = "onednn", "floats"
 _CHUNK = 1 << 20  # weights that are turned into float32 at once
 
@@ -55,7 +53,7 @@ class Int8Matrix:
         if weight.device.type != "cpu":
             raise ValueError("int8 products are computed on a CPU")
         self.way = way or available()[0]
-        if self.way not in (*available(), *EMULATED):
+        if self.way not in available():
             raise ValueError(f"no way {self.way!r} on this machine, only {', '.join(available())}")
         rows, self.inner = weight.shape
         self.outputs = rows // 2 if gated else rows
@@ -181,7 +179,7 @@ class _Weights(ctypes.Structure):
 
 
 def _by_kernel(way: str, numbers: Tensor, scales: Tensor, bias: Tensor, gated: bool) -> Product:
-    _, lanes, vectors, size = (_WAYS | EMULATED)[way]
+    _, lanes, vectors, size = _WAYS[way]
     step = 4 // size
     rows, inner = numbers.shape
     padded = -(-inner // step) * step
@@ -196,7 +194,7 @@ def _by_kernel(way: str, numbers: Tensor, scales: Tensor, bias: Tensor, gated: b
     offset = -128 * (2 - size) * numbers.sum(1, dtype=torch.int32)
     held = (weight, placed(scales), placed(bias), placed(offset))
     outputs = rows // 2 if gated else rows
-    told = _Weights(_team(), *(tensor.data_ptr() for tensor in held), inner, padded, outputs, int(gated))
+    told = _Weights(native.team(), *(tensor.data_ptr() for tensor in held), inner, padded, outputs, int(gated))
     functions = {torch.float32: _function(f"int8_{way}_float32"), torch.bfloat16: _function(f"int8_{way}_bfloat16")}
 
     def product(x: Tensor, plus: Tensor | None, held: Any = (told, *held)) -> Tensor:
@@ -238,7 +236,7 @@ def library_missing() -> str:
     """Why there is no kernel, or ""."""
     try:
         _library()
-        _team()
+        native.team()
     except OSError as error:
         return str(error)
     return ""
@@ -247,12 +245,7 @@ def library_missing() -> str:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The kernel as it was built. Raises OSError where it was not, or from another source than lies beside it."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise OSError(f"the kernel is written for x86-64 on Linux, not for {platform.machine()} on {sys.platform}")
-    path = Path(__file__).with_name(LIBRARY)
-    if not path.exists():
-        raise OSError(f"{path.name} is not built; `pip install -e .` or `make` builds it")
-    return ctypes.CDLL(str(path))
+    return native.load(Path(__file__).with_name(SOURCE), LIBRARY, "int8_source")
 
 
 @functools.cache
@@ -262,14 +255,3 @@ def _function(name: str) -> Callable[..., None]:
     function.argtypes = [pointer, pointer, long, pointer, long, pointer, long, pointer, ctypes.c_int32]
     function.restype = None
     return function
-
-
-@functools.cache
-def _team() -> int:
-    """Address of the GOMP_parallel that torch itself calls. Raises OSError where torch has another kind of threads."""
-    own = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-    for library in (None, str(own)):
-        function = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
-        if function is not None:
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
-    raise OSError("torch was not built with GNU OpenMP")

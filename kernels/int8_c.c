@@ -17,9 +17,10 @@
 //     VECTORS   of a block
 //     BYTES     q is a byte with 128 added, and four products are added to a lane by one instruction (VNNI). Else q has
 //               two bytes and two are: AVX2 multiplies bytes only with sums of 16 bits, which overflow
-//     EMULATED  that instruction is spelt out, which is how a processor that lacks it tests all the rest
 //     WIDE      x and y are float32, else bfloat16
 //     NAME      of the function
+//
+// Without VNNI its instruction is spelt out, which is how a processor that lacks it tests all the rest.
 
 #include <stdint.h>
 #include <string.h>
@@ -159,7 +160,7 @@ typedef vi weights_of;
 INLINE weights_of widen(const int8_t *p) { return *(const vi_at *)p; }
 
 INLINE vi dot(vi sum, vi q, weights_of w) {
-#if EMULATED
+#ifndef __AVX512VNNI__
     typedef uint8_t vq4 __attribute__((vector_size(4 * LANES)));
     typedef int8_t vw4 __attribute__((vector_size(4 * LANES)));
     const vq4 a = (vq4)q;

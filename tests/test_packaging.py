@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")  # what an editable install has built there
-LIBRARY = "holdfast/kernels/libattention.so"
+LIBRARIES = {f"holdfast/kernels/lib{name}.so" for name in ("attention", "int8")}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> No
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
     expected = {f"holdfast/{path.relative_to(ROOT)}" for path in paths if "__pycache__" not in path.parts}
-    assert inside - {LIBRARY} == expected - {LIBRARY}
+    assert inside - LIBRARIES == expected - LIBRARIES
 
 
 def test_the_shipped_model_is_in_it(wheel: Path) -> None:

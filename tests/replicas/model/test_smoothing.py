@@ -1,0 +1,117 @@
+"""Columns are evened out without a change to the float model, and what int8 loses to outliers comes back."""
+
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import transformers as tf
+
+from holdfast.kernels.int8 import even_out
+from holdfast.replicas.events import Draw, Sampling
+from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.model.batch import PageTable, build_batch
+from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.model.rotary import rotary_table
+from holdfast.replicas.model.smoothing import sample_tokens, smooth
+from holdfast.replicas.model.weights import DecoderWeights, inspect_model, load_tokenizer, read_weights
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite
+
+VOCABULARY = 61
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "llama": lambda: tf.LlamaConfig(**_SIZES),
+    "qwen2": lambda: tf.Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=12, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen3": lambda: tf.Qwen3Config(**_SIZES, head_dim=16),
+}
+TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1))
+
+
+def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
+    """Random weights. In front of every product some channels are `outliers` times the others, and their weights less by
+    as much: by floats the same model as without.
+    """
+    torch.manual_seed(2)
+    config = CONFIGS[family]()
+    module = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=weight.shape[1] ** -0.5)
+            elif "norm" in name:
+                weight.normal_(1.0, 0.1)
+    with TemporaryDirectory() as folder:
+        module.save_pretrained(folder)
+        weights = read_weights(folder, decoder_shape(config), torch.float32, "cpu")
+    for layer in weights.layers:
+        for norm, weight in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
+            norm[[3, 17, 30]] *= outliers
+            weight[:, [3, 17, 30]] /= outliers
+        layer.gate_up[96 + 5] *= outliers  # of the second half, up
+        layer.down[:, 5] /= outliers
+    return config, weights
+
+
+def logits(config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool) -> torch.Tensor:
+    shape = decoder_shape(config)
+    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 8, 16, torch.float32)
+    decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8)
+    table = PageTable(1, 8, 16, 8, kv.data.device)
+    table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
+    chunk = Chunk(0, 0, TOKENS.int().numpy(), Draw(Sampling(), 0, drafts=len(TOKENS) - 1))
+    return decoder.forward(build_batch((chunk,), table))
+
+
+def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
+    config, weights = model(family, outliers)
+    smooth(weights, decoder_shape(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32)
+    return config, weights
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_float_model_stays_as_it_was_to_the_last_bit(family):
+    before, after = model(family, 40.0), smoothed(family, 40.0)
+    changed = [
+        not torch.equal(getattr(a, name), getattr(b, name))
+        for a, b in zip(before[1].layers, after[1].layers, strict=True)
+        for name in ("input_norm", "qkv", "out", "post_norm", "gate_up", "down")
+    ]
+    assert all(changed)
+    assert torch.equal(logits(*before, int8=False), logits(*after, int8=False))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_int8_is_as_near_as_without_outliers(family):
+    exact = logits(*model(family, 1.0), int8=False)
+
+    def off(config: tf.PreTrainedConfig, weights: DecoderWeights) -> float:
+        return ((logits(config, weights, int8=True) - exact).norm() / exact.norm()).item()
+
+    without, planted, mended = off(*model(family, 1.0)), off(*model(family, 64.0)), off(*smoothed(family, 64.0))
+    assert without < 0.05
+    assert planted > 3 * without
+    assert mended < 1.5 * without
+
+
+def test_a_sample_is_text_in_the_model_s_own_tokens():
+    info = inspect_model("pocket")
+    tokens = sample_tokens(load_tokenizer(info), info.vocabulary)
+    assert 100 < len(tokens) <= 256 and tokens.min() >= 0 and tokens.max() < info.vocabulary
+    assert len(sample_tokens(load_tokenizer(info), 0)) == 1
+
+
+def test_factors_belong_to_columns_that_stand_out():
+    columns = torch.ones(32)
+    columns[4] = 64.0
+    factors = even_out(columns, torch.ones(8, 32))
+    assert factors[4] == 8.0 and factors.sum() == 31 + 8

@@ -10,8 +10,10 @@ import signal
 import sys
 from typing import Any
 
-NGRAM_TOKENS = 3  # at the end of a text that have to have stood in it before
-DRAFTED = 8  # tokens that followed there, and are verified in one step
+# Of its five kinds of n-grams in 30 settings this took the fewest forwards on tool-calling conversations, 2.2 tokens
+# each; longer drafts cost more than they bring, because every further row of a forward costs it a third of the first.
+NGRAM_TOKENS = 2  # at the end of a text that have to have stood in it, or in another request's, before
+DRAFTED = 3  # tokens that followed there, at most, and are verified in one step
 
 
 def parameters(wheel: Any, options: argparse.Namespace) -> Any:
@@ -27,9 +29,9 @@ def parameters(wheel: Any, options: argparse.Namespace) -> Any:
     found.cache_prompt = found.cont_batching = True
     found.ui, found.verbosity = False, 1
     if options.ngram:
-        found.speculative.types = [wheel.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K]
-        drafts = found.speculative.ngram_map_k
-        drafts.size_n, drafts.size_m = NGRAM_TOKENS, DRAFTED
+        found.speculative.types = [wheel.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_MOD]
+        drafts = found.speculative.ngram_mod
+        drafts.n_match, drafts.n_min, drafts.n_max = NGRAM_TOKENS, 1, DRAFTED
     return found
 
 

@@ -7,6 +7,7 @@ start. Holdfast is in every group, so every ratio is of servers that ran beside 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -96,11 +97,13 @@ class Asked:
 def main(asked: Asked) -> int:
     """Measure group after group, print all ratios; the exit status of the comparison that came to nothing.
 
-    Raises ConfigError, and UnavailableError where a server does not start.
+    SIGTERM ends it as Ctrl-C does, its servers with it. Raises ConfigError, and UnavailableError where a server does
+    not start.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     files = []
     for number, group in enumerate(asked.groups):
-        file = asked.folder / f"{number}-{group[-1]}.json"
+        file = asked.folder / f"{number}.json"
         compare.check_writable(file, "folder")
         with ExitStack() as stack:
             servers = [(name, _start(stack, asked, name, file)) for name in group]

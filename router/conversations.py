@@ -229,6 +229,7 @@ local function candidates()
       return one[2] < two[2]
     end)
     for _, each in ipairs(rows) do found[#found + 1] = {each[3], ARGV[6 + 2 * i], i} end
+    if #found >= most then break end
   end
   return found
 end

@@ -112,9 +112,10 @@ FLEET = Fleet()
 
 
 class Reporter:
-    """A replica's end: tells how it `is` once in `every_s`, and hears which programs wait for it.
+    """A replica's end: tells `how` it is once in `every_s`, and hears which programs wait for it.
 
-    Create it on the event loop that it is to run on. `expect` gets scope, program and seconds.
+    Where `how` has nothing to tell, it counts as silent after a while. Create it on the event loop that it is to run
+    on. `expect` gets scope, program and seconds.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Reporter:
         store: RedisStore,
         replica_id: str,
         every_s: float,
-        how: Callable[[], LoadReport],
+        how: Callable[[], LoadReport | None],
         expect: Callable[[str, str, float], None],
     ) -> None:
         self._store = store
@@ -140,7 +141,8 @@ class Reporter:
 
     async def _report(self) -> None:
         while True:
-            await self._store.publish(REPORTS, encode(self._id, self._how()))
+            if (report := self._how()) is not None:
+                await self._store.publish(REPORTS, encode(self._id, report))
             await asyncio.sleep(self._every_s)
 
     async def _hear(self) -> None:

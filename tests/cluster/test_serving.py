@@ -7,8 +7,9 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -154,44 +155,68 @@ def test_every_process_of_a_server_is_looked_at(server: Any) -> None:
 
 
 def test_the_console_says_what_died_and_that_it_is_back(server: Any, eventually: Any) -> None:
-    replicas = [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
-    os.kill(replicas[0], signal.SIGKILL)
+    os.kill(replicas(server)[0], signal.SIGKILL)
     eventually(lambda: "of 'replicas' died" in server.output.read_text(), 60.0)
     eventually(lambda: "of 'replicas' serve again: 2 in all" in server.output.read_text(), 60.0)
 
 
-def test_a_killed_replica_costs_its_programs_one_move(server: Any, http: httpx.Client, model: str) -> None:
+def replicas(server: Any) -> list[int]:
+    return [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
+
+
+def both_serve(server: Any, http: httpx.Client) -> bool:
+    """Whether two replicas are there, idle, and the routers know them."""
+    known = set(re.findall(r'holdfast_cell_capacity\{[^}]*replica="(\w+)"', http.get("/metrics").text))
+    return len(replicas(server)) == len(known) == 2 and counted(http, "holdfast_sequence_rows_taken") == 0
+
+
+@contextmanager
+def lost(server: Any, how: signal.Signals) -> Iterator[int]:
+    """One of two replicas is killed, or stands still with all its threads, and is killed afterwards."""
+    victim = replicas(server)[0]
+    os.kill(victim, how)
+    try:
+        yield victim
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+
+LOST = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "still"])
+
+
+@LOST
+def test_a_lost_replica_costs_its_programs_one_move(
+    server: Any, eventually: Any, http: httpx.Client, model: str, how: signal.Signals
+) -> None:
     def home(program: str, turn: int) -> str:
         return str(ask(http, model, f"turn {turn} of {program}", program_id=program).headers["x-holdfast-replica"])
 
-    programs = [f"move-{i}" for i in range(8)]
+    eventually(lambda: both_serve(server, http), 120.0)
+    programs = [f"move-{how}-{i}" for i in range(8)]
     before = {program: home(program, 0) for program in programs}
-    victims = [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
-    assert len(victims) == 2
-    os.kill(victims[0], signal.SIGKILL)
-    after = {program: home(program, 1) for program in programs}
-    lost = set(before.values()) - set(after.values())
-    assert len(lost) == 1
-    assert all(after[program] == before[program] for program in programs if before[program] not in lost)
-    assert {program: home(program, 2) for program in programs} == after
+    with lost(server, how):
+        after = {program: home(program, 1) for program in programs}
+        gone = set(before.values()) - set(after.values())
+        assert len(gone) == 1
+        assert all(after[program] == before[program] for program in programs if before[program] not in gone)
+        assert {program: home(program, 2) for program in programs} == after
 
 
-def test_requests_on_a_replica_that_dies_are_answered_by_another(
-    server: Any, eventually: Any, http: httpx.Client, model: str
+@LOST
+def test_requests_on_a_lost_replica_are_answered_by_another(
+    server: Any, eventually: Any, http: httpx.Client, model: str, how: signal.Signals
 ) -> None:
-    def replicas() -> list[int]:
-        return [pid for pid, command in server.processes().items() if "ServeReplica:holdfast:replicas" in command]
-
     def answer(i: int) -> str:
-        options = {"max_tokens": 200, "ignore_eos": True, "program_id": f"survivor-{i}"}
-        return str(ask(http, model, f"a long answer, number {i}", **options).json()["choices"][0]["message"])
+        options = {"max_tokens": 200, "ignore_eos": True, "program_id": f"survivor-{how}-{i}"}
+        return str(ask(http, model, f"a long answer, number {i}, {how}", **options).json()["choices"][0]["message"])
 
-    eventually(lambda: counted(http, "holdfast_sequence_rows_taken") == 0 and len(replicas()) == 2, 60.0)
+    eventually(lambda: both_serve(server, http), 120.0)
     with ThreadPoolExecutor(6) as pool:
         answers = [pool.submit(answer, i) for i in range(6)]
         eventually(lambda: counted(http, "holdfast_sequences_running") == 6)
-        os.kill(replicas()[0], signal.SIGKILL)
-        assert len({each.result() for each in answers}) <= 6
+        with lost(server, how):
+            assert len({each.result() for each in answers}) <= 6
 
 
 def test_many_streams_at_once_all_end(http: httpx.Client, model: str) -> None:
@@ -297,13 +322,10 @@ def test_tokens_go_there_and_back(http: httpx.Client, model: str) -> None:
     assert "Hello, world" in str(back)
 
 
-def test_health_and_metrics_of_every_replica(eventually: Any, http: httpx.Client) -> None:
+def test_health_and_metrics_of_every_replica(server: Any, eventually: Any, http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
-    def replicas() -> set[str]:
-        return set(re.findall(r'holdfast_cell_capacity\{[^}]*replica="(\w+)"', http.get("/metrics").text))
-
-    eventually(lambda: len(replicas()) == 2, 60.0)
+    eventually(lambda: both_serve(server, http), 60.0)
     assert "holdfast_time_to_first_token_seconds" in http.get("/metrics").text
 
 

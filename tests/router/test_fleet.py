@@ -47,7 +47,10 @@ def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -
         fleet, watcher = Fleet(), Watcher()
         fleet.watch(watcher)
         stores = [store_at(server) for _ in range(3)]
-        how = {"a": LoadReport(running=1), "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5)}
+        how: dict[str, LoadReport | None] = {
+            "a": LoadReport(running=1),
+            "b": LoadReport(prefixes={"d": 7}, seconds_per_token=0.5),
+        }
         expected: asyncio.Queue[tuple[str, str, str, float]] = asyncio.Queue()
 
         def reporter(name: str, store: RedisStore) -> Reporter:
@@ -84,6 +87,10 @@ def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -
             reporters["a"] = reporter("a", stores[1])
             await until(lambda: not fleet.silent("a"))
             assert watcher.changes == 2
+            how["a"] = None  # a step of it hangs
+            await until(lambda: fleet.silent("a"))
+            how["a"] = LoadReport(running=4)
+            await until(lambda: not fleet.silent("a"))
         finally:
             for each in (listener, *reporters.values(), *stores):
                 await each.close()

@@ -10,8 +10,9 @@ import signal
 import sys
 from typing import Any
 
-# Of its five kinds of n-grams in 30 settings this took the fewest forwards on tool-calling conversations, 2.2 tokens
-# each; longer drafts cost more than they bring, because every further row of a forward costs it a third of the first.
+# Of five kinds of n-grams in 30 settings, on 24 turns of `bugfix` and `webapp`: 2.18 tokens a forward. That is 0.56 of
+# the cost of no drafts where a drafted row adds a tenth of a forward, the least of all; 0.86 where it adds 0.38, where
+# the best has 0.85.
 NGRAM_TOKENS = 2  # at the end of a text that have to have stood in it, or in another request's, before
 DRAFTED = 3  # tokens that followed there, at most, and are verified in one step
 

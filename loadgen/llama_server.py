@@ -16,6 +16,8 @@ from typing import Any
 NGRAM_TOKENS = 2  # at the end of a text that have to have stood in it, or in another request's, before
 DRAFTED = 3  # tokens that followed there, at most, and are verified in one step
 
+SPARE_MIB = 1024  # of memory for prompts that lost their slot: it would take 8 GiB
+
 
 def parameters(wheel: Any, options: argparse.Namespace) -> Any:
     """`CommonParams` of the wheel: every core, and a KV cache for each slot that is as long as the context."""
@@ -28,6 +30,7 @@ def parameters(wheel: Any, options: argparse.Namespace) -> Any:
     found.flash_attn_type = wheel.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
     found.n_gpu_layers = -1 if options.gpu else 0
     found.cache_prompt = found.cont_batching = True
+    found.cache_ram_mib = SPARE_MIB
     found.ui, found.verbosity = False, 1
     if options.ngram:
         found.speculative.types = [wheel.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_MOD]

@@ -72,6 +72,7 @@ class ChatClient:
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
             headers=headers,
             skip_auto_headers=("user-agent", "accept-encoding"),
+            trace_configs=[_telling_reuse()],
         )
 
     async def __aenter__(self) -> ChatClient:
@@ -101,7 +102,14 @@ class ChatClient:
         failure, detail = None, ""
         try:
             async with asyncio.timeout(self._timeout_s):
-                failure, detail = await self._read(content, headers, watch)
+                while True:
+                    try:
+                        failure, detail = await self._read(content, headers, watch)
+                        break
+                    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                        if not watch.reused or watch.answered:
+                            raise
+                        # llama.cpp closes a connection after each stream without saying so: ours was on its way then.
         except TimeoutError:
             failure, detail = Failure.TIMEOUT, f"after {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
@@ -126,7 +134,11 @@ class ChatClient:
         )
 
     async def _read(self, content: bytes, headers: Mapping[str, str], watch: _Watch) -> tuple[Failure | None, str]:
-        async with self._http.post(self._url + PATH, data=content, headers=headers, allow_redirects=False) as response:
+        watch.reused = False
+        async with self._http.post(
+            self._url + PATH, data=content, headers=headers, allow_redirects=False, trace_request_ctx=watch
+        ) as response:
+            watch.answered = True
             watch.cache = response.headers.get("x-holdfast-cache", "")
             watch.replica = response.headers.get("x-holdfast-replica", "")
             watch.answer.timing = from_header(response.headers.get("server-timing", ""))
@@ -156,10 +168,22 @@ def encode(body: Mapping[str, Any]) -> bytes:
     return orjson.dumps(body)
 
 
+def _telling_reuse() -> aiohttp.TraceConfig:
+    """Tells a request's `_Watch` when it goes out on a connection that was there."""
+
+    async def reused(session: aiohttp.ClientSession, context: Any, about: Any) -> None:
+        if isinstance(context.trace_request_ctx, _Watch):
+            context.trace_request_ctx.reused = True
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_connection_reuseconn.append(reused)
+    return tracing
+
+
 class _Watch:
     """What has come of one request so far, and when."""
 
-    __slots__ = ("answer", "cache", "first_byte", "first_token", "replica", "started")
+    __slots__ = ("answer", "answered", "cache", "first_byte", "first_token", "replica", "reused", "started")
 
     def __init__(self, started: float) -> None:
         self.started = started
@@ -168,6 +192,8 @@ class _Watch:
         self.answer = Gathered()
         self.cache = ""
         self.replica = ""
+        self.reused = False  # the connection: another request was on it before
+        self.answered = False  # with headers at least
 
     def piece(self, lines: EventLines, piece: bytes) -> None:
         now = time.perf_counter()

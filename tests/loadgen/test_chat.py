@@ -95,6 +95,34 @@ def test_what_is_no_http_is_a_failure_like_any_other(said: bytes, failures: set[
     assert asyncio.run(asked()).failure in failures
 
 
+@pytest.mark.parametrize(("closing", "failures"), [(1, [None, None, None]), (0, ["cut", "cut", "cut"])])
+def test_what_meets_a_connection_that_is_being_closed_is_sent_on_another(closing: int, failures: list[str]) -> None:
+    """``closing``: which request on a connection, from 0, is read and not answered."""
+    read = 0
+
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal read
+        for number in range(closing + 1):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            read += 1
+            if number < closing:
+                body = GOOD[0][1]
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+        writer.close()
+
+    async def asked() -> list[Exchange]:
+        async with await asyncio.start_server(answering, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with ChatClient(f"http://127.0.0.1:{port}", 20.0) as client:
+                return [await client.send(streamed(BODY), {}) for _ in range(3)]
+
+    assert [exchange.failure for exchange in asyncio.run(asked())] == failures
+    assert read == (5 if closing else 3)
+
+
 @pytest.mark.parametrize("pieces", [(), ((0.0, chunk({"content": "h"})),)])
 def test_a_server_that_hangs_is_left_when_its_time_is_up(pieces: tuple[tuple[float, bytes], ...]) -> None:
     ((exchange,), _) = ask(Answer(pieces, hang=True), timeout_s=1.0)

@@ -150,14 +150,15 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
+    usual = Shape()
     parser = argparse.ArgumentParser(prog="bench attention_cpu", description="Attention on a CPU against its limits.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--ways", default="", help="comma separated; the fastest there is and torch where empty")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--heads", type=int, default=Shape.heads)
-    parser.add_argument("--kv-heads", type=int, default=Shape.kv_heads)
-    parser.add_argument("--dim", type=int, default=Shape.dim)
+    parser.add_argument("--layers", type=int, default=usual.layers)
+    parser.add_argument("--heads", type=int, default=usual.heads)
+    parser.add_argument("--kv-heads", type=int, default=usual.kv_heads)
+    parser.add_argument("--dim", type=int, default=usual.dim)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")

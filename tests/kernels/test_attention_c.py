@@ -7,6 +7,7 @@ pairs computed; that takes the compiler, which the development install brings.
 import ctypes
 import importlib.util
 import logging
+import os
 import runpy
 import shutil
 import subprocess
@@ -252,6 +253,11 @@ def test_a_build_that_fails_is_a_warning(tmp_path):
     assert "attention runs in torch" in done.stderr
     assert "no such processor" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="a checkout may do without the library; a run of everything not")
+def test_the_install_has_built_the_library():
+    assert attention_c.library_missing() == ""
 
 
 @needs_compiler

@@ -6,12 +6,15 @@ Skipped where namespaces cannot be made (not root, not Linux). The other events,
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
+import httpx
 import pytest
-from agents import Agents, Asked, told
-from machines import Machines, up, usable
+from agents import Agents, Asked, homes, told
+from machines import KEY, PATIENT_S, Machines, up, usable, within
 
 ENTRIES = ("head", "one", "two")
 LONGER = pytest.mark.skipif(not os.environ.get("HOLDFAST_TEST_MACHINES"), reason="set HOLDFAST_TEST_MACHINES=1")
@@ -38,7 +41,7 @@ def watched(machines: Machines, event: Callable[[], object], over: Callable[[lis
     return asked
 
 
-def until(condition: Callable[[], bool], within_s: float = 120.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = PATIENT_S) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -88,3 +91,59 @@ def test_the_others_go_on(machines: Machines, event: str) -> None:
         machines.heal(gone)
     assert sum(each.outcome == "answered" for each in asked) > 0.9 * len(asked)
     assert "silence" not in {each.outcome for each in asked}
+
+
+@LONGER
+def test_machines_are_restarted_one_after_the_other_and_no_request_is_lost(machines: Machines) -> None:
+    """Each is drained first, as documented; clients are at an entry that stays. A program moves once at most."""
+    agents = Agents(machines["client"].space, [f"http://{machines['head'].address}:8000"])
+    until(lambda: engines(machines) == 2)
+    with agents.at_work():
+        until(lambda: len(agents.asked) > 40)
+        for name in ("one", "two"):
+            at = time.monotonic()
+            machines.leave(name)
+            machines.power_off(name)
+            machines.boot(name)
+            machines.ray_start(name)
+            until(lambda: engines(machines) == 2)
+            machines.ready(name)
+            until(lambda: len(agents.since(time.monotonic() - 1.0)) > 0)
+            asked = agents.since(at)
+            print(name, told(asked, at), homes(asked))
+            assert {each.outcome for each in asked} == {"answered"}
+            assert all(len(found) <= 2 for found in homes(asked).values()), homes(asked)
+
+
+@LONGER
+def test_the_head_is_lost_and_comes_back(machines: Machines) -> None:
+    """Ray's control plane has its state in Redis; the two others serve meanwhile."""
+    agents = Agents(machines["client"].space, [f"http://{machines[name].address}:8000" for name in ("one", "two")])
+    until(lambda: engines(machines) == 2)
+    with agents.at_work():
+        until(lambda: len(agents.asked) > 40)
+        at = time.monotonic()
+        machines.power_off("head")
+        until(lambda: len(agents.since(at)) > 200)
+        machines.boot("head")
+        machines.ray_start("head")
+        machines.ready("head")
+        back = time.monotonic()
+        until(lambda: len([each for each in agents.since(back) if each.outcome == "answered"]) > 100)
+    asked = agents.since(at)
+    print(told(asked, at))
+    assert "silence" not in {each.outcome for each in asked}
+    assert sum(each.outcome == "answered" for each in asked) > 0.9 * len(asked)
+
+
+def engines(machines: Machines) -> int:
+    """How many take requests, as a router knows it."""
+
+    def known() -> str:
+        url = f"http://{machines['head'].address}:8000/metrics"
+        with suppress(httpx.HTTPError):
+            return httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=5.0, trust_env=False).text
+        return ""
+
+    found = within(machines["client"].space, known)
+    return len(set(re.findall(r'holdfast_cell_capacity\{[^}]*replica="(\w+)"', found)))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ class Asked:
     at: float
     seconds: float
     entry: str
+    program: int
     outcome: str  # answered, error (an error event), 503, cut (the connection ended), refused, silence, or a status
     replica: str = ""
 
@@ -85,7 +87,7 @@ class Agents:
             outcome = "silence"
         except httpx.TransportError:
             outcome = "cut"
-        return Asked(began, time.monotonic() - began, entry, outcome, replica)
+        return Asked(began, time.monotonic() - began, entry, number, outcome, replica)
 
 
 def ended_in(status: int, stream: bool, text: str) -> str:
@@ -108,6 +110,15 @@ def told(asked: Sequence[Asked], at: float) -> str:
         outcome: max(e.at + e.seconds - max(at, e.at) for e in asked if e.outcome == outcome) for outcome in counts
     }
     return ", ".join(f"{n} {outcome} (<= {longest[outcome]:.1f} s)" for outcome, n in counts.most_common())
+
+
+def homes(asked: Sequence[Asked]) -> dict[int, list[str]]:
+    """The replicas that answered each program, one after the other."""
+    found: dict[int, list[str]] = {}
+    for each in sorted(asked, key=lambda each: each.at):
+        if each.outcome == "answered":
+            found.setdefault(each.program, []).append(each.replica)
+    return {program: [replica for replica, _ in groupby(replicas)] for program, replicas in found.items()}
 
 
 def write(path: Path, asked: Sequence[Asked]) -> None:

@@ -315,7 +315,7 @@ class Machines:
             words = ["ray", "start", "--address", f"{head.address}:6380"]
             words += ["--resources", '{"worker": 1}']
         words += ["--node-ip-address", machine.address, "--num-cpus", "2", "--object-store-memory", str(OBJECT_STORE)]
-        for left in reversed(range(3)):
+        for left in reversed(range(5)):
             try:
                 machine.run(words, self.ray_environment(), PATIENT_S)
                 return
@@ -324,6 +324,23 @@ class Machines:
                 if not left:
                     raise
                 self.crash(name)
+
+    def leave(self, name: str, within_s: int = 20) -> None:
+        """Take a machine out: its engine and router end what they have, and their places are filled elsewhere where
+        there is one; then Ray stops there.
+        """
+        environment = self.ray_environment()
+        listed = ["ray", "list", "nodes", "--format", "json", "--filter", f"node_ip={self[name].address}"]
+        said = self["head"].run([*listed, "--filter", "state=ALIVE"], environment)
+        (node,) = json.loads(said[said.index("[") :])
+        words = ["ray", "drain-node", "--address", f"{self['head'].address}:6380", "--node-id", node["node_id"]]
+        words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
+        self["head"].run([*words, "--deadline-remaining-seconds", str(within_s)], environment)
+        deadline = time.monotonic() + PATIENT_S
+        while self.runs(name, "ray::ServeReplica:"):
+            assert time.monotonic() < deadline, f"{name} does not get empty"
+            time.sleep(0.2)
+        self[name].run(["ray", "stop"], environment)
 
     def ready(self, name: str, within_s: float = PATIENT_S) -> None:
         """Wait until a machine's entry serves."""
@@ -435,6 +452,7 @@ applications:
         server: {{host: 0.0.0.0, drain_s: 5}}
         redis: {{url: 'redis://{redis}:6379/1'}}
         engine: {{model: pocket, threads: 1, kv_memory: 0.1}}
+        placement: {{move_factor: 1000}}  # programs move where their engine is lost, not where it has more to do
       tenants_file: {tenants}
     deployments:
       - name: replicas
@@ -470,7 +488,7 @@ def main() -> None:
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb in ("up", "down"):
         verbs.add_parser(verb)
-    for verb in ("cut", "heal", "slow", "crash", "off", "boot"):
+    for verb in ("cut", "heal", "slow", "crash", "leave", "off", "boot"):
         verbs.add_parser(verb).add_argument("machine", choices=NAMES)
     run = verbs.add_parser("run")
     run.add_argument("machine", choices=NAMES)

@@ -303,9 +303,9 @@ def _drain(drain_s: float) -> None:
 
     from holdfast.cluster.application import APPLICATION, ENDING_S
 
-    deadline = time.monotonic() + drain_s + ENDING_S
     with suppress(Exception):  # a supervisor's, as for what follows
         asyncio.run(_tell_routers(drain_s))
+    deadline = time.monotonic() + drain_s + ENDING_S  # the routers' time began when they were told
     with suppress(Exception):
         serve.delete(APPLICATION, _blocking=False)  # Trap: otherwise it raises TimeoutError after a minute
         while time.monotonic() < deadline and APPLICATION in serve.status().applications:

@@ -230,6 +230,8 @@ def _add_peers(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--repetitions", type=int, default=2, help="of every workload (default: 2)")
     add("--seed", type=int, default=0, help="another seed, other texts (default: 0)")
     add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
+    text = "before a server begins after another one, which may be busy for a while (default: 1.5)"
+    add("--pause", type=float, default=1.5, metavar="SECONDS", help=text)
     add("--folder", type=Path, required=True, metavar="DIR", help="the comparisons' files and the peers' logs go there")
     found.set_defaults(run=_peers)
 
@@ -388,6 +390,7 @@ def _peers(options: argparse.Namespace) -> int:
         options.repetitions,
         options.seed,
         options.forced,
+        options.pause,
     )
     return side_by_side.main(asked)
 

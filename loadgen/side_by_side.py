@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen import compare, peers
-from holdfast.loadgen.options import Options
+from holdfast.loadgen.options import PAUSE_S, Options
 from holdfast.loadgen.peers import Peer, Wanted
 from holdfast.loadgen.report.commands import read_run
 from holdfast.loadgen.serving import serving, serving_peer
@@ -60,6 +60,7 @@ class Asked:
     repetitions: int = 2
     seed: int = 0
     forced: bool = False
+    pause_s: float = PAUSE_S
 
     def __post_init__(self) -> None:
         for group in self.groups:
@@ -90,6 +91,7 @@ class Asked:
             seed=self.seed,
             sizes=SIZES,
             forced=self.forced,
+            pause_s=self.pause_s,
             json_file=file,
         )
 

@@ -1,14 +1,18 @@
 """Groups of servers that are started, compared and ended, and the table of what came of them."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
 
 from holdfast.cluster.cli import main as holdfast
-from holdfast.loadgen import serving
+from holdfast.loadgen import serving, side_by_side
 from holdfast.loadgen.peers import Peer
-from holdfast.loadgen.side_by_side import Asked, ratios
+from holdfast.loadgen.side_by_side import ratios
 from holdfast.replicas.errors import UnavailableError
 
 ANSWERING = """
@@ -28,7 +32,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 
 def test_a_name_says_which_peer_of_which_file_with_what(tmp_path: Path) -> None:
     files = {"gguf": "m.gguf", "gguf_q8_0": "m8.gguf", "venvs": {"llama.cpp": Path("/l"), "vllm": Path("/v")}}
-    asked = Asked("/m", tmp_path, **files)
+    asked = side_by_side.Asked("/m", tmp_path, **files)
     assert {"/v/bin/vllm", "/m", "7"} < set(asked.peer("vllm", 7).words)
     assert "--speculative-config" not in asked.peer("vllm", 7).words
     assert "--speculative-config" in asked.peer("vllm-ngram", 7).words
@@ -52,6 +56,45 @@ def test_what_cannot_be_compared_is_refused_before_a_server_starts(
         assert holdfast([*line, *more]) != 0
         assert why in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_groups_servers_are_compared_and_end_before_the_next_groups_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def started(name: str) -> Iterator[str]:
+        told.append(f"{name} starts")
+        with stub_server(model) as stub:
+            yield stub.url
+        told.append(f"{name} ends")
+
+    monkeypatch.setattr(side_by_side, "serving", lambda model, engine: started(f"{model} {engine}"))
+    monkeypatch.setattr(side_by_side, "serving_peer", lambda command, log: started(log.stem))
+    line = ["bench", "peers", "--model", "m", "--folder", str(tmp_path), "--pause", "0", "--repetitions", "1"]
+    line += ["--workload", "bugfix", "--engine", 'holdfast={"threads": 1}']
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert holdfast([*line, "--group", "holdfast,vllm", "--group", "holdfast,vllm-ngram"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    ours = "m {'threads': 1}"
+    of_groups = [
+        [f"{ours} starts", f"{peer} starts", f"{peer} ends", f"{ours} ends"] for peer in ("0-vllm", "1-vllm-ngram")
+    ]
+    assert told == [*of_groups[0], *of_groups[1]]
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("| bugfix | vllm | holdfast | ")
+    assert second.startswith("| bugfix | vllm-ngram | holdfast | ")
+    assert {path.name for path in tmp_path.iterdir()} == {"0.json", "1.json"}
+
+
+def model(asked: Asked) -> Answer:
+    """Says a word to everybody."""
+    if asked.method == "GET":
+        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
+    return Answer.of(chunk({"content": "yes"}) + usage(9, 0, 1) + DONE)
 
 
 def test_each_ratio_is_over_the_first_server_of_its_run() -> None:

@@ -438,7 +438,7 @@ INLINE void few(const Task *t, const int dim, const int ROWS) {
     vf m = splat(NEVER), l = splat(0.f);
     const vf scale = splat(job->scale);
     for (int low = t->low; low < t->high; low += most_keys) {
-        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + 15) & ~15;
+        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + STEP - 1) / STEP * STEP;
         fetch(&t->store, low, n, room, &block);
         vf most = few_scores(block.k, q, s, room, scale, dim, ROWS);
         const int hides = n < room || low < common_from || low + n - 1 > common_to;

@@ -199,11 +199,16 @@ def attend_c(q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float,
 
 
 def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
-    """Cut the chunks into spans; see `cut`. Raises IndexError for a chunk that reaches outside the page table."""
+    """Cut the chunks into spans; see `cut`.
+
+    Raises IndexError for a chunk outside the page table, ValueError for queries that are not those of the chunks.
+    """
     tokens, heads, dim = q.shape
     function = _function(way(), kv.dtype, dim)
     assert function is not None
     table = batch.page_table
+    if sum(batch.lengths) != tokens:
+        raise ValueError(f"{tokens} queries for chunks of {sum(batch.lengths)} tokens")
     extent = max(start + length for start, length in zip(batch.starts, batch.lengths, strict=True))
     if extent > table.shape[1] * batch.page_size or max(batch.rows) >= len(table):
         raise IndexError(f"position {extent - 1} lies outside a page table of {tuple(table.shape)}")

@@ -1,8 +1,8 @@
 """A small Serve application with our request router, run as a program: prints what happened as one JSON object.
 
 One replica takes one request at a time. While it is held up more programs come than may wait, in no order; the oldest
-of them are the tenant `many`'s, the others `one`'s. Its arguments are an empty folder, through which the processes tell
-each other how far they are, and `fair` where tenants share.
+of them are the tenant `many`'s, as is the one that holds it up, the others `one`'s. Its arguments are an empty folder,
+through which the processes tell each other how far they are, and `fair` where tenants share.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Front:
         self.folder = folder
 
     async def call(self, arrival: float) -> list[float] | str:
-        tenant = "one" if arrival >= NEW else "many"
+        tenant = "one" if NEW <= arrival < FIRST else "many"
         request = GenerateRequest(f"r{arrival}", RawPrompt("x"), Sampling(), scope=tenant, program_arrival=arrival)
         with own_request():
             answer = self.replica.generate.options(session_id=f"p{arrival}").remote(request)

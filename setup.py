@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -48,8 +49,13 @@ def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, 
         commands.append((name, [f"-mcpu={processor}", f"-DLANES={lanes}", *how.split(), f"-DNAME={name}"]))
     room.mkdir(parents=True, exist_ok=True)
     objects = [str(room / f"{name}.o") for name, _ in commands]
-    for (_, flags), target in zip(commands, objects, strict=True):
-        _run([*compiler, *flags, "-c", str(source), "-o", target], environment)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        calls = [
+            pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", target], environment)
+            for (_, flags), target in zip(commands, objects, strict=True)
+        ]
+    for call in calls:
+        call.result()
     library.parent.mkdir(parents=True, exist_ok=True)
     _run([*compiler, "-shared", "-s", "-o", str(library), *objects], environment)
 

@@ -98,7 +98,11 @@ enum { STEP = 2 * LANES, LOADS = PAIRS ? 1 : 2, KEYS = PAIRS ? 2 : 1 };  // KEYS
 #define NEVER (-1e30f)  // a score that weighs nothing beside a real one, and is no infinity
 #define HIGH 0xffff0000u
 
-INLINE vf splat(float x) { return (vf){0} + x; }
+#if LANES == 8
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x}; }
+#else
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#endif
 INLINE vf load(const void *p) { return (vf)*(const vf_at *)p; }
 INLINE void store(void *p, vf x) { *(vf_at *)p = x; }
 INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
@@ -386,7 +390,7 @@ INLINE void few_values(const value *v, const float *weights, const float *old, f
     const int LP = LANES / ROWS;
     for (int row = 0; row < ROWS; row += SOME)
         for (int d = 0; d < dim; d += COLS * STEP) {
-            vf acc[2 * SOME * COLS];
+            vf acc[2 * LANES];
             for (int r = 0; r < SOME; r++)
                 for (int c = 0; c < 2 * COLS; c++)
                     acc[r * 2 * COLS + c] = load(o + (row + r) * dim + d + c * LANES) * old[(row + r) * LP];
@@ -415,9 +419,9 @@ INLINE void few(const Task *t, const int dim, const int ROWS) {
     const int LP = LANES / ROWS, steps = dim / STEP;
     const int most_keys = dim <= 64 ? FEW_KEYS : dim <= 128 ? 64 : 32;
     const Job *job = t->job;
-    ALIGNED vf q[ROWS * MAX_DIM / STEP * LOADS];
-    ALIGNED vf s[FEW_KEYS / LP];
-    ALIGNED float o[ROWS * MAX_DIM], old[LANES];
+    ALIGNED vf q[FEW_ROWS * MAX_DIM / STEP * LOADS];
+    ALIGNED vf s[FEW_KEYS * FEW_ROWS / LANES];
+    ALIGNED float o[FEW_ROWS * MAX_DIM], old[LANES];
     ALIGNED value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES];
     Block block = {0, 0, k_room, v_room};
     vi from, to;
@@ -434,7 +438,7 @@ INLINE void few(const Task *t, const int dim, const int ROWS) {
     vf m = splat(NEVER), l = splat(0.f);
     const vf scale = splat(job->scale);
     for (int low = t->low; low < t->high; low += most_keys) {
-        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + 15) & ~15;
+        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + STEP - 1) / STEP * STEP;
         fetch(&t->store, low, n, room, &block);
         vf most = few_scores(block.k, q, s, room, scale, dim, ROWS);
         const int hides = n < room || low < common_from || low + n - 1 > common_to;
@@ -482,7 +486,7 @@ typedef f32_at unit;
 // s[key][NV] of KT keys at a time; raises `most` [NV] to the greatest.
 INLINE void many_scores(const unit *k, const vf *q, vf *s, vf *most, int keys, vf scale, int units, const int NV, const int KT) {
     for (int key = 0; key < keys; key += KT) {
-        vf acc[KT * NV];
+        vf acc[2 * LANES];
         for (int i = 0; i < KT * NV; i++) acc[i] = splat(0.f);
 #pragma clang loop unroll_count(2)
         for (int u = 0; u < units; u++)
@@ -503,7 +507,7 @@ INLINE void many_scores(const unit *k, const vf *q, vf *s, vf *most, int keys, v
 INLINE void many_values(const unit *values, const vf *weights, const vf *old, vf *o, int keys, int dim, const int NV,
                         const int DT) {
     for (int d = 0; d < dim; d += DT) {
-        vf acc[DT * NV];
+        vf acc[2 * LANES];
         for (int i = 0; i < DT; i++)
             for (int v = 0; v < NV; v++) acc[i * NV + v] = o[(d + i) * NV + v] * old[v];
         for (int j = 0; j < keys / KEYS; j++)
@@ -529,7 +533,7 @@ INLINE void many_tile(const Task *t, Room *r, const unit *k, const unit *v, int 
                       const int dim, const int NV, const int KT, const int DT) {
     const Job *job = t->job;
     const vf *q = r->q + at * (dim / UNIT);
-    vf *o = r->o + at * dim, *s = r->s, *m = r->m + at, *l = r->l + at, most[NV], old[NV];
+    vf *o = r->o + at * dim, *s = r->s, *m = r->m + at, *l = r->l + at, most[4], old[4];
     for (int x = 0; x < NV; x++) most[x] = m[x];
     many_scores(k, q, s, most, room, splat(job->scale), dim / UNIT, NV, KT);
     if (hides || job->softcap != 0.f) {

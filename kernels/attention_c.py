@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +29,23 @@ log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int32]
 
+Way: TypeAlias = Literal["avx512_bf16", "avx512", "avx2", "torch"]
+
 SOURCE, LIBRARY = "attention_c.c", "libattention.so"
-TORCH = "torch"  # the way without the kernel
+TORCH: Final = "torch"  # the way without the kernel
 # What each way needs of a processor, as torch names it, and its function for each dtype; the fastest first.
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_cd", "avx2", "fma3", "bmi2")
-_NEEDS = {
+_NEEDS: dict[Way, tuple[str, ...]] = {
     "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": ("avx2", "fma3", "bmi", "bmi2", "f16c"),
 }
-_FUNCTIONS = {
+_FUNCTIONS: dict[Way, dict[torch.dtype, str]] = {
     "avx512_bf16": {torch.bfloat16: "attend_pairs_avx512", torch.float32: "attend_float32_avx512"},
     "avx512": {torch.bfloat16: "attend_bfloat16_avx512", torch.float32: "attend_float32_avx512"},
     "avx2": {torch.bfloat16: "attend_bfloat16_avx2", torch.float32: "attend_float32_avx2"},
 }
-WAYS = (*_FUNCTIONS, TORCH)
+WAYS: tuple[Way, ...] = (*_FUNCTIONS, TORCH)
 
 MAX_DIM = 256
 MAX_ROWS = 128  # query rows, the heads of a group counted, of a span
@@ -82,33 +84,37 @@ class CPlan:
     held: tuple[Any, ...]
 
 
-def use(way: str = "auto") -> str:
+def use(way: str = "auto") -> Way:
     """Choose the way of attention on a CPU for this process; "auto": the fastest there is. Returns which it is.
+
+    Where that is torch for want of the kernel, it is said once.
 
     Raises ValueError for one that is not known, or that this machine or installation does not have.
     """
     there = available()
-    if way != "auto" and way not in there:
+    if way == "auto":
+        chosen = there[0]
+        if not _chosen and (missing := library_missing()):
+            log.warning("attention on the CPU runs in torch, which is several times slower: %s", missing)
+    elif way in there:
+        chosen = there[there.index(way)]
+    else:
         why = library_missing() or "this processor has no more"
         raise ValueError(f"no {way!r} on this machine, only {', '.join(there)}: {why}")
-    _chosen[:] = [there[0] if way == "auto" else way]
-    return _chosen[0]
+    _chosen[:] = [chosen]
+    return chosen
 
 
-_chosen: list[str] = []  # the way in use, once there is one
+_chosen: list[Way] = []  # the way in use, once there is one
 
 
-def way() -> str:
-    """The way in use; chooses the fastest where nobody has chosen. Says once if the kernel is missing."""
-    if not _chosen:
-        if missing := library_missing():
-            log.warning("attention on the CPU runs in torch, which is several times slower: %s", missing)
-        use()
-    return _chosen[0]
+def way() -> Way:
+    """The way in use; chooses the fastest where nobody has chosen."""
+    return _chosen[0] if _chosen else use()
 
 
 @functools.cache
-def available() -> tuple[str, ...]:
+def available() -> tuple[Way, ...]:
     """The ways that this processor and this installation have, the fastest first; the last one is torch."""
     if library_missing():
         return (TORCH,)
@@ -134,9 +140,10 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _function(way: str, dtype: torch.dtype, dim: int) -> Callable[..., None] | None:
+def _function(way: Way, dtype: torch.dtype, dim: int) -> Callable[..., None] | None:
     """The kernel's function for a head size, or None. Vectors of 16 do not fit every size that those of 8 do."""
-    for name in (way, "avx2"):
+    names: tuple[Way, ...] = (way, "avx2")
+    for name in names:
         lanes = 8 if name == "avx2" else 16
         if name in _FUNCTIONS and dtype in _FUNCTIONS[name] and dim % (2 * lanes) == 0 and 0 < dim <= MAX_DIM:
             function = _library()[_FUNCTIONS[name][dtype]]
@@ -192,11 +199,16 @@ def attend_c(q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float,
 
 
 def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
-    """Cut the chunks into spans; see `cut`. Raises IndexError for a chunk that reaches outside the page table."""
+    """Cut the chunks into spans; see `cut`.
+
+    Raises IndexError for a chunk outside the page table, ValueError for queries that are not those of the chunks.
+    """
     tokens, heads, dim = q.shape
     function = _function(way(), kv.dtype, dim)
     assert function is not None
     table = batch.page_table
+    if sum(batch.lengths) != tokens:
+        raise ValueError(f"{tokens} queries for chunks of {sum(batch.lengths)} tokens")
     extent = max(start + length for start, length in zip(batch.starts, batch.lengths, strict=True))
     if extent > table.shape[1] * batch.page_size or max(batch.rows) >= len(table):
         raise IndexError(f"position {extent - 1} lies outside a page table of {tuple(table.shape)}")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.replicas.config import EngineConfig, Hardware, resolve
+from holdfast.kernels import attention_c
+from holdfast.replicas.config import CpuAttention, EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model import startup
@@ -223,7 +224,7 @@ class LoadedRunner:
 
 
 def load_runner(config: EngineConfig) -> LoadedRunner:
-    """Load the configured model and allocate its KV. Sets torch's thread count, which is process-wide.
+    """Load the configured model and allocate its KV. Sets torch's threads and its CPU's attention, for the process.
 
     Raises ConfigError, naming the field: a model that is missing, damaged or cannot be served, or settings that do
     not fit the model or the machine.
@@ -246,6 +247,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
         _choose_ways(model)
+    else:
+        resolved = replace(resolved, cpu_attention=_attention(resolved.cpu_attention))
     if profiled:
         resolved = fill_memory(resolved, model, kv, startup.GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
@@ -261,6 +264,16 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
 def hardware() -> Hardware:
     """This machine: the cores this process may use, and whether there is a GPU."""
     return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
+
+
+def _attention(asked: CpuAttention) -> CpuAttention:
+    """Choose how this process attends on its CPU. Raises ConfigError for a way that is not to be had here."""
+    try:
+        way = attention_c.use(asked)
+    except ValueError as error:
+        raise ConfigError(f"cpu_attention: {error}", "cpu_attention") from error
+    log.info("attention on the CPU by %s", way)
+    return way
 
 
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:

@@ -7,6 +7,7 @@ pairs computed; that takes the compiler, which the development install brings.
 import ctypes
 import importlib.util
 import logging
+import os
 import runpy
 import shutil
 import subprocess
@@ -87,6 +88,15 @@ def test_every_way_is_the_reference(way, window, softcap, **shape):
     exact = world.reference(window, softcap)
     tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
     torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 2, 5, 9])
+def test_any_number_of_keys(way, dtype, group):
+    """Blocks that are not full, down to a single key."""
+    world = PagedWorld([(n, 1) for n in range(0, 70, 3)], 16, 1, group, 32, dtype, 3, scattered=1)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(world.attend(), world.reference(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -252,6 +262,11 @@ def test_a_build_that_fails_is_a_warning(tmp_path):
     assert "attention runs in torch" in done.stderr
     assert "no such processor" in done.stderr
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="a checkout may do without the library; a run of everything not")
+def test_the_install_has_built_the_library():
+    assert attention_c.library_missing() == ""
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ import tokenizers
 import torch
 import transformers as tf
 
+from holdfast.kernels import attention_c
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Draw, Sampling
@@ -89,6 +90,20 @@ def test_a_loaded_runner_answers_like_the_model(tiny, folder):
     chunk = Chunk(2, 0, np.array(prompt, dtype=np.int32), Draw(Sampling(), 0))
     (drawn,) = loaded.runner.run(StepPlan((chunk,), (RowWrite(2, 0, pages),))).drawn
     assert drawn.tokens == tiny.reference("llama", prompt, 1)
+
+
+def test_the_way_of_attention_is_chosen_and_one_that_is_not_there_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(attention_c, "available", lambda: ("avx2", "torch"))
+    try:
+        for asked, chosen in (("auto", "avx2"), ("torch", "torch")):
+            loaded = load_runner(config_of(folder, cpu_attention=asked))
+            assert loaded.config.cpu_attention == attention_c.way() == chosen
+        error = refusal(folder, cpu_attention="avx512")
+        assert error.field == "cpu_attention"
+        assert "only avx2, torch" in str(error)
+    finally:
+        monkeypatch.undo()
+        attention_c.use()
 
 
 def test_bfloat16_is_loaded_on_request(folder):

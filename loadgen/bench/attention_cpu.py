@@ -1,0 +1,183 @@
+"""Attention alone on a CPU, beside torch's way: ``python -m holdfast.loadgen.bench.attention_cpu [--json FILE]``.
+
+Decodes, verification windows and chunks over a store of many layers, each with keys and values of its own, so that they
+come from memory as in a forward. The ways take turns, and each time stands beside what the machine can do at best,
+measured in the same run: reading the keys and values once, and multiplying as many numbers. The kernel itself:
+`kernels/attention_c.c`.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.kernels import attention_c
+from holdfast.kernels.attention import paged_attention
+from holdfast.kernels.paging import PagedBatch, page_runs
+
+_READ_BYTES = 512 << 20  # beyond any cache
+_MATRIX = 2048
+_PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`sequences` chunks of `tokens` tokens, each after `cached` cells."""
+
+    sequences: int
+    tokens: int
+    cached: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.sequences} x {self.tokens} at {self.cached}"
+
+    @property
+    def pages(self) -> int:
+        """Of one sequence."""
+        return -(-(self.cached + self.tokens) // _PAGE)
+
+
+CASES = (
+    *(Case(n, 1, cached) for n, cached in ((1, 3000), (8, 850), (8, 3000))),
+    *(Case(n, tokens, 3000) for n in (1, 8) for tokens in (4, 8)),
+    *(Case(1, tokens, 3000) for tokens in (64, 200, 256)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a model."""
+
+    layers: int = 20
+    heads: int = 16
+    kv_heads: int = 8
+    dim: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The median of all layers, and what share of the machine's bandwidth and product rate that is."""
+
+    case: str
+    way: str
+    milliseconds: float
+    bandwidth: float
+    rate: float
+
+
+class Machine:
+    """What memory and multipliers give at best: bytes and floating point operations a second."""
+
+    def __init__(self) -> None:
+        data = torch.ones(_READ_BYTES // 4)
+        self.bandwidth = data.nbytes / min(_seconds(data.sum) for _ in range(8))
+        rates = []
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = torch.randn(2, _MATRIX, _MATRIX).to(dtype).unbind(0)
+            trials = 5 if _seconds(lambda a=a, b=b: a @ b) < 1 else 0  # type: ignore[misc]
+            rates += [2 * _MATRIX**3 / _seconds(lambda a=a, b=b: a @ b) for _ in range(trials)]  # type: ignore[misc]
+        self.rate = max(rates)
+
+
+def measure(
+    shape: Shape, cases: Sequence[Case], ways: Sequence[str], dtype: torch.dtype, repeat: int
+) -> Iterator[Timing]:
+    """Time the cases, the ways by turns; the first turn of each warms up."""
+    machine = Machine()
+    print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
+    kv = _store(shape, max(case.sequences * case.pages for case in cases), dtype)
+    for case in cases:
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        layers = _layers(shape, case, kv)
+        for _ in range(repeat + 1):
+            for way in ways:
+                attention_c.use(way)
+                taken[way].append(_seconds(layers))
+        size = case.sequences * (case.cached + case.tokens) * 2 * shape.kv_heads * shape.dim * kv.itemsize
+        seen = case.cached + (case.tokens + 1) / 2  # positions, by a token on average
+        products = 4 * case.sequences * case.tokens * seen * shape.heads * shape.dim
+        for way in ways:
+            seconds = statistics.median(taken[way][1:])
+            best = shape.layers / seconds
+            yield Timing(case.name, way, seconds * 1e3, size * best / machine.bandwidth, products * best / machine.rate)
+
+
+def _store(shape: Shape, pages: int, dtype: torch.dtype) -> Tensor:
+    """A store as a CPU has it, heads before pages, filled layer by layer."""
+    stored = torch.empty(shape.layers, 2, shape.kv_heads, pages, _PAGE, shape.dim, dtype=dtype)
+    for layer in stored:
+        layer.copy_(torch.randn(layer.shape))
+    return stored.permute(0, 1, 3, 4, 2, 5)
+
+
+def _layers(shape: Shape, case: Case, kv: Tensor) -> Callable[[], None]:
+    """A call of attention for every layer, as a forward makes them: with a batch of its own."""
+    table = np.arange(case.sequences * case.pages, dtype=np.int32).reshape(case.sequences, case.pages)
+    tokens = case.sequences * case.tokens
+    q = torch.randn(tokens, shape.heads, shape.dim).to(kv.dtype)
+    k = torch.zeros(tokens, shape.kv_heads, shape.dim, dtype=kv.dtype)
+
+    def run() -> None:
+        batch = PagedBatch(
+            page_size=_PAGE,
+            page_table=torch.from_numpy(table),
+            rows=range(case.sequences),
+            starts=[case.cached] * case.sequences,
+            lengths=[case.tokens] * case.sequences,
+            cells=torch.zeros(tokens, dtype=torch.int64),
+            runs=[page_runs(row) for row in table],
+        )
+        for layer in range(shape.layers):
+            paged_attention(q, k, k, kv, layer, batch, shape.dim**-0.5)
+
+    return run
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    usual = Shape()
+    parser = argparse.ArgumentParser(prog="bench attention_cpu", description="Attention on a CPU against its limits.")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--ways", default="", help="comma separated; the fastest there is and torch where empty")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
+    parser.add_argument("--layers", type=int, default=usual.layers)
+    parser.add_argument("--heads", type=int, default=usual.heads)
+    parser.add_argument("--kv-heads", type=int, default=usual.kv_heads)
+    parser.add_argument("--dim", type=int, default=usual.dim)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
+    options = parser.parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    ways = options.ways.split(",") if options.ways else list(dict.fromkeys((attention_c.use(), attention_c.TORCH)))
+    shape = Shape(options.layers, options.heads, options.kv_heads, options.dim)
+    cases = [case for case in CASES if options.only in case.name]
+    print(f"{'':16} {'way':>12} {'ms':>10} {'of bandwidth':>14} {'of rate':>9}")
+    timings = []
+    for timing in measure(shape, cases, ways, getattr(torch, options.dtype), options.repeat):
+        timings.append(timing)
+        shares = f"{timing.bandwidth:14.2f} {timing.rate:9.2f}"
+        print(f"{timing.case:16} {timing.way:>12} {timing.milliseconds:10.2f} {shares}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

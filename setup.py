@@ -1,7 +1,7 @@
 """Builds what is not Python: kernels for CPUs, `kernels/*_c.c`, for x86-64 on Linux.
 
-Zig's C compiler, a wheel that is needed for nothing else, makes one library of each: the same file once for each kind of
-processor and each dtype. Where that fails the package is built without, says so, and torch computes.
+Zig's C compiler, a wheel that is needed for nothing else, makes one library of each: the same file once for each kind
+of processor and each dtype. Where that fails the package is built without, says so, and torch computes.
 """
 
 import hashlib

@@ -59,10 +59,13 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     """Bytes of the machine's own memory that one engine takes, about. Raises HoldfastError for an unknown shape."""
     engine, shape = settings.engine, sizing.read_shape(checks.model_folder(settings.engine.model))
     number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
-    each: float = (BESIDE_GPU if on_gpu else EACH) + shape.weight_bytes(number) + engine.host_memory * GIB
+    weights, cells = shape.weight_bytes(number), 0.0
     if not on_gpu:
-        each += engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
-    return each
+        cells = engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
+    taken = weights + cells
+    if engine.dtype == "int8":  # read whole in the other dtype first, before cells are written to
+        taken = max(weights, shape.int8_bytes(number) + cells)
+    return (BESIDE_GPU if on_gpu else EACH) + taken + engine.host_memory * GIB
 
 
 def router_bytes(settings: Settings) -> int:

@@ -49,6 +49,12 @@ class Shape:
     def weight_bytes(self, number: int = BYTES) -> int:
         return self.parameters * number
 
+    def int8_bytes(self, number: int) -> int:
+        """Matrices in int8, the embedding beside them with `number` bytes a number."""
+        tables = 1 if self.tied else 2
+        matrices = self.parameters - (tables - 1) * self.vocabulary * self.hidden
+        return matrices + self.vocabulary * self.hidden * number
+
 
 # The models' own configurations on the Hugging Face hub.
 MODELS: Mapping[str, Shape] = {

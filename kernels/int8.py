@@ -84,7 +84,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     most = x.abs().amax(1, keepdim=True)
-    inverse = torch.where(most > 0, MOST / most, 0.0)
+    inverse = torch.where(most > 0, torch.full_like(most, MOST) / most, 0.0)  # `MOST / most` rounds twice
     return (x * inverse).round_().nan_to_num_(0.0).to(torch.int8), most / MOST
 
 
@@ -114,7 +114,7 @@ def int8_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
 
 @functools.cache
 def available() -> tuple[str, ...]:
-    """The ways that this processor and this installation have, the fastest first. Says once if the kernel is missing."""
+    """The ways that processor and installation have, the fastest first. Says once if the kernel is missing."""
     has = torch.cpu.get_capabilities()
     ways = [name for name, (needs, *_) in _WAYS.items() if all(has.get(need) for need in needs)]
     missing = library_missing()
@@ -144,14 +144,14 @@ def _by_floats(numbers: Tensor, scales: Tensor, bias: Tensor, gated: bool) -> Pr
     def product(x: Tensor, plus: Tensor | None) -> Tensor:
         q, s = quantise(x)
         floats = q.float()
-        sums = torch.cat([linear(floats, part.float()) for part in numbers.split(at_once)], dim=1)
+        sums = torch.cat([linear(floats, part.float()) for part in torch.split(numbers, at_once)], dim=1)
         return _rescale(sums * (s * scales), x, bias, gated, plus)
 
     return product
 
 
 def _by_onednn(numbers: Tensor, scales: Tensor, bias: Tensor, gated: bool) -> Product:
-    """oneDNN takes values in bytes, with 128 for zero; of signed ones it makes them in a way that is 300 times slower."""
+    """oneDNN takes values in bytes, with 128 for zero; with signed ones it was 300 times slower."""
     packed = torch.ops.onednn.qlinear_prepack(numbers, None)
     zeros = torch.zeros(len(scales), dtype=torch.int32)
 

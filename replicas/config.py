@@ -24,6 +24,7 @@ PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "rest
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
+_INT8_ON_GPU = "int8 products are computed on a CPU: set another dtype, or device to cpu"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
 
 
@@ -177,6 +178,8 @@ class EngineConfig:
         if self.order == "infercept" and self.retention.policy != "infercept":
             told = f"order infercept goes with InferCept's own rule, not with {self.retention.policy!r}"
             raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
+        if self.dtype == "int8" and self.device == "cuda":
+            raise ConfigError(_INT8_ON_GPU, "dtype")
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
         tier = self.host_tier
@@ -236,7 +239,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     if dtype == "auto":
         dtype = hardware.cpu_dtype if device == "cpu" else model.checkpoint_dtype
     if dtype == "int8" and device != "cpu":
-        raise ConfigError("int8 products are computed on a CPU: leave dtype out, or set device to cpu", "dtype")
+        raise ConfigError(_INT8_ON_GPU, "dtype")
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")

@@ -3,6 +3,8 @@
 
 For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
 matrices of the model's sizes; and the time that streaming every weight once takes at the bandwidth measured here.
+With `--beside DTYPE` the same steps of the model in another dtype take turns with them. The chain of int8 is in the
+dtype of what is not int8, its weights are a byte each.
 Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
 
 A peer is a running llama.cpp server of the same model: it takes its turn at every shape of one sequence. What counts
@@ -55,12 +57,16 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians in milliseconds. `weights_ms`: the bytes of all weights at the measured bandwidth."""
+    """Medians in milliseconds. `weights_ms`: the bytes of all weights at the measured bandwidth.
+
+    `beside_ms`: the step in the other dtype.
+    """
 
     name: str
     step_ms: float
     chain_ms: float
     weights_ms: float
+    beside_ms: float | None = None  # in another dtype
     peers_ms: Mapping[str, float | None] = field(default_factory=dict)  # by name; of several sequences nothing
 
     @property
@@ -108,7 +114,9 @@ def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool) -> 
 class Floors:
     """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: str, weight_bytes: int) -> None:
+        """`weight_bytes`: of each weight, as the model holds it."""
+        self._weight_bytes = weight_bytes
         sizes = [(shape.q_width + 2 * shape.kv_width, shape.hidden), (shape.hidden, shape.q_width)]
         sizes += [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
         layers = sizes * shape.layers
@@ -132,8 +140,8 @@ class Floors:
     def weights_s(self) -> float:
         """Seconds to read every weight once, from the best of five reads of a large buffer."""
         read = min(_seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
-        size = sum(weight.nbytes for weight in (*self._layers, self._head))
-        return read * size / self._stream.nbytes
+        size = sum(weight.numel() for weight in (*self._layers, self._head))
+        return read * size * self._weight_bytes / self._stream.nbytes
 
 
 class LlamaServer:
@@ -174,9 +182,11 @@ def measure(
     shapes: Sequence[StepShape],
     repeat: int,
     scattered: bool,
+    beside: LoadedRunner | None = None,
     peers: Sequence[LlamaServer] = (),
 ) -> Iterator[Timing]:
-    """Time each shape by turns: step, chain and, with a pause before each, the peers; the first of each warms up.
+    """Time each shape by turns: step, chain, the step of `beside` and, with a pause before each, the peers; the first
+    of each warms up.
 
     Raises UnavailableError for a peer that does not answer as llama.cpp does.
     """
@@ -185,7 +195,7 @@ def measure(
         plan = step_plan(shape, kv.page_size, kv.pages, scattered)
         tokens = shape.sequences * shape.window
         chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
-        steps, chains = [], []
+        steps, chains, others = [], [], []
         asked = [peer for peer in peers if shape.sequences == 1]
         theirs: dict[str, list[float | None]] = {peer.name: [] for peer in asked}
         for _ in range(repeat + 1):
@@ -194,12 +204,15 @@ def measure(
                 loaded.runner.run(plan)  # threads and caches as they are between steps
             steps.append(_seconds(lambda plan=plan: loaded.runner.run(plan)))  # type: ignore[misc]
             chains.append(_seconds(chain))
+            if beside is not None:
+                others.append(_seconds(lambda plan=plan: beside.runner.run(plan)))  # type: ignore[misc]
             for peer in asked:
                 time.sleep(PAUSE_S)
                 theirs[peer.name].append(peer.milliseconds(shape))
         step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
+        other = statistics.median(others[1:]) * 1e3 if others else None
         told = {name: _median(found[1:]) for name, found in theirs.items()}
-        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3, told)
+        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3, other, told)
 
 
 def _median(found: Sequence[float | None]) -> float | None:
@@ -225,7 +238,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench forwards", description="Steps of a model against the machine's floors."
     )
     parser.add_argument("--model", required=True, help="'pocket' or a model folder")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
+    parser.add_argument("--beside", choices=("float32", "bfloat16", "int8"), help="another dtype, by turns")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cells", type=int, default=32768)
@@ -239,11 +253,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _line(timing: Timing) -> str:
     milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.weights_ms:10.2f}"
+    beside = "" if timing.beside_ms is None else f" {timing.beside_ms:10.2f}"
     theirs = "".join(
         f" {'-':>13} {'':6}" if found is None else f" {found:13.2f} {found / timing.step_ms:6.2f}"
         for found in timing.peers_ms.values()
     )
-    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}{theirs}"
+    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}{beside}{theirs}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,16 +273,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if shape is None:
         print("bench forwards: our decoder does not know this model", file=sys.stderr)
         return 2
-    loaded = load_runner(replace(config, speculation=DraftConfig(enabled=False)))
-    floors = Floors(shape, loaded.runner.kv.data.dtype, loaded.config.device)
+    config = replace(config, speculation=DraftConfig(enabled=False))
+    loaded = load_runner(config)
+    beside = load_runner(replace(config, dtype=options.beside)) if options.beside else None
+    dtype = loaded.runner.kv.data.dtype
+    floors = Floors(shape, dtype, loaded.config.device, 1 if loaded.config.dtype == "int8" else dtype.itemsize)
     print(f"{loaded.config.dtype}, {loaded.config.threads} threads")
+    columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}"
     theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)
-    print(
-        f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}{theirs}"
-    )
+    print(columns + (f" {options.beside:>10}" if beside else "") + theirs)
     timings = []
     shapes = [one for one in SHAPES if options.only in one.name]
-    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered, peers):
+    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered, beside, peers):
         timings.append(timing)
         print(_line(timing), flush=True)
     if options.json:

@@ -1,10 +1,10 @@
 """Evening out columns before weights become int8: what is far larger than the rest leaves the rest no room.
 
 Some channels of a trained model's activations are 20 to 100 times the others, the same ones for every token, and a row
-in int8 has one step for all of them. So a sample of text is run through the layers before they are quantised, and each
-product's columns are divided by powers of two that go into its weight (`kernels.int8.even_out`). No product is added for
-it: what makes a column is divided, a norm's weight, the rows of a value, the rows of `up`. The float model computes what
-it did, to the last bit; heads that share a key and value share factors, too.
+in int8 has one step for all of them. So a sample of text is run through the layers before they are quantised, and
+each product's columns are divided by powers of two that go into its weight (`kernels.int8.even_out`). No operation is
+added for it: what makes a column is divided, a norm's weight, the rows of a value, the rows of `up`. The float model
+computes what it did, to the last bit; heads that share a key and value share factors, too.
 """
 
 import torch
@@ -23,7 +23,8 @@ user: Is there a flight from Oslo to Porto on 2024-03-17? I can pay up to 245.50
 assistant: <tool_call>
 {"name": "find_flights", "arguments": {"from": "Oslo", "to": "Porto", "date": "2024-03-17"}}
 </tool_call>
-tool: [{"flight": "TP 759", "departs": "06:25", "price": 231.9}, {"flight": "DY 1790", "departs": "14:40", "price": 198}]
+tool: [{"flight": "TP 759", "departs": "06:25", "price": 231.9},
+{"flight": "DY 1790", "departs": "14:40", "price": 198}]
 assistant: There are two: TP 759 leaves at 06:25 and costs 231.90 EUR, DY 1790 leaves at 14:40 and costs 198 EUR.
 user: def mean(xs): return sum(xs) / len(xs)  # why does this raise ZeroDivisionError? Et en français, s'il vous plaît.
 assistant: Parce que la liste est vide : `len(xs)` vaut alors 0. Return 0.0 there, or raise a ValueError that says so.

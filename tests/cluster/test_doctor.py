@@ -17,7 +17,7 @@ from holdfast.cluster.config import RedisConfig, ReplicasConfig, ServerConfig, S
 from holdfast.cluster.doctor import Finding, State
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu
 from holdfast.cluster.redis import ServerFacts
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
 from holdfast.router.tracing import TracingConfig
@@ -190,6 +190,22 @@ def test_what_the_drivers_tool_says_is_read() -> None:
     first, second = machine_facts.parse_gpus(text)
     assert first == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, "580.65.06")
     assert second.free == 12 << 20
+
+
+def test_int8_takes_less_than_floats_once_it_is_loaded(tmp_path: Path) -> None:
+    """A model whose weights are far more than its cells: reading it takes as much as floats, cells come after."""
+    shape = {"num_hidden_layers": 10, "num_attention_heads": 16, "hidden_size": 4096, "intermediate_size": 16384}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"vocab_size": 32768}))
+
+    def taken(dtype: DType, kv_memory: float) -> float:
+        engine = EngineConfig(model=str(tmp_path), device="cpu", dtype=dtype, kv_memory=kv_memory)
+        return doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) / GIB
+
+    parameters = 10 * 4 * 4096**2 + 10 * 3 * 4096 * 16384 + 2 * 32768 * 4096
+    assert taken("int8", 1.0) == pytest.approx(taken("float32", 1.0) - 1.0)
+    table = 32768 * 4096
+    saved = (4 * parameters - (parameters - table + 4 * table)) / GIB
+    assert taken("int8", 40.0) == pytest.approx(taken("float32", 40.0) - saved)
 
 
 def test_memory_that_is_too_small() -> None:

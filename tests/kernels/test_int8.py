@@ -1,4 +1,4 @@
-"""Products in int8: every way against sums of integers in float64, and what quantising costs against the product itself.
+"""Products in int8: every way against sums of integers in float64, and what quantising costs against the product.
 
 A way of the kernel that this processor lacks is tested as the same source compiled for AVX2; that takes the compiler,
 which the development install brings.
@@ -78,7 +78,8 @@ def test_a_way_is_the_reference(way, rows, size, dtype, gated, bias, plus, threa
     exact = int8_reference(x, weight, b, gated)
     exact = exact if p is None else exact + p.double()
     found = Int8Matrix(weight, b, gated, way)(x, p)
-    assert found.dtype == dtype and found.shape == exact.shape
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
     if rows:
         assert (found.double() - exact).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
 
@@ -112,7 +113,8 @@ def test_rows_of_zeros_with_a_nan_and_in_a_view(way):
     found = Int8Matrix(weight, bias, way=way)(x)
     assert found.shape == (3, 4, 33)
     assert torch.equal(found[0, 1], bias)
-    assert found[1, 2].isnan().all() and found.isnan().sum() == 33
+    assert found[1, 2].isnan().all()
+    assert found.isnan().sum() == 33
     exact = int8_reference(x[2], weight, bias)
     assert (found[2].double() - exact).abs().max() <= 1e-6 * exact.abs().max()
 
@@ -139,10 +141,12 @@ def test_evened_columns_leave_the_others_room(times):
     others[:, [7, 300]] = 0
     ordinary = matrix_reference(others, weight).norm()  # what the model would lose
     factors = even_out(x[:32].abs().amax(0), weight)
-    assert torch.equal((x / factors) * factors, x) and torch.equal(factors.log2(), factors.log2().round())
+    assert torch.equal((x / factors) * factors, x)
+    assert torch.equal(factors.log2(), factors.log2().round())
     plain, evened = Matrix(weight, int8=True)(x), Matrix(weight * factors, int8=True)(x / factors)
     loss = [((found.double() - exact).norm() / ordinary).item() for found in (plain, evened)]
-    assert loss[1] < loss[0] / 2 and loss[1] < 0.1
+    assert loss[1] < loss[0] / 2
+    assert loss[1] < 0.1
 
 
 def test_even_columns_stay_as_they_are():
@@ -153,7 +157,9 @@ def test_even_columns_stay_as_they_are():
 def test_quantised_numbers_are_near_and_within_127():
     x = torch.randn(40, 99) * torch.logspace(-20, 20, 40)[:, None]
     numbers, scales = quantise(x)
-    assert numbers.dtype == torch.int8 and numbers.abs().max() == 127 and numbers.min() >= -127
+    assert numbers.dtype == torch.int8
+    assert numbers.abs().max() == 127
+    assert numbers.min() >= -127
     assert ((numbers * scales - x).abs() <= scales * 0.5001).all()
 
 
@@ -179,4 +185,5 @@ def test_without_the_kernel_torch_computes(monkeypatch):
     finally:
         monkeypatch.undo()
         int8.available.cache_clear()
-    assert ways[-1] == FLOATS and not set(ways) & {"avx2", "vnni"}
+    assert ways[-1] == FLOATS
+    assert not set(ways) & {"avx2", "vnni"}

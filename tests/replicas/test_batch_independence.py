@@ -20,7 +20,7 @@ from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.runner import ModelRunner, load_runner
 
 NEW = 16
-MOVES = {"float32": 1e-4, "bfloat16": 0.5}  # how far a token's log probability may move
+MOVES = {"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}  # how far a token's log probability may move
 WAYS = {
     "among others": {},
     "cut into chunks": {"step_tokens": 40},
@@ -72,7 +72,8 @@ def served(model: str, dtype: str) -> Served:
         ready = load_runner(EngineConfig(cells=4096, threads=1, dtype=dtype))
         return Served(ready.config, ready.runner, ready.vocabulary, prompts_of(ready.vocabulary, 200))
     config = EngineConfig(cells=2048, page_size=16, max_sequences=8, session_rows=0, context_length=CONTEXT)
-    weights, kv = decoder(Decoder, 128, 16, dtype=getattr(torch, dtype))
+    kept = torch.float32 if dtype == "int8" else getattr(torch, dtype)
+    weights, kv = decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8")
     runner = ModelRunner(weights, kv, 8, CONTEXT)
     return Served(replace(config, admission_ceiling=1.0), runner, VOCABULARY, prompts_of(VOCABULARY, 100))
 
@@ -96,7 +97,7 @@ def scores(entry: TokenLogprobs, temperature: float, seed: int, position: int) -
 @pytest.mark.parametrize("dtype", MOVES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model, dtype, temperature, way):
-    """In float32 every token is the same. In bfloat16 one may differ where the best scores lie as close as rounding
+    """In float32 every token is the same. In the others one may differ where the best scores lie as close as rounding
     moves them; from there on the reply is another one."""
     one = served(model, dtype)
     together = one.replies(list(range(8)), temperature, **WAYS[way])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig, Hardware, ModelShape, RetentionConfig, resolve
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.ngrams import WINDOW
 
@@ -81,3 +81,27 @@ def test_a_step_has_room_for_a_row_and_its_draft():
 @pytest.mark.parametrize("name", ["min_n", "memory_min_n"])
 def test_no_match_is_longer_than_what_is_measured(name):
     assert_refused(DraftConfig, name, WINDOW + 1)
+
+
+def test_int8_is_for_a_cpu_and_its_cells_are_what_the_cpu_computes_in():
+    with pytest.raises(ConfigError, match="device to cpu") as raised:
+        EngineConfig(dtype="int8", device="cuda")
+    assert raised.value.field == "dtype"
+    shape = ModelShape(2048, "bfloat16", 1024, 2048)
+    with pytest.raises(ConfigError, match="device to cpu") as raised:
+        resolve(EngineConfig(dtype="int8"), Hardware(cuda=True, cores=2), shape)
+    assert raised.value.field == "dtype"
+    cells = {}
+    for kept in ("float32", "bfloat16"):
+        resolved = resolve(EngineConfig(dtype="int8", device="cpu"), Hardware(True, 2, cpu_dtype=kept), shape)
+        assert resolved.dtype == "int8"
+        cells[kept] = resolved.cells
+    assert cells["bfloat16"] == 2 * cells["float32"] == 2**30 // 1024 // 2
+
+
+@pytest.mark.parametrize("cpu", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_auto_is_never_int8(cpu, cuda):
+    for checkpoint in ("float32", "bfloat16", "float16"):
+        resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), ModelShape(2048, checkpoint, 1024, 2048))
+        assert resolved.dtype == (checkpoint if cuda else cpu)

@@ -54,15 +54,21 @@ def _checkpoint(window: int | None) -> TemporaryDirectory:
 
 
 def decoder(
-    kind: type[Decoder], pages: int, page_size: int, window: int | None = None, dtype: torch.dtype = torch.float32
+    kind: type[Decoder],
+    pages: int,
+    page_size: int,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    int8: bool = False,
 ) -> tuple[Decoder, KVTensors]:
-    """A decoder over a store of its own, in which cells that nobody wrote hold NaN."""
+    """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products in `int8`."""
     config = config_of(window)
     shape = decoder_shape(config)
     cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
     kv = KVTensors(cell, pages, page_size, dtype, scratch=True)
     kv.data.fill_(torch.nan)
-    return kind.load(_checkpoint(window).name, config, kv, 640), kv
+    sample = torch.arange(VOCABULARY) if int8 else None
+    return kind.load(_checkpoint(window).name, config, kv, 640, sample), kv
 
 
 def replayed(call: Callable[[], None]) -> Callable[[], None]:

@@ -1,20 +1,24 @@
 """What a failed step leaves behind, the order of effects, timing; and steps in a thread, begun one ahead."""
 
 import asyncio
+import json
+import shutil
 import threading
 
 import numpy as np
 import pytest
+import torch
 from engine_world import words
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.errors import EngineError
+from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.events import Draw, Finished, Sampling, Submit, Tokens
 from holdfast.replicas.kv.pages import PageCopy
-from holdfast.replicas.model.runner import ThreadedRunner
+from holdfast.replicas.model.folder import model_folder
+from holdfast.replicas.model.runner import ThreadedRunner, load_runner
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 from holdfast.replicas.service import Service
@@ -193,3 +197,23 @@ def test_replies_calls_and_stops_are_the_same_with_overlapped_steps(drafts):
     plain, late = (asyncio.run(replies(overlap)) for overlap in ("off", "on"))
     assert late == plain
     assert plain[0][2]
+
+
+def test_int8_is_of_all_products_and_of_nothing_else():
+    loaded = load_runner(EngineConfig(dtype="int8", device="cpu", cells=256, speculation=DraftConfig(enabled=False)))
+    assert loaded.config.dtype == "int8"
+    assert loaded.runner.kv.data.dtype == torch.float32
+    assert all(matrix.plain is None for matrix in loaded.runner.model.matrices)
+
+
+@pytest.mark.parametrize("why", ["is set to transformers", "does not know this model"])
+def test_int8_is_refused_by_name_where_transformers_would_compute(why, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("pocket"), folder)
+    told = json.loads((folder / "config.json").read_text())
+    if "know" in why:
+        (folder / "config.json").write_text(json.dumps(told | {"hidden_act": "gelu"}))
+    decoder = "auto" if "know" in why else "transformers"
+    with pytest.raises(ConfigError, match=why) as raised:
+        load_runner(EngineConfig(model=str(folder), dtype="int8", device="cpu", decoder=decoder, cells=256))
+    assert raised.value.field == "dtype"

@@ -38,8 +38,8 @@ TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_
 
 
 def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
-    """Random weights. In front of every product some channels are `outliers` times the others, and their weights less by
-    as much: by floats the same model as without.
+    """Random weights. In front of a product some channels are `outliers` times the others, and their weights less by as
+    much: by floats the same model as without.
     """
     torch.manual_seed(2)
     config = CONFIGS[family]()
@@ -106,7 +106,9 @@ def test_int8_is_as_near_as_without_outliers(family):
 def test_a_sample_is_text_in_the_model_s_own_tokens():
     info = inspect_model("pocket")
     tokens = sample_tokens(load_tokenizer(info), info.vocabulary)
-    assert 100 < len(tokens) <= 256 and tokens.min() >= 0 and tokens.max() < info.vocabulary
+    assert 100 < len(tokens) <= 256
+    assert tokens.min() >= 0
+    assert tokens.max() < info.vocabulary
     assert len(sample_tokens(load_tokenizer(info), 0)) == 1
 
 
@@ -114,4 +116,5 @@ def test_factors_belong_to_columns_that_stand_out():
     columns = torch.ones(32)
     columns[4] = 64.0
     factors = even_out(columns, torch.ones(8, 32))
-    assert factors[4] == 8.0 and factors.sum() == 31 + 8
+    assert factors[4] == 8.0
+    assert factors.sum() == 31 + 8

@@ -25,6 +25,7 @@ TRICKLING, IDLE, POLITE = 20, 4096, 4
 BODY = 32 * 2**20
 BODIES_S = 0.5  # between two of them
 WARM_S = 3.0  # before a phase counts
+PATIENT_S = 180.0  # for what takes seconds on a machine that is free
 
 
 def head(path: str, key: str, length: int) -> bytes:
@@ -40,6 +41,12 @@ class Rude:
         self.key = key
         self.seen: Counter[str] = Counter()
         self.sending: set[asyncio.Future[None]] = set()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all idle ones have been in, and of each kind one was told something."""
+        told = {name.partition(":")[0] for name in self.seen if ":" in name}
+        return self.seen["idle connected"] >= IDLE and told >= {"headers", "body", "idle", "32 MiB"}
 
     async def run(self) -> None:
         each = [self.trickle(head("/v1/chat/completions", self.key, 100), "headers") for _ in range(TRICKLING)]
@@ -97,12 +104,15 @@ class Rude:
 
 
 async def rude(url: str, key: str) -> None:
-    """Until standard input ends; then print what they were told."""
+    """Until standard input ends and every kind was told something; then print what."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     clients = Rude(url, key)
     running = asyncio.ensure_future(clients.run())
     await asyncio.to_thread(sys.stdin.read)
+    deadline = time.monotonic() + PATIENT_S
+    while not clients.complete and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
     running.cancel()
     print(json.dumps(clients.seen), flush=True)
 

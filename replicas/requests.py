@@ -162,13 +162,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a replica serves, for `/v1/models` and for validation in the router."""
+    """What a replica serves, for `/v1/models` and for validation in the router.
+
+    `longest_token`: no token stands for more characters; 0: one may stand for any number.
+    """
 
     name: str
     context_length: int
     vocabulary: int
     replica_id: str = ""
     fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
+    longest_token: int = 0
 
 
 class AnswerBuilder:

@@ -101,7 +101,8 @@ class Service:
         loaded = _load_in_passing_thread(config)
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
-        card = ModelCard(loaded.config.served_name, loaded.config.context_length, loaded.vocabulary)
+        name, context = loaded.config.served_name, loaded.config.context_length
+        card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token)
         return cls(engine, text, card)
 
     @property

@@ -28,7 +28,7 @@ from holdfast.router.protocol.anthropic import (
     read_messages,
     signature,
 )
-from holdfast.router.protocol.turn import Turn, find_model
+from holdfast.router.protocol.turn import Turn, check_length, find_model
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -170,7 +170,7 @@ class MessagesFormat:
         body = await self._guard.read(request, read_messages)
         card = find_model(body.model, arrival.models)
         translated = chat_prompt(body, steady=self._config.steady_system)
-        turn = messages_turn(body, translated.prompt, card)
+        turn = check_length(messages_turn(body, translated.prompt, card))
         return MessagesExchange(body, arrival, turn, ", ".join(translated.skipped))
 
 

@@ -28,7 +28,7 @@ from holdfast.router.protocol.responses import (
     response_usage,
     responses_turn,
 )
-from holdfast.router.protocol.turn import Turn, find_model
+from holdfast.router.protocol.turn import Turn, check_length, find_model
 from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.stored_responses import StoredResponse, StoredResponses
 
@@ -129,7 +129,7 @@ class ResponsesFormat:
         turn, skipped = responses_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
         if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
             turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length))
-        return ResponseExchange(asked, arrival, turn, ", ".join(skipped), self._stored)
+        return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
     async def _fitted(self, prompt: ChatPrompt, room: int) -> ChatPrompt:
         """`prompt` without as many of its oldest exchanges as it takes to fit, and to leave room for a reply.
@@ -172,7 +172,7 @@ class CompactionFormat:
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         asked = await _asked(self._guard, self._stored, request, arrival)
         turn, skipped = compaction_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
-        return CompactionExchange(asked, arrival, turn, ", ".join(skipped), self._stored)
+        return CompactionExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
 
 class ResponseEndpoints:

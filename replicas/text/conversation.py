@@ -110,6 +110,11 @@ class TextSide:
             entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
         return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark)
 
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more characters; 0: one may stand for any number."""
+        return self._long.token_characters
+
     def close(self) -> None:
         """Long texts are refused from now on, also those that wait for their turn."""
         self._long.close()

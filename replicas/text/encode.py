@@ -175,7 +175,7 @@ class LongTexts:
         # Now, not for the first long text: with 150,000 tokens this takes most of a second and holds the GIL.
         backend = type(backend).from_str(backend.to_str())
         self._encoder = Encoder(backend, added)
-        self._token_characters = _most_characters(backend)
+        self.token_characters = _most_characters(backend)
         self._context = context
         self._closed = False
         # Not a lock around threads: who is cancelled leaves a thread behind that is not done yet.
@@ -193,7 +193,7 @@ class LongTexts:
         them fit, where the tokenizer neither drops nor squeezes any.
         """
         self._check()
-        least = length // self._token_characters if self._token_characters else 0
+        least = length // self.token_characters if self.token_characters else 0
         if self._context and least > self._context:
             raise ContextLengthError(
                 f"the prompt has more than {least} tokens; the context has room for {self._context}", "prompt"

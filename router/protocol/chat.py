@@ -11,7 +11,14 @@ from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.protocol.body import decode, validate
 from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
 from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
-from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn, find_model
+from holdfast.router.protocol.turn import (
+    GenerationBody,
+    Turn,
+    build_sampling,
+    build_turn,
+    check_length,
+    find_model,
+)
 from holdfast.router.protocol.usage import chat_logprobs, usage_object
 
 MAX_TOP_LOGPROBS = 20
@@ -34,7 +41,7 @@ class ChatBody(GenerationBody):
 def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
     """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
     body = validate(ChatBody, decode(raw))
-    return chat_turn(body, find_model(body.model, models))
+    return check_length(chat_turn(body, find_model(body.model, models)))
 
 
 def chat_turn(body: ChatBody, card: ModelCard) -> Turn:

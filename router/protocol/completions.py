@@ -15,6 +15,7 @@ from holdfast.router.protocol.turn import (
     Turn,
     build_sampling,
     build_turn,
+    check_length,
     check_tokens,
     find_model,
 )
@@ -42,7 +43,7 @@ class CompletionBody(GenerationBody):
 def read_completion(raw: bytes, models: Sequence[ModelCard]) -> Turn:
     """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
     body = validate(CompletionBody, decode(raw))
-    return completion_turn(body, find_model(body.model, models))
+    return check_length(completion_turn(body, find_model(body.model, models)))
 
 
 def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:

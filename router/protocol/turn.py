@@ -87,6 +87,26 @@ class Turn:
     fits: bool = False
 
 
+def check_length(turn: Turn) -> Turn:
+    """`turn` again. Raises ContextLengthError for a prompt that no tokenizing could make fit: before it costs anything.
+
+    White space around a message's content counts for nothing, as templates may leave it out.
+    """
+    prompt, card = turn.prompt, turn.model
+    if isinstance(prompt, RawPrompt) and not isinstance(prompt.content, str):
+        least = len(prompt.content)
+    elif not card.longest_token:
+        return turn
+    else:
+        texts = [prompt.content] if isinstance(prompt, RawPrompt) else [m.get("content") for m in prompt.messages]
+        least = sum(len(text.strip()) for text in texts if isinstance(text, str)) // card.longest_token
+    if least > card.context_length:
+        raise ContextLengthError(
+            f"the prompt has at least {least} tokens; the context has room for {card.context_length}", "prompt"
+        )
+    return turn
+
+
 def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:
     """The card of model `name`. Raises RefusedError (404)."""
     for card in models:

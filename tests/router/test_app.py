@@ -437,3 +437,23 @@ def test_every_request_ends_in_one_outcome_and_gives_everything_back(requests):
     assert sum(world.outcomes().values()) == len(requests)
     assert world.in_flight() == 0
     assert world.backend.open_streams == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_prompt_that_cannot_fit_whatever_its_tokens_is_refused_by_the_router(path):
+    """No replica is asked, and none of its characters is looked at again."""
+    card = ModelCard("pocket", 100, 1000, longest_token=4)
+    world = World()
+    world.backend.cards = (card,)
+    for characters, status in ((400, 200), (404, 400)):
+        text = "x" * characters + " " * 1000
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        if path == "/v1/responses":
+            body = {"input": text}
+        elif path == "/v1/completions":
+            body = {"prompt": text}
+        before = len(world.backend.requests)
+        answer = world.call("POST", path, json={"model": "pocket", **body})
+        assert answer.status_code == status, answer.text
+        assert len(world.backend.requests) - before == (status == 200)
+    assert "context has room for 100" in answer.json()["error"]["message"]

@@ -46,21 +46,18 @@ enum { MAX_DIM = 256, MAX_ROWS = 128, FEW_ROWS = 8, FEW_KEYS = 128, MANY_KEYS = 
 
 // Mirrored by attention_c.py.
 typedef struct {
-    int32_t first, count;      // entries of `order`
-    int32_t start;             // position of the first; the next ones follow
-    int32_t row, low, high;    // of the page table, and its positions
-    int32_t size;              // parts end at its multiples
-    int32_t before, parts;     // tasks, over kv_heads, of the spans before this one; its own parts
-    int32_t slot, stride;      // partial results: part i of entry e at slot + i * stride + e; none with slot -1
-    int32_t merged;            // whether the results are put together here, with the other ones
-    int32_t other, others, other_stride;  // partial results of the same tokens over a prefix: the first, parts, stride
+    int32_t first, count;    // of its tokens in the batch
+    int32_t start;           // position of the first; the next ones follow
+    int32_t row, low, high;  // of the page table, and its positions
+    int32_t size;            // parts end at its multiples
+    int32_t before, parts;   // tasks, over kv_heads, of the spans before this one; its own parts
+    int32_t slot;            // partial results: part i of token t at slot + i * count + t; -1: one part, which is the result
 } Span;
 
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
     const int32_t *pages;  // [rows][slots]: page of every page_size positions
     const Span *spans;
-    const int32_t *order;  // token of each entry
     float *partial;        // [slots of partial results][heads][dim], columns in the order of `unpack`
     float *sums;           // [slots of partial results][heads][2]: m and l
     int64_t slots, page_size, cell_stride, head_stride;  // strides in values
@@ -329,7 +326,7 @@ typedef struct {
 
 INLINE const value *query_of(const Task *t, int row) {
     const Job *job = t->job;
-    int64_t token = job->plan->order[t->span->first + row / t->group];
+    int64_t token = t->span->first + row / t->group;
     return job->q + token * job->q_token + (t->head * t->group + row % t->group) * job->q_head;
 }
 
@@ -343,19 +340,19 @@ INLINE int seen_by(const Task *t, int row, int *from) {
 // One row's result: into the output, or as a partial one. `o` has the row's columns `stride` values apart.
 INLINE void finish(const Task *t, int row, float m, float l, const float *o, int stride, int dim) {
     const Plan *plan = t->job->plan;
-    const int entry = row / t->group, head = t->head * t->group + row % t->group;
+    const int token = row / t->group, head = t->head * t->group + row % t->group;
     ALIGNED float gathered[MAX_DIM];
     if (stride != 1) {
         for (int d = 0; d < dim; d++) gathered[d] = o[d * stride];
         o = gathered;
     }
     if (t->slot < 0) {
-        value *out = t->job->out + ((int64_t)plan->order[t->span->first + entry] * plan->heads + head) * dim;
+        value *out = t->job->out + ((int64_t)(t->span->first + token) * plan->heads + head) * dim;
         const vf inverse = splat(1.f / l);
         for (int d = 0; d < dim; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
         return;
     }
-    const int64_t place = (int64_t)(t->slot + entry) * plan->heads + head;
+    const int64_t place = (int64_t)(t->slot + token) * plan->heads + head;
     memcpy(plan->partial + place * dim, o, dim * sizeof(float));
     plan->sums[2 * place] = m;
     plan->sums[2 * place + 1] = l;
@@ -701,7 +698,7 @@ static void run(const Job *job, int64_t index) {
         .head = head,
         .low = edge > span->low ? edge : span->low,
         .high = edge + span->size < span->high ? edge + span->size : span->high,
-        .slot = span->slot < 0 ? -1 : span->slot + part * span->stride,
+        .slot = span->slot < 0 ? -1 : span->slot + part * span->count,
         .rows = span->count * group,
         .group = group,
     };
@@ -712,18 +709,16 @@ static void run(const Job *job, int64_t index) {
     else few_1(&t);
 }
 
-// Puts the partial results of one entry of a span together, for one KV head.
-static void merge(const Job *job, const Span *span, int entry, int kv_head) {
+// Puts the partial results of one token of a span together, for one KV head.
+static void merge(const Job *job, const Span *span, int token, int kv_head) {
     const Plan *plan = job->plan;
     const int dim = plan->dim, group = plan->heads / plan->kv_heads;
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
         ALIGNED float o[MAX_DIM] = {0};
         float most = NEVER, l = 0.f;
         for (int pass = 0; pass < 2; pass++)
-            for (int i = 0; i < span->parts + span->others; i++) {
-                int64_t slot = i < span->parts ? span->slot + entry + (int64_t)i * span->stride
-                                               : span->other + entry + (int64_t)(i - span->parts) * span->other_stride;
-                const int64_t place = slot * plan->heads + head;
+            for (int i = 0; i < span->parts; i++) {
+                const int64_t place = (span->slot + token + (int64_t)i * span->count) * plan->heads + head;
                 const float m = plan->sums[2 * place];
                 if (!pass) {
                     most = m > most || m != m ? m : most;
@@ -733,7 +728,7 @@ static void merge(const Job *job, const Span *span, int entry, int kv_head) {
                 l += weight[0] * plan->sums[2 * place + 1];
                 for (int d = 0; d < dim; d += LANES) store(o + d, muladd(load(plan->partial + place * dim + d), weight, load(o + d)));
             }
-        value *out = job->out + ((int64_t)plan->order[span->first + entry] * plan->heads + head) * dim;
+        value *out = job->out + ((int64_t)(span->first + token) * plan->heads + head) * dim;
         const vf inverse = splat(1.f / l);
         for (int d = 0; d < dim; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
     }
@@ -753,7 +748,7 @@ static void work_on_merges(void *argument) {
     const Plan *plan = job->plan;
     int64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED), before = 0;
     for (const Span *span = plan->spans; span < plan->spans + plan->n_spans; span++) {
-        if (!span->merged) continue;
+        if (span->slot < 0) continue;
         const int64_t here = (int64_t)span->count * plan->kv_heads;
         for (; index < before + here; index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED))
             merge(job, span, (index - before) / plan->kv_heads, (index - before) % plan->kv_heads);
@@ -770,7 +765,7 @@ void NAME(const Plan *plan, const void *q, int64_t q_token, int64_t q_head, cons
     int64_t merges = 0;
     for (int i = 0; i < plan->n_spans; i++) {
         job.tasks += (int64_t)plan->spans[i].parts * plan->kv_heads;
-        if (plan->spans[i].merged) merges += (int64_t)plan->spans[i].count * plan->kv_heads;
+        if (plan->spans[i].slot >= 0) merges += (int64_t)plan->spans[i].count * plan->kv_heads;
     }
     // The whole team or nobody: libgomp ends threads that a smaller team leaves over.
     if (threads > 1 && job.tasks > 1) plan->parallel(work, &job, threads, 0);

@@ -55,14 +55,14 @@ _BLOCK = 128  # parts are multiples of so many positions
 _ALL = np.iinfo(np.int32).max
 
 # Columns of a span; `Span` in attention_c.c says what they are.
-FIRST, COUNT, START, ROW, LOW, HIGH, SIZE, BEFORE, PARTS, SLOT, STRIDE, MERGED, OTHER, OTHERS, OTHER_STRIDE = range(15)
+FIRST, COUNT, START, ROW, LOW, HIGH, SIZE, BEFORE, PARTS, SLOT = range(10)
 
 
 class _Plan(ctypes.Structure):
     """`Plan` in attention_c.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("parallel", "pages", "spans", "order", "partial", "sums")),
+        *((name, ctypes.c_void_p) for name in ("parallel", "pages", "spans", "partial", "sums")),
         *((name, ctypes.c_int64) for name in ("slots", "page_size", "cell_stride", "head_stride")),
         *((name, ctypes.c_int32) for name in ("n_spans", "heads", "kv_heads", "dim", "window")),
     ]
@@ -125,12 +125,7 @@ def available() -> tuple[Way, ...]:
 @functools.cache
 def library_missing() -> str:
     """Why there is no kernel, or ""."""
-    try:
-        _library()
-        native.team()
-    except OSError as error:
-        return str(error)
-    return ""
+    return native.missing(_library)
 
 
 @functools.cache
@@ -213,13 +208,11 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     if extent > table.shape[1] * batch.page_size or max(batch.rows) >= len(table):
         raise IndexError(f"position {extent - 1} lies outside a page table of {tuple(table.shape)}")
     spans, partials = cut(batch, heads // kv.shape[4], kv.shape[4], window)
-    order = np.arange(tokens, dtype=np.int32)
     partial = torch.empty(max(partials, 1) * heads * (dim + 2), dtype=torch.float32)
     plan = _Plan(
         parallel=native.team(),
         pages=table.data_ptr(),
         spans=spans.ctypes.data,
-        order=order.ctypes.data,
         partial=partial.data_ptr(),
         sums=partial[max(partials, 1) * heads * dim :].data_ptr(),
         slots=table.stride(0),
@@ -239,12 +232,12 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
         store=kv.data_ptr(),
         layer_size=kv.stride(0) * kv.itemsize,
         half_size=kv.stride(1) * kv.itemsize,
-        held=(plan, spans, order, partial, table),
+        held=(plan, spans, partial, table),
     )
 
 
 def cut(batch: PagedBatch, group: int, kv_heads: int, window: int) -> tuple[Ints, int]:
-    """The spans of a batch [n, 15] int32, those with the longest parts first, and how many partial results they have.
+    """The spans of a batch [n, 10] int32, those with the longest parts first, and how many partial results they have.
 
     A chunk of more than `MAX_ROWS` rows is cut into blocks of tokens, and each block's positions into parts: as many as
     give a machine enough tasks, and none shorter than `PART`. Parts end at multiples of their length.
@@ -263,12 +256,10 @@ def cut(batch: PagedBatch, group: int, kv_heads: int, window: int) -> tuple[Ints
             if wanted > 1:
                 size = -(-(high - low) // (wanted * _BLOCK)) * _BLOCK
                 parts = -(-high // size) - low // size
-            slot, merged = (partials, 1) if parts > 1 else (-1, 0)
-            partials += parts * count * merged
+            slot = partials if parts > 1 else -1
+            partials += parts * count if parts > 1 else 0
             longest = min(size, high - low)
-            spans.append(
-                (longest, (first + at, count, start + at, row, low, high, size, 0, parts, slot, count, merged, 0, 0, 0))
-            )
+            spans.append((longest, (first + at, count, start + at, row, low, high, size, 0, parts, slot)))
         first += length
     spans.sort(key=lambda span: span[0], reverse=True)
     table = np.array([span for _, span in spans], np.int32)

@@ -234,12 +234,7 @@ def _order(rows: int, block: int, gated: bool) -> Tensor:
 @functools.cache
 def library_missing() -> str:
     """Why there is no kernel, or ""."""
-    try:
-        _library()
-        native.team()
-    except OSError as error:
-        return str(error)
-    return ""
+    return native.missing(_library)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,16 @@ def load(source: Path, library: str, symbol: str) -> ctypes.CDLL:
     if source.exists() and source_digest(source.read_bytes()) != ctypes.c_uint64.in_dll(built, symbol).value:
         raise OSError(f"{path.name} was built from another {source.name}; `pip install -e .` or `make` builds it again")
     return built
+
+
+def missing(load: Callable[[], ctypes.CDLL]) -> str:
+    """Why a kernel cannot be had here, or "": its library does not `load`, or torch's threads are of another kind."""
+    try:
+        load()
+        team()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def source_digest(source: bytes) -> int:

@@ -1,7 +1,7 @@
 """Wire formats: how one endpoint that generates reads its requests and writes its answers. `turns` runs them all.
 
 A format is made of two objects: a `Format` lives as long as the router and reads, an `Exchange` is one request that it
-has read. Chat and plain completion are here, `/v1/responses` is in `responses`.
+has read. Chat and plain completion are here, `/v1/responses` is in `responses`, `/v1/messages` in `anthropic`.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,11 +17,11 @@ from typing_extensions import TypedDict
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, one_or_many, validate
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, validate
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.messages import Parameters, Tool, check_tools
 from holdfast.router.protocol.output import tool_choice
-from holdfast.router.protocol.responses import MOST_WORDS, OPEN, word
+from holdfast.router.protocol.responses import MOST_WORDS, OPEN, Content, word
 from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody, Identifier, Turn, build_sampling, build_turn
 
 NONCE = re.compile(r"\bcch=[^;\s]*")
@@ -37,10 +37,6 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 """Anthropic's names of errors, by status; other ones of a request are the first, of a server `api_error`."""
-
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
-]
 
 
 @with_config(OPEN)

@@ -5,19 +5,19 @@ pairs computed; that takes the compiler, which the development install brings.
 """
 
 import ctypes
-import importlib.util
 import logging
 import os
-import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import c_kernels
 import numpy as np
 import pytest
 import torch
+from c_kernels import ABLE, BUILD, COMPILER, ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_world import PagedWorld, relative_error
@@ -26,10 +26,6 @@ from holdfast.kernels import attention_c, attention_cpu, int8
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PARTS, SIZE, START
 
-ROOT = Path(__file__).parent.parent.parent
-BUILD = runpy.run_path(str(ROOT / "setup.py"))
-ABLE = BUILD["HERE"] and bool(torch.cpu.get_capabilities().get("avx2"))
-COMPILER = importlib.util.find_spec("ziglang") is not None
 WAYS = attention_c.WAYS[:-1]
 
 pytestmark = pytest.mark.skipif(not ABLE, reason="the kernel is for x86-64 with AVX2, on Linux")
@@ -38,13 +34,7 @@ needs_compiler = pytest.mark.skipif(not COMPILER, reason="ziglang is not install
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Every way, compiled for AVX2."""
-    if not COMPILER:
-        pytest.skip("this processor lacks the way, and ziglang is not installed to emulate it")
-    room = tmp_path_factory.mktemp("emulated")
-    variants = {name: ("x86_64_v3", lanes, how) for name, (_, lanes, how) in BUILD["VARIANTS"].items()}
-    BUILD["compile_kernel"](ROOT / "kernels" / attention_c.SOURCE, room / "all.so", room, variants)
-    return ctypes.CDLL(str(room / "all.so"))
+    return c_kernels.emulated(attention_c.SOURCE, BUILD["VARIANTS"], tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(params=WAYS)

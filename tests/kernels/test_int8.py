@@ -5,13 +5,12 @@ which the development install brings.
 """
 
 import ctypes
-import importlib.util
-import runpy
 from collections.abc import Iterator
-from pathlib import Path
 
+import c_kernels
 import pytest
 import torch
+from c_kernels import ABLE, BUILD
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +19,6 @@ from holdfast.kernels.int8 import FLOATS, Int8Matrix, available, even_out, int8_
 from holdfast.kernels.linear import GatedMatrix, Matrix, gated_reference, matrix_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # relative to the largest value
-ROOT = Path(__file__).parent.parent.parent
-BUILD = runpy.run_path(str(ROOT / "setup.py"))
-ABLE = BUILD["HERE"] and bool(torch.cpu.get_capabilities().get("avx2"))
 KERNEL_WAYS = tuple(int8._WAYS)
 WAYS = tuple(dict.fromkeys((*available(), *(KERNEL_WAYS if ABLE else ()))))
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(192, 576), (130, 1025)])
@@ -30,13 +26,7 @@ SIZES = st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(19
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Every way of the kernel, compiled for AVX2."""
-    if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("this processor lacks the way, or it is not built, and ziglang is not installed to emulate it")
-    room = tmp_path_factory.mktemp("emulated")
-    variants = {name: ("x86_64_v3", lanes, how) for name, (_, lanes, how) in BUILD["INT8_VARIANTS"].items()}
-    BUILD["compile_kernel"](ROOT / "kernels" / int8.SOURCE, room / "all.so", room, variants)
-    return ctypes.CDLL(str(room / "all.so"))
+    return c_kernels.emulated(int8.SOURCE, BUILD["INT8_VARIANTS"], tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(params=WAYS)

@@ -35,6 +35,7 @@ from holdfast.router.fleet import FLEET, Listener
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
+from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
@@ -111,6 +112,7 @@ class Ingress:
             self._drain,
             self._parser,
             StoredResponses(self._store, config),
+            StoredPrefills(self._store, config),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -165,6 +167,11 @@ def engine_memory(settings: Settings) -> int:
         return 0
 
 
+def router_memory(settings: Settings) -> int:
+    """Bytes that a router says to Ray that it needs."""
+    return int(doctor_checks.router_bytes(settings))
+
+
 def build(
     settings: Settings, redis: RedisAddress, gpus: float, starts: int = 1, tenants_file: Path | None = None
 ) -> serve.Application:
@@ -182,7 +189,7 @@ def build(
         num_replicas=settings.replicas.count,
         max_ongoing_requests=settings.replicas.max_ongoing_requests + CONTROL_CALLS,
         # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
-        # With its memory said, Ray ends the newest engine where a machine runs out of it, and not Serve's controller.
+        # With its memory said none starts where there is no room. It does not choose whom Ray ends where there is none.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",
@@ -202,7 +209,7 @@ def build(
         name=ROUTER,
         num_replicas=settings.server.routers,
         max_ongoing_requests=INGRESS_REQUESTS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "memory": router_memory(settings)},
         graceful_shutdown_timeout_s=settings.server.drain_s + ENDING_S,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )

@@ -14,9 +14,18 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError, error_of
 from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import ChatPrompt, Completed, Errored, GenerateRequest, ModelCard, RawPrompt
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    Completed,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    RawPrompt,
+    SessionCall,
+    SessionState,
+)
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
@@ -57,7 +66,7 @@ class ServeBackend:
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
         handle = self._generate.options(session_id=request.program_id)
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, _attempts(request) + 1):
             with own_request():
                 call = handle.remote(request, **{HINT: place})
             try:
@@ -72,7 +81,7 @@ class ServeBackend:
 
     async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         handle = self._stream.options(session_id=request.program_id)
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, _attempts(request) + 1):
             with own_request():
                 call = handle.remote(request, **{HINT: place})
             replica_id, ended = "", False
@@ -91,6 +100,27 @@ class ServeBackend:
                 break  # the client has a part of the answer
         yield Batch(replica_id, (lost(),))
 
+    async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
+        handle = self._handle.options(method_name="session", session_id=program, **_PICKLE)
+        with own_request():
+            asked = handle.remote(call, **{HINT: Place(replica_id, bound=True)})
+        try:
+            answer: SessionState | Errored = await asked
+        except LOST as error:
+            raise UnavailableError("the session's replica did not answer; try again") from error
+        except asyncio.CancelledError:
+            asked.cancel()
+            raise
+        if isinstance(answer, Errored):
+            raise error_of(answer.error)
+        return answer
+
+    async def sessions(self, scope: str) -> Sequence[SessionState]:
+        with own_request(), suppress(TimeoutError):
+            told = await from_each(self._handle.broadcast("sessions", scope), STATUS_S)
+            return [state for each in told if isinstance(each, list) for state in each]
+        return []
+
     async def end_program(self, scope: str, program_id: str) -> None:
         # To all: whichever had it last may not be the one that the program table names.
         try:
@@ -100,6 +130,11 @@ class ServeBackend:
             ended = [error]
         if any(isinstance(each, UNANSWERED) for each in ended):  # one that has died keeps nothing
             raise UnavailableError("a replica did not answer; the program may not have ended there")
+
+    async def release(self, scope: str, handle: str) -> None:
+        # To all: it may have been computed elsewhere since. One that does not answer keeps it until its time is over.
+        with own_request(), suppress(TimeoutError):
+            await from_each(self._handle.broadcast("release", scope, handle), CONTROL_S)
 
     async def drawn(self, request_id: str) -> Usage | None:
         told: list[Any] = []
@@ -149,6 +184,11 @@ async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mappin
         told = await from_each(handle.broadcast("metrics", only), CONTROL_S)
         return dict(each for each in told if isinstance(each, tuple))
     return {}
+
+
+def _attempts(request: GenerateRequest) -> int:
+    """How often it may be sent: what changes a session's history might change it twice."""
+    return 1 if request.session is not None and request.session.keep else ATTEMPTS
 
 
 def lost() -> Errored:

@@ -20,9 +20,18 @@ from holdfast.cluster import checks, replica_spans
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import HoldfastError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About, LoggingConfig
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ModelCard, RawPrompt
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    RawPrompt,
+    SessionCall,
+    SessionState,
+)
 from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
@@ -96,8 +105,21 @@ class EngineReplica:
             if span is not None:
                 span.end()
 
+    async def session(self, call: SessionCall) -> SessionState | Errored:
+        """Errors as data: an exception would come out of Ray as another one."""
+        try:
+            return await self._replica.session(call)
+        except HoldfastError as error:
+            return Errored(error.info)
+
+    async def sessions(self, scope: str) -> list[SessionState]:
+        return await self._replica.sessions(scope)
+
     async def end_program(self, scope: str, program_id: str) -> None:
         await self._replica.end_program(scope, program_id)
+
+    async def release(self, scope: str, handle: str) -> None:
+        await self._replica.release(scope, handle)
 
     async def drawn(self, request_id: str) -> Usage | None:
         return await self._replica.drawn(request_id)

@@ -14,7 +14,8 @@ ends the connection instead, without a word, for a client that tries again by it
 second frontend of the same process, over a connection of its own, where each is the first: that costs about 35 us.
 
 Two answers stay HAProxy's own, in HTML: its parser gives them before there is a request that rules could look at. These
-are 400 for what is no HTTP (or longer than 64 KiB before its body), and 408 for headers that do not come.
+are 400 for what is no HTTP (or longer than 64 KiB before its body), and 408 for headers that do not come. HAProxy 2.8
+takes no `errorfile` for them; later versions may, and find ours.
 
 `python -m holdfast.cluster.haproxy FILE` writes the script with the default limits: images are built with one. The
 script runs this file alone, without Holdfast or its packages: it imports the standard library only.

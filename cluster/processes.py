@@ -59,6 +59,14 @@ def kill_all() -> None:
         time.sleep(0.02)
 
 
+def kill_but(spared: set[int]) -> None:
+    """Kill the descendants that are not `spared`. Returns when none of them is left, or after two seconds."""
+    deadline = time.monotonic() + 2.0
+    while (found := descendants() - spared) and time.monotonic() < deadline:
+        _signal(found, signal.SIGKILL)
+        time.sleep(0.02)
+
+
 def reap() -> bool:
     """Collect children that have ended; whether there are others. Only at the very end, where nobody else waits."""
     with suppress(ChildProcessError):

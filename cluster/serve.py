@@ -130,7 +130,7 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     alone = settings.server.local
     environment.apply(environment.for_ray(internal, folder, told, settings.server.drain_s, proxy, alone))
     say("starting Ray")
-    stack.enter_context(_ray(settings, folder, signals))
+    stack.enter_context(_ray(settings, folder, signals, say))
     say("starting Ray Serve")
     stack.enter_context(_serve(settings, signals))
     say(f"loading {settings.engine.model} into {settings.replicas.count} replica(s)")
@@ -159,28 +159,50 @@ def _private_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _ray(settings: Settings, folder: Path, signals: Signals) -> Iterator[None]:
+def _ray(settings: Settings, folder: Path, signals: Signals, say: Say) -> Iterator[None]:
     import ray
 
-    from holdfast.cluster import application
-
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=OBJECT_STORE,
-            # What the engines say that they need: whether there is so much has been checked.
-            _memory=settings.replicas.count * application.engine_memory(settings) or None,
-            _node_ip_address=_node_address(settings),
-            _temp_dir=str(folder / "ray"),
-            _metrics_export_port=settings.server.ray_metrics_port or None,
-        )
+        _init_ray(settings, folder, say)
         signals.install()
         yield
     finally:
         ray.shutdown()
+
+
+def _init_ray(settings: Settings, folder: Path, say: Say) -> None:
+    """Start Ray, and once more where it does not come up: Ray waits for 30 s, and a busy machine may take longer.
+
+    Raises UnavailableError where the second try fails, too.
+    """
+    import ray
+
+    from holdfast.cluster import application
+
+    before = processes.descendants()
+    for last in (False, True):
+        try:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                object_store_memory=OBJECT_STORE,
+                # What engines and routers say that they need: whether there is so much has been checked.
+                _memory=settings.replicas.count * application.engine_memory(settings)
+                + settings.server.routers * application.router_memory(settings),
+                _node_ip_address=_node_address(settings),
+                _temp_dir=str(folder / "ray"),
+                _metrics_export_port=settings.server.ray_metrics_port or None,
+            )
+            return
+        except Exception as error:  # Ray raises plain ones
+            reason = str(error).partition("\n")[0]
+            if last:
+                raise UnavailableError(f"Ray did not come up, not on a second try either: {reason}") from error
+            say(f"Ray did not come up ({reason}); trying once more")
+            ray.shutdown()
+            processes.kill_but(before)
 
 
 @contextmanager

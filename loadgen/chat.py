@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import aiohttp
@@ -26,6 +26,15 @@ PATH = "/v1/chat/completions"
 IDLE_S = 4.0
 """How long a connection is kept for the next request: less than a server keeps it (uvicorn: 5 s), so that none is sent
 on a connection that is being closed."""
+
+
+_SHOWN = 300  # characters of what a server says that does not answer
+Heard = Callable[[Gathered], None]
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def _nothing(answer: Gathered) -> None:
+    """Nobody listens."""
 
 
 class Failure(StrEnum):
@@ -85,20 +94,38 @@ class ChatClient:
 
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises UnavailableError."""
-        try:
-            async with asyncio.timeout(self._timeout_s), self._http.get(self._url + path) as response:
-                if response.status != 200:
-                    raise UnavailableError(f"{self._url}{path}: {await _told(response)}")
-                return await response.json(content_type=None)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise UnavailableError(f"{self._url}{path}: {error!r}") from error
+        status, told = await self.call("GET", path)
+        if status != 200 or isinstance(told, str):
+            raise UnavailableError(f"{self._url}{path}: {status} {told}")
+        return told
 
-    async def send(self, content: bytes, headers: Mapping[str, str]) -> Exchange:
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] = _NONE
+    ) -> tuple[int, Any]:
+        """The status of a request and the JSON of its answer, or the beginning of its words where that is none.
+
+        Raises UnavailableError.
+        """
+        content = None if body is None else encode(body)
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.request(method, self._url + path, data=content, headers=headers) as response,
+            ):
+                told = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UnavailableError(f"{method} {self._url}{path}: {error!r}") from error
+        try:
+            return response.status, orjson.loads(told)
+        except ValueError:
+            return response.status, told.decode(errors="replace")[:_SHOWN]
+
+    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard = _nothing) -> Exchange:
         """Send a chat completion, the bytes that `streamed` made of it, and read its stream to the end.
 
-        Raises nothing that the server could cause.
+        `heard` gets the answer so far after each event, and must not raise. Raises nothing that the server could cause.
         """
-        watch = _Watch(time.perf_counter())
+        watch = _Watch(time.perf_counter(), heard)
         failure, detail = None, ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -140,6 +167,7 @@ class ChatClient:
         ) as response:
             watch.answered = True
             watch.cache = response.headers.get("x-holdfast-cache", "")
+            watch.answer.marked = bool(watch.cache)
             watch.replica = response.headers.get("x-holdfast-replica", "")
             watch.answer.timing = from_header(response.headers.get("server-timing", ""))
             if response.status != 200:
@@ -154,7 +182,7 @@ class ChatClient:
 
 async def _told(response: aiohttp.ClientResponse) -> str:
     """What a server says that does not answer: its status and the beginning of its words."""
-    body = await response.content.read(300)
+    body = await response.content.read(_SHOWN)
     return f"{response.status} {body.decode(errors='replace')}"
 
 
@@ -183,10 +211,11 @@ def _telling_reuse() -> aiohttp.TraceConfig:
 class _Watch:
     """What has come of one request so far, and when."""
 
-    __slots__ = ("answer", "answered", "cache", "first_byte", "first_token", "replica", "reused", "started")
+    __slots__ = ("answer", "answered", "cache", "first_byte", "first_token", "heard", "replica", "reused", "started")
 
-    def __init__(self, started: float) -> None:
+    def __init__(self, started: float, heard: Heard) -> None:
         self.started = started
+        self.heard = heard
         self.first_byte: float | None = None
         self.first_token: float | None = None
         self.answer = Gathered()
@@ -202,3 +231,4 @@ class _Watch:
         for data in lines.feed(piece):
             if self.answer.take(data) and self.first_token is None:
                 self.first_token = now
+            self.heard(self.answer)

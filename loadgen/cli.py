@@ -25,6 +25,7 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     overhead.add_argument("--requests", type=int, default=200, help="requests of each kind (default: 200)")
     overhead.set_defaults(run=_overhead)
     _add_generator(kinds)
+    _add_orchestrator(kinds)
     _add_drafts(kinds)
     _add_ablation(kinds)
     _add_compare(kinds)
@@ -44,6 +45,20 @@ def _add_generator(kinds: "Commands[argparse.ArgumentParser]") -> None:
     generator.add_argument("--token", type=float, default=0.01, help="seconds to each further one (default: 0.01)")
     generator.add_argument("--tokens", type=int, default=4, help="of every answer (default: 4)")
     generator.set_defaults(run=_generator)
+
+
+def _add_orchestrator(kinds: "Commands[argparse.ArgumentParser]") -> None:
+    text = (
+        "What the orchestrator gains: an agent's runs whose tools begin as calls close, whose prompts are sent ahead, "
+    )
+    text += "both and neither; starts a server."
+    orchestrator = kinds.add_parser("orchestrator", help=text, description=text)
+    add = orchestrator.add_argument
+    add("--model", default="pocket", help="as for serve (default: pocket)")
+    add("--rounds", type=int, default=30, help="of one run each way (default: 30)")
+    add("--calls", type=int, default=3, help="that each run's question asks for (default: 3)")
+    add("--words", type=int, default=100, help="that each tool tells (default: 100)")
+    orchestrator.set_defaults(run=_orchestrator)
 
 
 def _add_drafts(kinds: "Commands[argparse.ArgumentParser]") -> None:
@@ -246,6 +261,12 @@ def _overhead(options: argparse.Namespace) -> int:
     from holdfast.loadgen import overhead
 
     return overhead.main(options.model, options.requests)
+
+
+def _orchestrator(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import orchestrating
+
+    return orchestrating.main(options.model, orchestrating.Sizes(options.rounds, options.calls, options.words))
 
 
 def _ablation(options: argparse.Namespace) -> int:

@@ -12,6 +12,8 @@ from holdfast.loadgen.conversation import Said, WrittenCall
 from holdfast.loadgen.server_timing import ServerTiming, from_object
 
 DONE = "[DONE]"
+_CUT = frozenset(("length", "content_filter"))
+"""Reasons of a reply whose last call may not be whole."""
 _FIELDS = frozenset(("data", "event", "id", "retry", ""))
 
 
@@ -59,6 +61,7 @@ class Gathered:
     """The answer so far."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[str]] = field(default_factory=dict)  # index: id, name, then pieces of the arguments
     reason: str = ""
     prompt_tokens: int = 0
@@ -66,6 +69,8 @@ class Gathered:
     output_tokens: int = 0
     done: bool = False
     timing: ServerTiming = field(default_factory=ServerTiming)
+    closed: list[int] = field(default_factory=list)  # calls that are whole, in the order in which they closed
+    marked: bool = False  # the server says itself which call has closed: it is Holdfast
 
     def take(self, data: str) -> bool:
         """Add one event's data; whether it held a piece of the answer. Raises MalformedError, ReportedError."""
@@ -80,6 +85,8 @@ class Gathered:
             if chunk.get("timing"):
                 self.timing = from_object(chunk["timing"])
             pieces = [self._choice(choice) for choice in chunk.get("choices") or ()]
+            if (mark := (chunk.get("holdfast") or {}).get("tool_call_closed")) is not None:
+                self._close(int(mark))
         except (ValueError, TypeError, AttributeError, LookupError) as error:
             raise MalformedError(f"not a chunk: {data[:80]!r}") from error
         return any(pieces)
@@ -87,21 +94,43 @@ class Gathered:
     @property
     def said(self) -> Said:
         """What the answer says, as far as it came."""
-        calls = tuple(WrittenCall(call[0], call[1], "".join(call[2:])) for _, call in sorted(self.calls.items()))
-        return Said("".join(self.text), calls)
+        return Said("".join(self.text), tuple(self.call(index) for index in sorted(self.calls)))
+
+    def call(self, index: int) -> WrittenCall:
+        """One call, as far as it came."""
+        call_id, name, *arguments = self.calls[index]
+        return WrittenCall(call_id, name, "".join(arguments))
 
     def _choice(self, choice: dict[str, Any]) -> bool:
         delta = choice.get("delta") or {}
         self.reason = choice.get("finish_reason") or self.reason
         if delta.get("content"):
             self.text.append(str(delta["content"]))
+        if delta.get("reasoning_content"):
+            self.reasoning.append(str(delta["reasoning_content"]))
         for call in delta.get("tool_calls") or ():
-            known = self.calls.setdefault(int(call.get("index", 0)), ["", ""])
+            index = int(call.get("index", 0))
+            if index not in self.calls and not self.marked:
+                self._close_before(index)
+            known = self.calls.setdefault(index, ["", ""])
             function = call.get("function") or {}
             known[0] = known[0] or str(call.get("id") or "")
             known[1] = known[1] or str(function.get("name") or "")
             known.append(str(function.get("arguments") or ""))
+        if self.reason and self.reason not in _CUT and not self.marked:
+            for index in self.calls:
+                self._close(index)
         return bool(delta.get("content") or delta.get("tool_calls"))
+
+    def _close(self, index: int) -> None:
+        if index in self.calls and index not in self.closed:
+            self.closed.append(index)
+
+    def _close_before(self, index: int) -> None:
+        """Where a server says nothing of it: a call is whole when the next one begins, if it reads as one."""
+        for earlier in self.calls:
+            if earlier < index and self.call(earlier).parsed is not None:
+                self._close(earlier)
 
     def _usage(self, usage: dict[str, Any] | None) -> None:
         if usage:

@@ -13,10 +13,20 @@ from prometheus_client.registry import Collector
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import ProgramEnded, ProgramExpected, ToolLatencies, Usage
+from holdfast.replicas.events import HandleReleased, ProgramEnded, ProgramExpected, ToolLatencies, Usage
 from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
-from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    Piece,
+    RawPrompt,
+    SessionCall,
+    SessionState,
+)
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import Histogram, LoadReport, ReplicaStatus, replica_status
@@ -36,6 +46,14 @@ class Replica:
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         return self._service.stream(request)
+
+    async def session(self, call: SessionCall) -> SessionState:
+        """What is asked of a session besides generating. Raises a HoldfastError."""
+        return replace(await self._service.sessions.call(call), replica_id=self._id)
+
+    async def sessions(self, scope: str) -> list[SessionState]:
+        """A tenant's open sessions."""
+        return [replace(state, replica_id=self._id) for state in self._service.sessions.of(scope)]
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
         return await self._service.tokenize(prompt)
@@ -63,6 +81,10 @@ class Replica:
     async def end_program(self, scope: str, program_id: str) -> None:
         """A program is over: nothing is kept for it any more. Nothing, where this replica does not know it."""
         self._service.notice(ProgramEnded(scope, program_id))
+
+    async def release(self, scope: str, handle: str) -> None:
+        """Nobody comes back for what was computed ahead under this handle."""
+        self._service.notice(HandleReleased(scope, handle))
 
     def load(self) -> LoadReport:
         """What routers are to know of it when they place programs."""
@@ -111,7 +133,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engine = self._service.engine
-        reading = Reading(engine.stats, engine.occupancy(), self._service.text_stats, process_usage())
+        service = self._service
+        asked = service.questions.stats
+        reading = Reading(engine.stats, engine.occupancy(), service.text_stats, process_usage(), asked)
         for each in ALL:
             yield self._family(each.metric, each.read(reading))
 

@@ -16,7 +16,19 @@ from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal, Usage
+from holdfast.replicas.events import (
+    Abort,
+    CloseSession,
+    Command,
+    Event,
+    Failed,
+    Notice,
+    Rejected,
+    Request,
+    Stop,
+    Terminal,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +278,7 @@ class Bridge:
         """End a request as finished, with so many tokens drawn; its terminal event still comes."""
         self._thread.send(Stop(request_id, completion))
 
-    def notice(self, notice: Notice) -> None:
+    def notice(self, notice: Notice | CloseSession) -> None:
         """Tell the engine something that no request waits for."""
         self._thread.send(notice)
 

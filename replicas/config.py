@@ -123,9 +123,13 @@ class EngineConfig:
     max_sequences: int = 64  # rows of the sequence pool
     session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
     session_idle_s: float = 600.0  # a session without an operation for this long is closed
+    session_questions: int = 8  # standing questions of a session; 0: none
+    tenant_questions: int = 64  # and of all sessions of a tenant
+    question_tokens: int = 256  # tokens that an answer to one may have
     max_waiting: int = 4096  # queued requests; one more is refused
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
+    preposition_after_s: float = 0.02  # so long after a turn it begins: a tool that returns sooner finds no work
     stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
     hung_factor: float = 20.0  # a step that takes so many times the longest one so far, and `hung_s`, is taken to hang
     hung_s: float = 180.0  # a shorter step never hangs; its replica is then replaced, and what it had begun moves
@@ -138,6 +142,7 @@ class EngineConfig:
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
     chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
+    background_chunk: int = 128  # tokens a step of prompts that are computed ahead of their turns, all together
 
     # Switches, one for each mechanism, so that its worth can be measured.
     prefix_cache: bool = True  # computed prefixes are found by whoever begins alike; off: by the same program alone
@@ -148,6 +153,7 @@ class EngineConfig:
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
+    preposition: bool = True  # while tools run the next prompt is computed up to their results, in idle steps
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
@@ -194,13 +200,17 @@ class EngineConfig:
         _check(self, _one_of(get_args(Undeclared)), "undeclared")
         _check(self, _one_of(get_args(Overlap)), "overlap_steps")
         _check(self, _one_of(get_args(OrderName)), "order")
-        _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting")
-        _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor")
+        _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting", "background_chunk")
+        _check(
+            self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor", "question_tokens"
+        )
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
+        _check(self, _NOT_NEGATIVE, "preposition_after_s")
         _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")
+        _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property

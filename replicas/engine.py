@@ -49,7 +49,7 @@ from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.scheduling.step import Step
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
-from holdfast.replicas.sessions import Session, Sessions, check_room
+from holdfast.replicas.sessions import Session, SessionFacts, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
@@ -122,6 +122,14 @@ class Engine:
             prefixes=self._beginnings.held,
         )
 
+    def session(self, scope: str, session_id: str) -> SessionFacts | None:
+        """An open session. Any thread may ask, this and the next."""
+        return next((facts for facts in self._sessions.of(scope) if facts.session_id == session_id), None)
+
+    def sessions(self, scope: str) -> list[SessionFacts]:
+        """A tenant's open sessions."""
+        return self._sessions.of(scope)
+
     def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
         """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
 
@@ -132,7 +140,7 @@ class Engine:
             if isinstance(command, Stop | Abort):
                 self._end(command, now)
             elif isinstance(command, Notice):
-                self.scheduler.retention.notice(command, now)
+                self.scheduler.take_notice(command, now)
             else:
                 self._accept(command, now, now if arrived is None else arrived)
             expect_sound(self.cache)
@@ -182,11 +190,11 @@ class Engine:
             elif isinstance(command, ForkSession) or command.session_id:
                 self._begin_next(self._sessions.enqueue(command, now, arrived), now)
             else:
-                self._begin(command, arrived)
+                self._begin(command, arrived, now)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
 
-    def _begin(self, submit: Submit, arrived: float, session: Session | None = None) -> Sequence | None:
+    def _begin(self, submit: Submit, arrived: float, now: float, session: Session | None = None) -> Sequence | None:
         """Take a request in; None when it ended at once. Whatever goes wrong here is its own fault, or its end."""
         request_id = submit.request_id
         try:
@@ -200,11 +208,11 @@ class Engine:
                 check_room(submit, len(history), room)
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
             sequence.n_history = len(history)
-            sequence.cache_scope = self._cache_scope(submit.scope, sequence.owner)
+            sequence.cache_scope = self._cache_scope(sequence)
             if self.config.prefix_cache:
                 for digest in submit.prefixes:
                     self._beginnings.seen(submit.scope, digest, submit.tokens)
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, now)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
             return None
@@ -219,7 +227,7 @@ class Engine:
         """Begin the next operation of a session, unless one is running."""
         while (request := self._sessions.next_request(session, now)) is not None:
             submit, accepted = request
-            session.running = self._begin(submit, accepted, session)
+            session.running = self._begin(submit, accepted, now, session)
 
     def _close(self, command: CloseSession, now: float, arrived: float) -> None:
         session = self._sessions.close(command, now)
@@ -255,10 +263,13 @@ class Engine:
         self.stats.prompt_seeds += 1
         return prompt_seed(submit.tokens)
 
-    def _cache_scope(self, scope: str, owner: Owner | None) -> str | None:
+    def _cache_scope(self, sequence: Sequence) -> str | None:
         """Where a request's cells are found and kept: with its tenant's, with those of its owner alone, or nowhere."""
+        submit, owner = sequence.submit, sequence.owner
         if self.config.prefix_cache:
-            return scope
+            return submit.scope
+        if owner is not None and owner.is_handle:  # those of the program that comes back for them
+            owner = Owner(submit.scope, submit.program_id, session=False)
         return owner.own_scope if owner is not None and (owner.session or self.config.sessions) else None
 
     def _open_books(self) -> None:
@@ -295,7 +306,7 @@ class Engine:
         self._open_books()
         self._sessions.rows = self.scheduler.rows
         for sequence in waiting:
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, now)
 
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
@@ -473,6 +484,8 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
         raise InvalidRequestError(f"max_tokens must not be negative: {max_tokens}", "max_tokens")
     if submit.sampling.top_k > MOST_TOP_K:
         raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
+    if submit.background is not None and (max_tokens or submit.session_id):
+        raise InvalidRequestError("work ahead draws nothing, and is no operation of a session", "background")
     if not 0 < submit.weight < math.inf:
         raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
     if n_prompt + min(max_tokens, 1) > context:

@@ -12,6 +12,10 @@ class ErrorKind(StrEnum):
     """What went wrong, as a client has to react to it."""
 
     INVALID = "invalid_request"  # malformed or impossible: change the request
+    NO_SESSION = "session_not_found"  # never opened, closed, or unused for too long
+    NO_QUESTION = "question_not_found"
+    SESSION_EXISTS = "session_exists"
+    SESSION_LOST = "session_lost"  # its replica is gone, and its state with it: open it again
     TOO_LONG = "context_length_exceeded"
     OVERLOADED = "overloaded"  # no room now: come back later
     UNAVAILABLE = "unavailable"  # shutting down, or the replica died
@@ -53,6 +57,30 @@ class InvalidRequestError(HoldfastError):
     kind = ErrorKind.INVALID
 
 
+class UnknownSessionError(InvalidRequestError):
+    """The session is not open: unknown, closed, or another tenant's."""
+
+    kind = ErrorKind.NO_SESSION
+
+
+class UnknownQuestionError(InvalidRequestError):
+    """The session has no such standing question."""
+
+    kind = ErrorKind.NO_QUESTION
+
+
+class SessionExistsError(InvalidRequestError):
+    """A session of this id is open already."""
+
+    kind = ErrorKind.SESSION_EXISTS
+
+
+class SessionLostError(HoldfastError):
+    """The replica that had the session is gone."""
+
+    kind = ErrorKind.SESSION_LOST
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and completion together do not fit the model's context, or the whole KV cache."""
 
@@ -85,6 +113,10 @@ class ConfigError(HoldfastError):
 
 _TYPES: dict[ErrorKind, type[HoldfastError]] = {
     ErrorKind.INVALID: InvalidRequestError,
+    ErrorKind.NO_SESSION: UnknownSessionError,
+    ErrorKind.NO_QUESTION: UnknownQuestionError,
+    ErrorKind.SESSION_EXISTS: SessionExistsError,
+    ErrorKind.SESSION_LOST: SessionLostError,
     ErrorKind.TOO_LONG: ContextLengthError,
     ErrorKind.OVERLOADED: OverloadedError,
     ErrorKind.UNAVAILABLE: UnavailableError,

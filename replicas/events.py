@@ -12,7 +12,7 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import TokenIds, record
+from holdfast.replicas.types import NO_TOKENS, TokenIds, record
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -99,6 +99,18 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialPrefill:
+    """Work ahead of a program's next turn: nobody waits for it, it holds nobody up, and it draws nothing.
+
+    What it computes is kept for `keep_s` seconds under the name `handle`. Without one it is work of the engine's own:
+    kept as long as what the program's last turn left, and no longer.
+    """
+
+    handle: str = ""
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """One request. `program_arrival` is when its program began; `scope` is the tenant's cache scope.
 
@@ -107,11 +119,13 @@ class Submit:
     The last `n_generated` of `tokens` were drawn by an earlier request that this one goes on from.
     `sampling.max_tokens` 0: the prompt is computed into the cache and nothing is drawn.
     With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
-    finishes and `keep` is set, they and what was drawn become part of it. Operations of a session run in order.
+    finishes and `keep` is set, they and what was drawn become part of it, with `closing` behind it as far as it is not
+    drawn. Operations of a session run in order; one for a `standing` question does not keep it open.
     `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
     `program_end`: it has none after this one.
     `weight` is the tenant's, for an order that shares. `prefixes` are a router's digests of what
-    it begins with.
+    it begins with. `background`: it is work ahead, with `sampling.max_tokens` 0; it ends sooner, with reason "stop",
+    where the turn comes that it is for, or no cells are free for it.
     """
 
     request_id: str
@@ -130,6 +144,9 @@ class Submit:
     program_end: bool = False
     weight: float = 1.0
     prefixes: tuple[str, ...] = ()
+    background: PartialPrefill | None = None
+    closing: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    standing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +237,14 @@ class ProgramExpected:
 
 
 @dataclass(frozen=True, slots=True)
+class HandleReleased:
+    """Nobody comes back for what was computed ahead under this handle; what still is being computed ends."""
+
+    scope: str
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
 class ToolLatencies:
     """How long tools take, as the cluster knows it now."""
 
@@ -228,7 +253,7 @@ class ToolLatencies:
 
 SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
 Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
-Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | ToolLatencies
+Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | HandleReleased | ToolLatencies
 Command: TypeAlias = Request | Stop | Abort | Notice
 
 # ---- events ----

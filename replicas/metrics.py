@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias
 
-from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupancy, TextStats
+from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupancy, QuestionStats, TextStats
 
 OWNER = ("model", "replica")  # labels of every metric of a replica
 
@@ -71,6 +71,7 @@ class Reading:
     now: Occupancy
     text: TextStats
     process: ProcessUsage
+    questions: QuestionStats
 
 
 Value: TypeAlias = float | Mapping[str, float] | Histogram
@@ -304,6 +305,27 @@ SCHEDULING = (
         lambda r: r.stats.chunks_deferred,
     ),
     counter(
+        "ahead_tokens_computed",
+        "",
+        "Prompt tokens computed before the turn that has them came: for handles, or up to tools' results",
+        "0 with tools in use: `engine.preposition` is off, or tools return within `engine.preposition_after_s`",
+        lambda r: r.stats.ahead_computed,
+    ),
+    counter(
+        "ahead_tokens_used",
+        "",
+        "Of these, those that the turn found: so many did not stand before its first token",
+        "Nothing: what computing ahead saved",
+        lambda r: r.stats.ahead_used,
+    ),
+    counter(
+        "ahead_tokens_wasted",
+        "",
+        "And those that no turn found",
+        "Most of the computed ones: clients begin otherwise than they say, or leave; or cells are short",
+        lambda r: r.stats.ahead_wasted,
+    ),
+    counter(
         "pins",
         "",
         "Turns whose cells were kept for their program's next one",
@@ -470,6 +492,41 @@ TEXT = (
     ),
 )
 
+QUESTIONS = (
+    gauge(
+        "questions_standing",
+        "",
+        "Questions that stand with sessions, to be answered ahead",
+        "At `engine.tenant_questions` for one tenant: raise it, or ask the tenant",
+        lambda r: r.questions.standing,
+    ),
+    counter(
+        "questions_asked_ahead",
+        "",
+        "Standing questions asked while nobody else wanted the engine: `answered`, `given_up` for somebody who came, "
+        "`failed`",
+        "Many given up and few answered: the engine has no time to spare, shorter answers fit better",
+        lambda r: r.questions.asked,
+        "outcome",
+    ),
+    counter(
+        "question_tokens",
+        "tokens",
+        "Tokens computed and drawn for them; those of `given_up` and `failed` were for nothing",
+        "What answering ahead costs, in time that nobody else wanted",
+        lambda r: r.questions.tokens,
+        "outcome",
+    ),
+    counter(
+        "question_reads",
+        "",
+        "Answers fetched: `current`, `stale` (an append has come since), or `none` yet",
+        "Few reads beside many answers: the questions need not stand",
+        lambda r: r.questions.reads,
+        "answer",
+    ),
+)
+
 PROCESS = (
     counter(
         "replica_cpu_seconds",
@@ -502,6 +559,7 @@ GROUPS: Mapping[str, tuple[ReplicaMetric, ...]] = {
     "Speculation": SPECULATION,
     "Steps": STEPS,
     "Text": TEXT,
+    "Standing questions": QUESTIONS,
     "Process": PROCESS,
 }
 ALL = tuple(each for group in GROUPS.values() for each in group)

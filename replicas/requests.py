@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Sampling, Timing, Usage
+from holdfast.replicas.events import PartialPrefill, Sampling, Timing, Usage
 from holdfast.replicas.retention.latency import Called
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -51,6 +51,19 @@ class RawPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """A request is an operation of this session. `keep`: what it asks and what is answered become part of the history.
+
+    `opens`: the session begins with it, or not at all. `standing`: nobody waits for its answer.
+    """
+
+    session_id: str
+    keep: bool = True
+    opens: bool = False
+    standing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One accepted request, validated by the router.
 
@@ -58,6 +71,9 @@ class GenerateRequest:
     `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
     the program will not come back after it. `weight` is the tenant's. `prefixes`: a router's digests of what the prompt
     of a new program begins with.
+    `background`: of the prompt, a chat, what the program's next one is sure to begin with is computed ahead; the reply
+    is empty, with reason "length" where all of it is, "stop" where as much as there was time and room for.
+    With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing.
     """
@@ -75,7 +91,9 @@ class GenerateRequest:
     weight: float = 1.0
     prefixes: tuple[str, ...] = ()
     fits: bool = False
+    background: PartialPrefill | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
+    session: SessionTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +176,95 @@ class Answer:
     called: Called = field(default_factory=Called)
     reasoning: str = ""
     stop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question that stands with a session: answered ahead, after each append."""
+
+    question_id: str
+    prompt: ChatPrompt | RawPrompt
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionState:
+    """A question with its latest answer. `seen`: the append that the answer has seen, 0 where there is none yet.
+
+    `age_s`: since it was answered. `error`: why the append after that has none.
+    """
+
+    question: Question
+    answer: Answer | None = None
+    seen: int = 0
+    age_s: float = 0.0
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """An open session: `tokens` of history, made by so many `appends`. `busy`: an operation of it waits or runs.
+
+    `expires_s`: it is closed so much later, where nobody uses it before.
+    """
+
+    session_id: str
+    tokens: int
+    appends: int
+    age_s: float
+    expires_s: float
+    busy: bool = False
+    questions: tuple[QuestionState, ...] = ()
+    replica_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeSession:
+    scope: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOff:
+    """Open `child_id` with the history that the session has after the operations before."""
+
+    scope: str
+    session_id: str
+    child_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    scope: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AddQuestion:
+    scope: str
+    session_id: str
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveQuestion:
+    scope: str
+    session_id: str
+    question_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadQuestion:
+    """As `DescribeSession`, and counted: somebody wants the answer."""
+
+    scope: str
+    session_id: str
+    question_id: str
+
+
+SessionCall: TypeAlias = DescribeSession | ForkOff | EndSession | AddQuestion | RemoveQuestion | ReadQuestion
+"""What is asked of a session besides generating. It is answered by the session's state after it, a fork's child's."""
 
 
 @dataclass(frozen=True, slots=True)

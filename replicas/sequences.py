@@ -25,11 +25,22 @@ class Owner(NamedTuple):
     session: bool
 
     @classmethod
-    def of(cls, scope: str, session_id: str, program_id: str) -> "Owner | None":
+    def of(cls, submit: Submit) -> "Owner | None":
         """Whose a request is; None for a single one."""
-        if session_id:
-            return cls(scope, session_id, session=True)
-        return cls(scope, program_id, session=False) if program_id else None
+        if submit.session_id:
+            return cls(submit.scope, submit.session_id, session=True)
+        if submit.background is not None and submit.background.handle:
+            return cls.handle(submit.scope, submit.background.handle)
+        return cls(submit.scope, submit.program_id, session=False) if submit.program_id else None
+
+    @classmethod
+    def handle(cls, scope: str, handle: str) -> "Owner":
+        """Who comes back for what is computed ahead under a handle: no program has such a name."""
+        return cls(scope, f"\0{handle}", session=False)
+
+    @property
+    def is_handle(self) -> bool:
+        return self.name.startswith("\0")
 
     @property
     def own_scope(self) -> str:
@@ -105,12 +116,17 @@ class Sequence:
         buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
         buffer[:n_prompt] = submit.tokens
         stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
-        owner = Owner.of(submit.scope, submit.session_id, submit.program_id)
+        owner = Owner.of(submit)
         return cls(submit, number, now, n_prompt, buffer, n_prompt, owner=owner, seed=seed, stop_ids=stop_ids)
 
     @property
     def sampling(self) -> Sampling:
         return self.submit.sampling
+
+    @property
+    def background(self) -> bool:
+        """Nobody waits for it: it takes what all others leave."""
+        return self.submit.background is not None
 
     @property
     def tokens(self) -> TokenIds:

@@ -1,8 +1,8 @@
 """One replica as an asyncio service: text in, text out. No Ray: the benchmarks and tests use it as it stands.
 
 `Service.stream` is the way of a request: its prompt in token ids, the limits of its reply, an `Attempt` that the engine
-runs, the text of what it draws, and a second attempt where a call has to be written again. `SessionService` is the way
-of data that arrives without a question.
+runs, the text of what it draws, and a second attempt where a call has to be written again. An operation of a session
+goes the same way: an append is a request that draws nothing. `SessionService` is what else there is of sessions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from holdfast.replicas.errors import (
     ErrorKind,
     HoldfastError,
     InvalidRequestError,
+    SessionExistsError,
     UnavailableError,
+    UnknownSessionError,
     error_of,
 )
 from holdfast.replicas.events import (
@@ -51,37 +53,39 @@ from holdfast.replicas.events import (
     Usage,
 )
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.preposition import PrePositioning
+from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
+    AddQuestion,
     Answer,
     AnswerBuilder,
     ChatPrompt,
     Completed,
+    EndSession,
     Errored,
+    ForkOff,
     GenerateRequest,
     ModelCard,
     Piece,
     RawPrompt,
+    ReadQuestion,
+    RemoveQuestion,
     ReplyReason,
+    SessionCall,
+    SessionState,
+    SessionTurn,
 )
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
+from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Encoded, TextSide
 from holdfast.replicas.text.reply import Reply, Rewrite
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTurn:
-    """A request is a query of this session; `keep`: question and answer become part of its history."""
-
-    session_id: str
-    keep: bool = True
-
-
-NO_SESSION = SessionTurn("")
+_NO_SESSION = SessionTurn("")
+_NOTHING = RawPrompt(())
 
 
 class Service:
@@ -94,6 +98,11 @@ class Service:
         self._bridge = Bridge(engine)
         self._compiling = CompilerThreads()
         self._session_operations = count()
+        config = engine.config
+        self._preposition: PrePositioning | None = None
+        if config.preposition and (config.prefix_cache or config.sessions):
+            self._preposition = PrePositioning(config.preposition_after_s, engine.occupancy, self.generate)
+        self.questions = Questions(engine.config, self._stream, engine.session, self.drawn)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
@@ -127,8 +136,11 @@ class Service:
         return SessionService(self)
 
     async def close(self) -> None:
+        if self._preposition is not None:
+            await self._preposition.close()
         self._compiling.close()
         self._text.close()
+        await self.questions.close()
         await self._bridge.close()
 
     async def drawn(self, request_id: str) -> Usage | None:
@@ -155,22 +167,40 @@ class Service:
                 builder.add(pieces)
         return builder.answer() or builder.error()
 
-    async def stream(
-        self, request: GenerateRequest, turn: SessionTurn = NO_SESSION
-    ) -> AsyncGenerator[tuple[Piece, ...], None]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply as it is made: what each step adds, the last piece being `Completed` or `Errored`.
 
         Closing the generator early aborts the request.
         """
+        opens = request.session is not None and request.session.opens
+        with self.questions.others():
+            async with aclosing(self.sessions.opening(request) if opens else self._stream(request)) as stream:
+                async for pieces in stream:
+                    yield pieces
+
+    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         try:
+            if request.background is not None:
+                yield (await _ahead(self._text, self._bridge, request),)
+                return
+            built = AnswerBuilder()
+            if self._preposition is not None:
+                self._preposition.turn_comes(request)
             began = time.perf_counter()
-            encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
+            if request.session is None:
+                encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
+                closing = NO_TOKENS
+            else:
+                encoded, closing = await self.sessions.part(request, request.session)
             spent = Spent(render_s=time.perf_counter() - began)
-            attempt: Attempt | None = await self._first(request, encoded, turn, spent)
+            attempt: Attempt | None = await self._first(request, encoded, closing, spent)
             while attempt is not None:
                 async with aclosing(self._bridge.run(attempt.submit)) as steps:
                     async for events in steps:
                         pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
+                        if self._preposition is not None and pieces:
+                            built.add(pieces)
+                            self._preposition.turn_ended(request, built.answer())
                         if pieces:
                             yield pieces
                 attempt = self._second(request, encoded, attempt, events[-1])
@@ -179,12 +209,16 @@ class Service:
 
     # ---- the attempts of a request ----
 
-    async def _first(self, request: GenerateRequest, encoded: Encoded, turn: SessionTurn, spent: Spent) -> Attempt:
+    async def _first(self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent) -> Attempt:
+        turn = request.session or _NO_SESSION
+        if request.session is not None:
+            # What is asked is in `encoded`, and what is answered is text. The session is the program.
+            request = replace(request, prompt=_NOTHING, program_id="", program_arrival=0.0)
         limits = await self._compiling.run(partial(self._text.constraints, request.prompt), request.scope)
         submit = Submit(
             request.request_id,
             encoded.tokens,
-            self._sampling(request, len(encoded.tokens)),
+            _sampling(request, len(encoded.tokens), self.engine.config),
             request.scope,
             request.program_id,
             request.program_arrival,
@@ -197,6 +231,8 @@ class Service:
             program_end=request.program_end,
             weight=request.weight,
             prefixes=request.prefixes,
+            closing=closing,
+            standing=turn.standing,
         )
         return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent)
 
@@ -212,18 +248,6 @@ class Service:
         reply = self._text.reply(request, encoded)
         reply.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
         return Attempt(first.rewritten(rewrite), reply, first.spent, ended)
-
-    def _sampling(self, request: GenerateRequest, n_prompt: int) -> Sampling:
-        """The request's sampling with what it left open: the room for its reply, and a seed where none is derived."""
-        sampling, config = request.sampling, self.engine.config
-        if sampling.max_tokens == -1 or request.fits:
-            # What the context and the cache leave.
-            room = max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
-            most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
-            sampling = replace(sampling, max_tokens=most)
-        if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
-            sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
-        return sampling
 
     def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> Sequence[Piece]:
         """What the client is told of an event."""
@@ -255,10 +279,39 @@ class Service:
             return ()
         tail, reason = reply.finish(ended.reason)
         reply.remember()
+        if request.session is not None:
+            return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), stop=reply.stop))
         found = _called(request, reply, reason)
         if request.program_id:
             self.notice(_turn_ended(request, found))
         return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found, reply.stop))
+
+
+async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Completed | Errored:
+    """Compute what the next prompt begins with, without drawing anything."""
+    if not isinstance(request.prompt, ChatPrompt):
+        raise InvalidRequestError("only a chat can be computed ahead", "prompt")
+    encoded = await text.beginning(request.prompt, request.scope, request.program_id)
+    submit = Submit(
+        request.request_id,
+        encoded.tokens,
+        Sampling(max_tokens=0),
+        request.scope,
+        request.program_id,
+        request.program_arrival,
+        weight=request.weight,
+        prefixes=request.prefixes,
+        background=request.background,
+    )
+    last: Event | None = None
+    async with aclosing(bridge.run(submit)) as steps:
+        async for events in steps:
+            last = events[-1]
+    if isinstance(last, Finished):
+        return Completed(last.reason, last.usage, last.timing)
+    if isinstance(last, Rejected | Failed):
+        return _errored(request, last.error)
+    return Errored(_ABORTED)
 
 
 @dataclass(slots=True)
@@ -313,8 +366,9 @@ class SessionService:
     """Open, feed, ask, fork and close sessions of a service, by id within a scope (a tenant).
 
     Data comes in as it arrives, questions cost only their own tokens. Text is tokenized piece by piece, as it is given:
-    nothing is put around it, and its special tokens count. What a session is to begin with, a chat or whatever the
-    model expects in front, is given to `open` as a prompt.
+    nothing is put around it, and its special tokens count. Messages are rendered so that what came before stays a
+    prefix; a query of messages ends where the assistant begins to write, and its answer, if kept, as the template ends
+    it. What a session is to begin with, a chat or whatever the model expects in front, is given to `open` as a prompt.
 
     Every call raises a HoldfastError: InvalidRequestError naming `session_id` for a session that is not open,
     ContextLengthError where its history would become too long, OverloadedError where sessions are too many, or their
@@ -324,61 +378,140 @@ class SessionService:
     _service: Service
 
     async def open(self, session_id: str, prompt: ChatPrompt | RawPrompt | None = None, *, scope: str = "") -> Usage:
-        """Begin a session, with a prompt to start from; returns once that is computed."""
-        tokens = self._service._text.encode(prompt, scope).tokens if prompt is not None else None
-        await self._run(OpenSession(self._request_id(), session_id, scope))
-        return Usage() if tokens is None else await self._append(session_id, tokens, scope)
+        """Begin a session, with a prompt to start from; returns once that is computed. It is not open if that fails."""
+        return await self._feed(SessionTurn(session_id, opens=True), prompt or _NOTHING, scope)
 
-    async def append(self, session_id: str, content: str | Sequence[int], *, scope: str = "") -> Usage:
-        """Compute text or token ids into a session's cells; returns once that is done. Calls may overlap: in order."""
-        return await self._append(session_id, self._continuation(content), scope)
+    async def append(self, session_id: str, content: str | Sequence[int] | ChatPrompt, *, scope: str = "") -> Usage:
+        """Compute text, token ids or messages into a session's cells; returns once that is done.
+
+        Calls may overlap: in order.
+        """
+        prompt = content if isinstance(content, ChatPrompt) else RawPrompt(content)
+        return await self._feed(SessionTurn(session_id), prompt, scope)
 
     def query(
         self, session_id: str, request: GenerateRequest, *, keep: bool = True
     ) -> AsyncGenerator[tuple[Piece, ...], None]:
-        """The reply to a raw prompt that goes on from the session's history, as `Service.stream` gives it.
+        """The reply to a prompt that goes on from the session's history, as `Service.stream` gives it.
 
         Sees every append made before it. `max_tokens` has to be given. Errors come as the last piece.
         """
-        if not isinstance(request.prompt, RawPrompt):
-            raise InvalidRequestError("a query of a session is text or token ids", "prompt")
         if request.sampling.max_tokens < 0:
             raise InvalidRequestError("a query of a session says how many tokens it may have", "max_tokens")
-        tokens = self._continuation(request.prompt.content).tolist()
-        return self._service.stream(replace(request, prompt=RawPrompt(tokens)), SessionTurn(session_id, keep))
+        return self._service.stream(replace(request, session=SessionTurn(session_id, keep)))
 
     async def fork(self, session_id: str, child_id: str, *, scope: str = "") -> None:
-        """Open `child_id` with the history that `session_id` has after the operations made before. Copies nothing."""
-        await self._run(ForkSession(self._request_id(), session_id, child_id, scope))
+        """Open `child_id` with the history that `session_id` has after the operations made before. Copies nothing.
+
+        Standing questions stay where they are.
+        """
+        await self.run(ForkSession(self.request_id(), session_id, child_id, scope))
 
     async def close(self, session_id: str, *, scope: str = "") -> None:
         """Let a session go; operations that are not over are aborted."""
-        await self._run(CloseSession(self._request_id(), session_id, scope))
+        await self.run(CloseSession(self.request_id(), session_id, scope))
 
-    async def _append(self, session_id: str, tokens: TokenIds, scope: str) -> Usage:
-        submit = Submit(self._request_id(), tokens, Sampling(max_tokens=0), scope, session_id=session_id)
-        return (await self._run(submit)).usage
+    async def call(self, call: SessionCall) -> SessionState:
+        """Do what is asked of a session besides generating."""
+        questions, scope, session_id = self._service.questions, call.scope, call.session_id
+        facts = self._found(scope, session_id)
+        if isinstance(call, ForkOff):
+            await self.fork(session_id, call.child_id, scope=scope)
+            facts = self._found(scope, call.child_id)
+        elif isinstance(call, EndSession):
+            await self.close(session_id, scope=scope)
+        elif isinstance(call, AddQuestion):
+            questions.add(facts, scope, call.question)
+        elif isinstance(call, RemoveQuestion):
+            questions.remove(facts, scope, call.question_id)
+        elif isinstance(call, ReadQuestion):
+            questions.read(facts, scope, call.question_id)
+        return self._state(facts, scope)
 
-    async def _run(self, request: Request) -> Finished:
-        last: Event | None = None
-        async with aclosing(self._service._bridge.run(request)) as steps:
-            async for events in steps:
-                last = events[-1]
+    def of(self, scope: str) -> list[SessionState]:
+        """A tenant's open sessions."""
+        return [self._state(facts, scope) for facts in self._service.engine.sessions(scope)]
+
+    async def run(self, request: Request) -> Finished:
+        """Have a command done."""
+        service, last = self._service, None
+        with service.questions.others():
+            async with aclosing(service._bridge.run(request)) as steps:
+                async for events in steps:
+                    last = events[-1]
         if isinstance(last, Finished):
             return last
         if isinstance(last, Rejected | Failed):
             raise error_of(last.error)
         raise UnavailableError("the session was closed meanwhile", "session_id")
 
-    def _continuation(self, content: str | Sequence[int]) -> TokenIds:
-        """Ids of what comes in the middle of a text: none are put around it."""
-        text = self._service._text
-        if isinstance(content, str):
-            content = text.tokenizer.backend_tokenizer.encode(content, add_special_tokens=False).ids
-        return text.encode(RawPrompt(content)).tokens
-
-    def _request_id(self) -> str:
+    def request_id(self) -> str:
         return f"session-operation-{next(self._service._session_operations)}"
+
+    # ---- for the service: its requests that are operations ----
+
+    async def opening(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+        """The reply to a request that opens its session, which is open once that has completed, or not at all."""
+        assert request.session is not None
+        name, scope, completed = request.session.session_id, request.scope, False
+        try:
+            if self._service.engine.session(scope, name) is not None:
+                raise SessionExistsError(f"session {name!r} is open already", "session_id")
+            try:
+                await self.run(OpenSession(self.request_id(), name, scope))
+                if _is_empty(request.prompt):
+                    now, completed = time.monotonic(), True
+                    yield (Completed("stop", Usage(), Timing(now, finished=now)),)
+                    return
+                async with aclosing(self._service._stream(request)) as stream:
+                    async for pieces in stream:
+                        completed = isinstance(pieces[-1], Completed)
+                        yield pieces
+            except SessionExistsError:
+                completed = True  # another's
+                raise
+            finally:
+                if not completed:
+                    self._service._bridge.notice(CloseSession(self.request_id(), name, scope))
+        except HoldfastError as error:
+            yield (_errored(request, error.info),)
+
+    async def part(self, request: GenerateRequest, turn: SessionTurn) -> tuple[Encoded, TokenIds]:
+        """What a session's operation adds to its history, and what closes a reply that stays in it."""
+        prompt, asks = request.prompt, request.sampling.max_tokens > 0
+        if turn.opens and isinstance(prompt, RawPrompt):
+            return await self._service._text.encoded(prompt), NO_TOKENS
+        facts = self._service.engine.session(request.scope, turn.session_id)
+        begins = facts is not None and not facts.tokens and (turn.opens or not facts.busy)
+        closing = self._service._text.closing(prompt) if turn.keep and asks else NO_TOKENS
+        return Encoded(await self._service._text.part(prompt, begins=begins, reply=asks)), closing
+
+    # ---- parts ----
+
+    async def _feed(self, turn: SessionTurn, prompt: ChatPrompt | RawPrompt, scope: str) -> Usage:
+        request = GenerateRequest(self.request_id(), prompt, Sampling(max_tokens=0), scope=scope, session=turn)
+        reply = await self._service.generate(request)
+        if isinstance(reply, Errored):
+            raise error_of(reply.error)
+        return reply.usage
+
+    def _found(self, scope: str, session_id: str) -> SessionFacts:
+        facts = self._service.engine.session(scope, session_id)
+        if facts is None:
+            raise UnknownSessionError(f"session {session_id!r} is not open", "session_id")
+        return facts
+
+    def _state(self, facts: SessionFacts, scope: str) -> SessionState:
+        now, idle_s = time.monotonic(), self._service.engine.config.session_idle_s
+        return SessionState(
+            facts.session_id,
+            facts.tokens,
+            facts.appends,
+            now - facts.opened,
+            idle_s if facts.busy else max(facts.used + idle_s - now, 0.0),
+            facts.busy,
+            self._service.questions.of(facts, scope),
+        )
 
 
 def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
@@ -402,11 +535,32 @@ def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
     return result
 
 
+def _sampling(request: GenerateRequest, n_prompt: int, config: EngineConfig) -> Sampling:
+    """The request's sampling with what it left open: the room for its reply, and a seed where none is derived."""
+    sampling = request.sampling
+    if sampling.max_tokens == -1 or request.fits:
+        # What the context and the cache leave.
+        room = max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
+        most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
+        sampling = replace(sampling, max_tokens=most)
+    if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
+        sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
+    return sampling
+
+
 def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:
     """The end of a failed reply. The engine calls every input a prompt; a chat's client knows it as messages."""
-    if error.field == "prompt" and isinstance(request.prompt, ChatPrompt):
-        error = replace(error, field="messages")
-    return Errored(error)
+    if error.field != "prompt":
+        return Errored(error)
+    if isinstance(request.prompt, ChatPrompt):
+        return Errored(replace(error, field="messages"))
+    if request.session is None:
+        return Errored(error)
+    return Errored(replace(error, field="text" if isinstance(request.prompt.content, str) else "tokens"))
+
+
+def _is_empty(prompt: ChatPrompt | RawPrompt) -> bool:
+    return isinstance(prompt, RawPrompt) and not len(prompt.content)
 
 
 def _called(request: GenerateRequest, reply: Reply, reason: ReplyReason) -> Called:

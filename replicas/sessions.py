@@ -11,7 +11,15 @@ other once it has begun; the engine begins it. Not here: cells and rows between 
 from collections import deque
 from dataclasses import dataclass, field
 
-from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError
+import numpy as np
+
+from holdfast.replicas.errors import (
+    HoldfastError,
+    InvalidRequestError,
+    OverloadedError,
+    SessionExistsError,
+    UnknownSessionError,
+)
 from holdfast.replicas.events import (
     Aborted,
     CloseSession,
@@ -41,12 +49,13 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`history` is what finished operations made; `running` is the request that goes on from it now."""
+    """`history` is what finished operations made, `appends` how many of them; `running` goes on from it now."""
 
     owner: Owner
     opened: float
     used: float
     history: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    appends: int = 0
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
 
@@ -57,6 +66,18 @@ class Session:
         if running is None or running.status is Status.ENDED:
             return 0
         return to_be_kept(running.submit, running.n_history)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFacts:
+    """An open session as others see it. Times by the engine's clock; `busy`: an operation waits or runs."""
+
+    session_id: str
+    opened: float
+    used: float
+    tokens: int
+    appends: int
+    busy: bool
 
 
 class Sessions:
@@ -98,7 +119,8 @@ class Sessions:
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
         """Accept an operation, behind those before it. Its time counts from `accepted`."""
         session = self._find(command.scope, command.session_id)
-        session.used = now
+        if not (isinstance(command, Submit) and command.standing):
+            session.used = now
         session.queue.append(Operation(command, accepted))
         self._queued[command.request_id] = session
         return session
@@ -143,10 +165,19 @@ class Sessions:
         session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
         if session is None or session.running is not sequence:
             return None
-        session.running, session.used = None, now
+        session.running = None
+        if not sequence.submit.standing:
+            session.used = now
         if isinstance(event, Finished) and sequence.submit.keep:
-            session.history = sequence.tokens.copy()
+            session.history = closed_reply(sequence.tokens, sequence.submit.closing)
+            session.appends += 1
         return session
+
+    # ---- what others see; any thread may ask ----
+
+    def of(self, scope: str) -> list[SessionFacts]:
+        """The open sessions of a tenant."""
+        return [_facts(session) for owner, session in list(self._sessions.items()) if owner.scope == scope]
 
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
@@ -175,7 +206,7 @@ class Sessions:
     def _find(self, scope: str, session_id: str) -> Session:
         session = self._sessions.get(Owner(scope, session_id, session=True))
         if session is None:
-            raise InvalidRequestError(
+            raise UnknownSessionError(
                 f"session {session_id!r} is not open: unknown, closed, or unused for {self._idle_s:g} s", "session_id"
             )
         return session
@@ -184,7 +215,7 @@ class Sessions:
         if not owner.name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if owner in self._sessions:
-            raise InvalidRequestError(f"session {owner.name!r} is open already", "session_id")
+            raise SessionExistsError(f"session {owner.name!r} is open already", "session_id")
         if len(self._sessions) >= self._most:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
         session = self._sessions[owner] = Session(owner, now, now)
@@ -196,7 +227,7 @@ class Sessions:
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
-        child.history = session.history
+        child.history, child.appends = session.history, session.appends
         self.rows.fork(child.owner, child.history, now)
         self._done(command.request_id, accepted, now)
 
@@ -204,9 +235,22 @@ class Sessions:
         self._events.append(Finished(request_id, "stop", Usage(), Timing(accepted, finished=now)))
 
 
+def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
+    """`tokens` with what of `closing` they do not end with yet: a drawn end token is the first of it."""
+    there = next((n for n in range(len(closing), 0, -1) if np.array_equal(tokens[-n:], closing[:n])), 0)
+    return np.concatenate((tokens, closing[there:])) if len(closing) > there else tokens.copy()
+
+
+def _facts(session: Session) -> SessionFacts:
+    busy = session.running is not None or bool(session.queue)
+    return SessionFacts(session.owner.name, session.opened, session.used, len(session.history), session.appends, busy)
+
+
 def to_be_kept(submit: Submit, n_history: int) -> int:
     """Cells that a session's operation may add to those of its history; `submit` has all the tokens, history first."""
-    return len(submit.tokens) - n_history + submit.sampling.max_tokens if submit.keep else 0
+    if not submit.keep:
+        return 0
+    return len(submit.tokens) - n_history + submit.sampling.max_tokens + len(submit.closing)
 
 
 def check_room(submit: Submit, n_history: int, room: int) -> None:

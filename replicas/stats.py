@@ -80,6 +80,9 @@ class EngineStats:
     chunks_deferred: int = 0  # prefill chunks put off to a later step above the high-water mark
     tokens_recomputed: int = 0  # computed before a preemption, and again after it
     prompt_seeds: int = 0  # sampled requests whose noise was seeded by their prompt
+    ahead_computed: int = 0  # prompt tokens computed before the turn came that has them: not among `prompt_computed`
+    ahead_used: int = 0  # of these, found in the cache by the turn that they were for
+    ahead_wasted: int = 0  # and those that no turn found
     pins: int = 0  # turns whose cells were kept for their program's next one
     pin_hits: int = 0  # follow-up turns that came while their program's cells were pinned
     pin_misses: int = 0  # and those that came when they were not
@@ -146,6 +149,16 @@ class TextStats:
     characters_tokenized: int = 0
     stopped: int = 0  # replies ended early
     rewritten: int = 0  # replies of which a part was written again
+
+
+@dataclass(slots=True)
+class QuestionStats:
+    """What standing questions did since the start. Written on the event loop alone."""
+
+    standing: int = 0  # now
+    asked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("answered", "given_up", "failed"), 0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("answered", "given_up", "failed"), 0))
+    reads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("current", "stale", "none"), 0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from holdfast.replicas.errors import OverloadedError, UnavailableError
+from holdfast.replicas.errors import OverloadedError, SessionLostError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
 from holdfast.router import fleet
@@ -43,6 +43,7 @@ HINT = "place"  # keyword argument of a call: the `Place` where it would best be
 ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its placement
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
 LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
+KNOWN_S = 2.0  # within which a router learns of a replica that others know
 REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
 
 
@@ -122,6 +123,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             choice = self._placement.choose(ask)
             if choice is None:
                 continue
+            if ask.bound and choice.reason is not Reason.HOME:
+                await self._wait_for(ask.home)
+                continue
             # Once refused by the replica, where too many such calls are, it waits as others do.
             if self._control_calls and not is_retry and _turn(pending_request) is None:
                 return self._watched(self._by_id[choice.replica_id])
@@ -139,7 +143,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         if self._gate.take(choice.replica_id, request_id, payer):
             return choice
         if choice.reason is Reason.HOME:
-            if _waited(pending_request) < self._placement.patience(ask):
+            if ask.bound or _waited(pending_request) < self._placement.patience(ask):
                 return None
             other = self._placement.elsewhere(ask)
             if other is not None and self._gate.take(other.replica_id, request_id, payer):
@@ -154,11 +158,15 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         waited = _waited(pending_request)
         left = self._config.queue_timeout_s - waited
         patience = self._placement.patience(ask) - waited if choice.reason is Reason.HOME else 0.0
-        home = choice.replica_id if 0 < patience < left else None
-        if home is not None and (turn := _turn(pending_request)) is not None:
+        if ask.bound:
+            patience = left
+        home = choice.replica_id if ask.bound or 0 < patience < left else None
+        if home is not None and not ask.bound and (turn := _turn(pending_request)) is not None:
             fleet.FLEET.expect(home, turn.scope, turn.program_id, patience)
-        # As the engine orders its own queue: first whose state is kept, then by when programs began.
-        key = (float(ask.home not in self._by_id), _arrival(pending_request), pending_request.created_at)
+        # As the engine orders its queue: whose state is kept first, then by when programs began; work ahead is last.
+        turn = _turn(pending_request)
+        ahead = turn is not None and turn.background is not None
+        key = (float(ahead), float(ask.home not in self._by_id), _arrival(pending_request), pending_request.created_at)
         request_id = pending_request.metadata.internal_request_id
         began = time.monotonic()
         try:
@@ -169,7 +177,25 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             self._tally = self._tally.waited(time.monotonic() - began, again, for_home=home is not None)
         if chosen is None and _waited(pending_request) >= self._config.queue_timeout_s:
             raise OverloadedError("the request waited too long for a replica with room")
+        if chosen is not None and ask.bound and chosen != home:  # which went meanwhile
+            self._gate.give_back(chosen, request_id)
+            return None
         return None if chosen is None else _found(chosen, ask)
+
+    async def _wait_for(self, home: str | None) -> None:
+        """Until the replica is there to which a request is bound.
+
+        Raises UnavailableError where it is silent, SessionLostError where it is none of the replicas.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                while home not in self._by_id:
+                    self._replicas_updated_event.clear()
+                    await self._replicas_updated_event.wait()
+                return
+        if any(each.replica_id.unique_id == home for each in self._replicas.values()):
+            raise UnavailableError("the session's replica does not answer")
+        raise SessionLostError("the session's replica is gone, and the session with it; open it again", "session_id")
 
     async def _wait_for_a_replica(self) -> None:
         try:
@@ -196,7 +222,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             place: Place = pending_request.kwargs.pop(HINT, ANYWHERE)
             if place.last_replica in self._by_id:
                 self._pins.put(program, place.last_replica)
-            home = self._pins.get(program) or place.last_replica
+            home = place.last_replica if place.bound else self._pins.get(program) or place.last_replica
             ask = Ask(
                 place.tokens,
                 tuple(Prefix(digest, place.prefix_tokens) for digest in place.prefixes),
@@ -204,6 +230,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
                 place.tokens if home is not None else 0,
                 place.near_replica,
                 "" if place.shared or not program else program,
+                place.bound,
             )
             setattr(pending_request, ASK, ask)
         return ask

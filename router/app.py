@@ -32,6 +32,7 @@ from holdfast.router.http import (
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
 from holdfast.router.parser_process import ParserProcess
+from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.anthropic import anthropic_error
@@ -41,6 +42,7 @@ from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, r
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
+from holdfast.router.sessions import SessionEndpoints
 from holdfast.router.store import MemoryStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import TenantDirectory
@@ -63,6 +65,7 @@ def create_app(
     drain: Drain | None = None,
     parser: ParserProcess | None = None,
     responses: StoredResponses | None = None,
+    prefills: StoredPrefills | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
@@ -75,7 +78,10 @@ def create_app(
     turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
     responses = responses or StoredResponses(MemoryStore(config.store_entries, config.store_memory), config)
     stored = ResponseEndpoints(guard, responses)
+    handles = prefills or StoredPrefills(MemoryStore(config.store_entries, config.store_memory), config)
+    ahead = PrefillEndpoints(backend, guard, programs, conversations, handles, metrics, config, drain)
     agents = ProgramEndpoints(backend, guard, programs, latencies)
+    sessions = SessionEndpoints(backend, guard, programs, turns)
     small = SmallEndpoints(backend, guard, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
@@ -85,7 +91,7 @@ def create_app(
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     routes: Sequence[tuple[str, str, Handler]] = (
-        ("POST", "/v1/chat/completions", generates(ChatFormat(guard))),
+        ("POST", "/v1/chat/completions", generates(ChatFormat(guard, handles))),
         ("POST", "/v1/completions", generates(CompletionFormat(guard))),
         ("POST", "/v1/messages", generates(MessagesFormat(guard, config))),
         ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend, config).count),
@@ -95,6 +101,21 @@ def create_app(
         ("DELETE", "/v1/responses/{response_id}", stored.delete),
         ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
         ("GET", "/v1/responses/{response_id}/input_items", stored.input_items),
+        ("POST", "/v1/prefills", ahead.create),
+        ("GET", "/v1/prefills/{prefill_id}", ahead.show),
+        ("DELETE", "/v1/prefills/{prefill_id}", ahead.delete),
+        ("POST", "/v1/prefills/{prefill_id}/extend", ahead.extend),
+        ("POST", "/v1/sessions", sessions.open),
+        ("GET", "/v1/sessions", sessions.listed),
+        ("GET", "/v1/sessions/{session_id}", sessions.show),
+        ("DELETE", "/v1/sessions/{session_id}", sessions.close),
+        ("POST", "/v1/sessions/{session_id}/append", sessions.append),
+        ("POST", "/v1/sessions/{session_id}/query", sessions.query),
+        ("POST", "/v1/sessions/{session_id}/fork", sessions.fork),
+        ("POST", "/v1/sessions/{session_id}/questions", sessions.stand),
+        ("GET", "/v1/sessions/{session_id}/questions", sessions.questions),
+        ("GET", "/v1/sessions/{session_id}/questions/{question_id}", sessions.answer),
+        ("DELETE", "/v1/sessions/{session_id}/questions/{question_id}", sessions.withdraw),
         ("DELETE", "/v1/programs/{program_id:path}", agents.end),
         ("GET", "/v1/tools/latency", agents.tool_latency),
         ("GET", "/v1/cluster/status", status.show),

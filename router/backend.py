@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, ModelCard, Piece, RawPrompt
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    Piece,
+    RawPrompt,
+    SessionCall,
+    SessionState,
+)
 from holdfast.replicas.stats import ReplicaStatus
 
 
@@ -30,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is known of where a turn would best be served: a wish, not a demand.
+    """What is known of where a turn would best be served: a wish, not a demand, unless it is `bound` to `last_replica`.
 
     `last_replica` served the program's last turn, by the program table. A program that has none goes where one of the
     `prefixes` is, digests of what its prompt begins with, longest first, or near its parent, at `near_replica`.
@@ -44,6 +54,7 @@ class Place:
     tokens: int = 0
     prefix_tokens: int = 0
     shared: bool = True
+    bound: bool = False
 
 
 ANYWHERE = Place()
@@ -68,8 +79,23 @@ class Backend(Protocol):
         """
         ...
 
+    async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
+        """Ask it of the session, the program of this key, at its replica.
+
+        Raises UnknownSessionError and what else the session says, SessionLostError where that replica is gone.
+        """
+        ...
+
+    async def sessions(self, scope: str) -> Sequence[SessionState]:
+        """A tenant's open sessions, of the replicas that answer in time."""
+        ...
+
     async def end_program(self, scope: str, program_id: str) -> None:
         """A program is over: the replicas keep nothing for it any more. What runs of it goes on."""
+        ...
+
+    async def release(self, scope: str, handle: str) -> None:
+        """Nobody comes back for what was computed ahead under a handle. Nothing, where no replica knows it."""
         ...
 
     async def drawn(self, request_id: str) -> Usage | None:

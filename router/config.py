@@ -46,6 +46,10 @@ class RouterConfig:
     response_ttl_s: float = 86400.0  # a stored response is forgotten so long after it was made or continued last
     response_tenant_bytes: int = 2**28  # of the responses that one tenant may store in `response_ttl_s`
 
+    prefill_s: float = 60.0  # what is computed ahead for a client is kept so long, where it does not say
+    prefill_most_s: float = 600.0  # and at most so long
+    prefill_tenant_bytes: int = 2**26  # of the prompts that one tenant has computed ahead, put while one of them lives
+
     program_entries: int = 65536  # programs in this process
     program_tenant_entries: int = 65536  # programs of one tenant in Redis; those of the longest ago are forgotten first
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn

@@ -313,6 +313,13 @@ class Conversations:
             begun = await self._begin_alone(tenant, sent, new, id_)
         return begun, self._move(tenant, begun.key, sent)
 
+    async def look(self, tenant: str, sent: Conversation) -> str | None:
+        """The program that a turn with this conversation would go on with, as far as is known. Changes nothing."""
+        found = await self._find(tenant, sent)
+        for kept in self._near_by(tenant, sent) if found is None else found:
+            return kept.program
+        return None
+
     def replied(self, standing: Standing, mark: str) -> Stand:
         """A program has had its reply: what is to be kept of it, where it has not gone on meanwhile."""
         kept = replace(standing.kept, mark=mark)

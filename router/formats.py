@@ -12,9 +12,11 @@ from starlette.requests import Request
 
 from holdfast.replicas.requests import Answer, ModelCard
 from holdfast.router.guard import Guard
+from holdfast.router.prefills import StoredPrefills
 from holdfast.router.protocol.chat import chat_reply, read_chat
 from holdfast.router.protocol.completions import completion_reply, read_completion
-from holdfast.router.protocol.turn import Turn
+from holdfast.router.protocol.prefills import continued
+from holdfast.router.protocol.turn import Turn, check_length
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder, Encoder
 
 
@@ -77,7 +79,7 @@ class PlainExchange:
     turn: Turn
     encoder: Callable[[], Encoder]
     reply: Callable[[Answer], bytes]
-    program: str = field(default="", init=False)
+    program: str = ""
     skipped: str = field(default="", init=False)
 
     async def keep(self, program: str) -> None:
@@ -89,16 +91,21 @@ class ChatFormat:
 
     name = "chat"
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, prefills: StoredPrefills) -> None:
         self._guard = guard
+        self._prefills = prefills
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        turn = await self._guard.read(request, read_chat, arrival.models)
+        turn, program = await self._guard.read(request, read_chat, arrival.models), ""
+        if turn.prefill_id:
+            prefill = await self._prefills.find(arrival.tenant, turn.prefill_id, "prefill_id")
+            turn, program = check_length(continued(turn, prefill)), prefill.program
         reply_id, created, model = f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,
             lambda: ChatEncoder(reply_id, created, model, turn.include_usage, turn.event_names),
             lambda answer: chat_reply(reply_id, created, model, answer),
+            program,
         )
 
 

@@ -77,7 +77,8 @@ class Guard:
         So `parse` is a function of a module, and all that crosses can be pickled. Raises RefusedError (413, 408), what
         `parse` raises, or ClientGoneError.
         """
-        body = await read_body(request, self._config.max_body_bytes, self._config.body_timeout_s)
-        if len(body) <= self._config.long_body_bytes:
+        config = self._config
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s, config.long_body_bytes)
+        if isinstance(body, bytes):
             return parse(body, *arguments)
-        return await self._parser.call(parse_long, body, self._config.max_body_values, parse, arguments)
+        return await self._parser.call(parse_long, config.max_body_values, parse, arguments, body=body)

@@ -6,11 +6,13 @@ Endpoints are plain functions from request to response, so that nothing is parse
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -100,28 +102,42 @@ def caller(request: Request) -> Caller:
     )
 
 
-async def read_body(request: Request, limit: int, patience_s: float) -> bytes:
-    """The body of `request`. Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where the whole
-    of it has not come after `patience_s`.
+async def read_body(request: Request, limit: int, patience_s: float, long: int) -> bytes | BinaryIO:
+    """The body of `request`; one longer than `long` bytes as a file without a name, in memory, for the caller to close.
+
+    Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where the whole of it has not come after
+    `patience_s`. Trap: to join the parts of 32 MiB takes 25 ms, in which the event loop serves nobody else.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     parts: list[bytes] = []
     size = 0
-    try:
-        async with asyncio.timeout(patience_s):
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    except TimeoutError:
-        message = f"The request body has not come within {patience_s:g} s"
-        raise RefusedError(Refusal.SLOW_BODY, message) from None
-    return b"".join(parts)
+    with contextlib.ExitStack() as unread:
+        file: BinaryIO | None = None
+        try:
+            async with asyncio.timeout(patience_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _too_large(limit)
+                    if file is None and size > long:
+                        file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
+                        file.writelines(parts)
+                        parts.clear()
+                    if file is None:
+                        parts.append(part)
+                    else:
+                        file.write(part)
+        except ClientDisconnect:
+            raise ClientGoneError from None
+        except TimeoutError:
+            message = f"The request body has not come within {patience_s:g} s"
+            raise RefusedError(Refusal.SLOW_BODY, message) from None
+        if file is not None:
+            file.flush()
+        unread.pop_all()
+    return b"".join(parts) if file is None else file
 
 
 def json_response(body: bytes, status: int = 200) -> Response:

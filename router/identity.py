@@ -49,6 +49,17 @@ def unnamed_program(tenant: str, token: str) -> str:
     return f"{tenant}/~{token}"
 
 
+def shown_program(key: str) -> str:
+    """A program's key as its tenant calls it: by its id, which it may name. One that nobody has named has none: ""."""
+    name = key.partition("/")[2]
+    return name.removeprefix("~") if not name.startswith("~") or name.startswith("~~") else ""
+
+
+def session_program(tenant: str, session_id: str) -> str:
+    """The key of the program that a session is. None that has a name or was made has it."""
+    return f"{tenant}/~session/{session_id}"
+
+
 def _scoped(tenant: str, value: str, field: str) -> str:
     if not _fits(value):
         raise InvalidRequestError(f"'{field}' must be at most {MAX_LENGTH} printable characters", field)

@@ -73,6 +73,7 @@ class Ask:
 
     A turn of a new program has `prefixes`, longest first, and may be wanted `near` a replica: where its parent is. With
     a `name` nothing is known of it that other routers could know, so that name decides, for all of them alike.
+    One that is `bound` can be served at its home alone.
     """
 
     tokens: int = 0
@@ -81,6 +82,7 @@ class Ask:
     held: int = 0
     near: str | None = None
     name: str = ""
+    bound: bool = False
 
 
 class Reason(StrEnum):
@@ -190,6 +192,8 @@ class Placement:
             return self._place(ask, least)
         if ask.home not in self._capacity:
             return replace(self._place(ask, least), reason=Reason.LOST)
+        if ask.bound:
+            return Choice(ask.home, Reason.HOME)
         saved = (self._turns(ask.home) - self._turns(least)) * self._config.turn_tokens
         # A short history is soon computed again, but turns come and go: one or two more are no crowd.
         if saved > self._config.move_factor * (ask.held + self._config.turn_tokens):

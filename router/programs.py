@@ -236,7 +236,33 @@ return {cjson.encode(row(record))}
 )
 
 
-_WHERE = "return {redis.call('HGET', KEYS[1], 'last_replica') or ''}"
+# Work ahead of a program's next turn was done at a replica: that is where the turn is best served. It is no turn.
+_PLACED = (
+    _RECORD
+    + """
+local replica, life = ARGV[6], ARGV[7]
+local record = read(KEYS[2], known)
+if record and record.told == id then return {cjson.encode(row(record))} end
+if not record or record.gone == '1' then
+  local version = record and record.version
+  record = made(life)
+  if version then record.version = version end
+end
+record.last_replica = replica
+write(KEYS[2], record)
+return {cjson.encode(row(record))}
+"""
+)
+
+_LOOK = (
+    "local found = redis.call('HMGET', KEYS[2], "
+    + ", ".join(f"'{name}'" for name in _FIELDS)
+    + """)
+if not found[1] then return {} end
+for i = 1, #found do found[i] = found[i] or '' end
+return {cjson.encode(found)}
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +305,10 @@ class _Step:
     @property
     def keys(self) -> list[str]:
         return [*record_keys(self.key), *self.places]
+
+    async def run(self, scripts: Scripts, ttl_s: float, most: int) -> list[Any] | None:
+        """What Redis says to it; None: it is away."""
+        return await scripts.script(self.source, self.keys, self.told(ttl_s, most, time.monotonic()))
 
     def told(self, ttl_s: float, most: int, now: float) -> list[str | bytes | float]:
         known = b"" if self.known is None else orjson.dumps(_row(self.known))
@@ -407,13 +437,26 @@ class ProgramTable:
             self._keep(key, _record(answer[0]))
         return bool(answer)
 
-    async def where(self, key: str) -> str | None:
-        """The replica that served the program's last turn, if it has had one."""
-        answer = None if self._scripts is None else await self._scripts.script(_WHERE, record_keys(key)[1:], [])
+    async def placed(self, key: str, replica_id: str) -> None:
+        """Work ahead of the program's next turn was done by `replica_id`. There may be no such program yet."""
+        life, known = secrets.token_hex(6), self._get(key)
+        answer = await self._tell(_Step.now(_PLACED, key, known, replica_id, life))
+        if answer:
+            self._keep(key, _record(answer[0]))
+        elif answer is None:
+            known, now = self._get(key), self._clock()
+            if known is None or known.gone:
+                known = Program(life, now, now, version=known.version if known else 0)
+            self._keep(key, replace(known, seen=now, version=known.version + 1, last_replica=replica_id))
+
+    async def look(self, key: str) -> Program | None:
+        """The program's record, as it stands; None: there is none."""
+        answer = None if self._scripts is None else await self._scripts.script(_LOOK, record_keys(key), [])
         if answer is not None:
-            return answer[0].decode() or None
-        known = self._get(key)
-        return None if known is None else known.last_replica
+            program = _record(answer[0]) if answer else None
+        else:
+            program = self._get(key)
+        return None if program is None or program.gone else program
 
     def latest(self, limit: int) -> list[tuple[str, Program]]:
         """At most so many of the programs that this process has served, the last one that had a turn first."""
@@ -446,7 +489,7 @@ class ProgramTable:
             return None
         if step.key in self._untold:
             await self._catch_up(step.key)
-        answer = None if step.key in self._untold else await self._run(step)
+        answer = None if step.key in self._untold else await step.run(self._scripts, self._ttl_s, self._most)
         if answer is None:
             steps = self._untold.get(step.key, 0.0)
             if steps is None:
@@ -457,17 +500,13 @@ class ProgramTable:
                 self._teller = asyncio.get_running_loop().create_task(self._keep_telling())
         return answer
 
-    async def _run(self, step: _Step) -> list[Any] | None:
-        assert self._scripts is not None
-        told = step.told(self._ttl_s, self._most, time.monotonic())
-        return await self._scripts.script(step.source, step.keys, told)
-
     async def _catch_up(self, key: str) -> None:
         """Tell Redis what it has not been told of a program, as far as it answers."""
         async with self._telling:
             steps = self._untold.get(key, 0.0)
             while steps:
-                if self._scripts is None or self._scripts.degraded or await self._run(steps[0]) is None:
+                scripts = self._scripts
+                if scripts is None or scripts.degraded or await steps[0].run(scripts, self._ttl_s, self._most) is None:
                     return
                 steps.popleft()
             self._untold.remove(key)

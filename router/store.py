@@ -54,8 +54,8 @@ class Store(Protocol):
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
-        """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`."""
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
+        """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`: False."""
         ...
 
     async def delete(self, key: str) -> None: ...
@@ -87,8 +87,9 @@ class MemoryStore:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value), owner)
+        return True
 
     async def delete(self, key: str) -> None:
         self._values.remove(key)
@@ -212,10 +213,11 @@ class RedisStore:
         if not await self._guarded(work):
             await self._fallback.set(key, value, ttl_s)
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> None:
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
         done = await self.script(SET_SHARED, [key, f"put/{owner}"], [value, _milliseconds(ttl_s), most])
         if done is None:
-            await self._fallback.set_shared(key, value, ttl_s, owner, most)
+            return await self._fallback.set_shared(key, value, ttl_s, owner, most)
+        return bool(done[0])
 
     async def delete(self, key: str) -> None:
         async def work() -> bool:

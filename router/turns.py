@@ -15,8 +15,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.requests import Answer, Errored, GenerateRequest
+from holdfast.replicas.errors import SessionExistsError, UnavailableError, UnknownSessionError
+from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
@@ -140,7 +140,8 @@ class Turns:
         answer_headers(request).skipped = exchange.skipped
         meter.asks(turn.model.name)
         config, headers = self._config, request.headers
-        named = program_named(tenant.name, turn.ids, headers, config.program_headers)
+        session = turn.session is not None  # it is its program, and its state is no part of a request's key
+        named = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
         bypassed = self._cache.bypassed(request.headers.get("cache-control"))
         accepted = Accepted(
             tenant=tenant,
@@ -148,7 +149,7 @@ class Turns:
             meter=meter,
             program=named or exchange.program or conversation(turn.model.name, turn.prompt),
             near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
-            cache_key=None if bypassed else self._cache.key(tenant.name, turn),
+            cache_key=None if bypassed or session else self._cache.key(tenant.name, turn),
             unique=unique,
             report=report,
         )
@@ -193,6 +194,7 @@ class Turns:
             program_end=accepted.turn.program_end,
             weight=accepted.tenant.weight,
             fits=accepted.turn.fits,
+            session=accepted.turn.session,
         )
         command = accepted.report.asking(command)
         place = await self._place(accepted, served.begun)
@@ -277,11 +279,14 @@ class Turns:
 
     async def _place(self, accepted: Accepted, begun: Begun) -> Place:
         turn, last_replica, near = accepted.turn, begun.program.last_replica, accepted.near
+        if turn.session is not None:
+            return _at_session(turn.session, begun)
         begins = preamble(f"{accepted.tenant.name} {turn.model.name}", turn.prompt)
         if last_replica is not None:
             return Place(last_replica, tokens=begins.prompt_tokens)
         prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
-        near_replica = await self._programs.where(near) if near else None
+        parent = await self._programs.look(near) if near else None
+        near_replica = None if parent is None else parent.last_replica
         return Place(None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared)
 
     async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
@@ -303,6 +308,18 @@ class Turns:
     def _remember(self, accepted: Accepted, answer: Answer) -> None:
         if accepted.cache_key is not None:
             self._cache.keep(accepted.cache_key, _for_any_program(answer) if accepted.turn.program_end else answer)
+
+
+def _at_session(session: SessionTurn, begun: Begun) -> Place:
+    """Where its state is. Raises SessionExistsError where another opening came before, UnknownSessionError."""
+    program = begun.program
+    if session.opens:
+        if program.came > 1:
+            raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
+        return Place(shared=begun.shared)
+    if program.last_replica is None:
+        raise UnknownSessionError(f"session {session.session_id!r} is not open", "session_id")
+    return Place(program.last_replica, bound=True)
 
 
 def _for_any_program(answer: Answer) -> Answer:

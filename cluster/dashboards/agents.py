@@ -161,5 +161,38 @@ BOARD = Board(
                 ),
             ),
         ),
+        Row(
+            "Ahead of time",
+            (
+                Panel(
+                    "Prompts ahead of their turns",
+                    "While tools run: for handles, or up to their results. Wasted: no turn found it.",
+                    Unit.RATE,
+                    (
+                        Query(WHO.rate("holdfast_ahead_tokens_computed_total"), "tokens computed"),
+                        Query(WHO.rate("holdfast_ahead_tokens_used_total"), "used"),
+                        Query(WHO.rate("holdfast_ahead_tokens_wasted_total"), "wasted"),
+                    ),
+                ),
+                Panel(
+                    "Standing questions",
+                    "Asked while nobody else wanted the engine, by what became of it; and their answers fetched.",
+                    Unit.PER_SECOND,
+                    (
+                        Query(WHO.rate("holdfast_questions_asked_ahead_total", "outcome"), "{{outcome}}"),
+                        Query(WHO.rate("holdfast_question_reads_total", "answer"), "read: {{answer}}"),
+                    ),
+                ),
+                Panel(
+                    "What standing questions cost",
+                    "Tokens; those given up were for nothing. And how many questions stand.",
+                    Unit.RATE,
+                    (
+                        Query(WHO.rate("holdfast_question_tokens_total", "outcome"), "{{outcome}}"),
+                        Query(WHO.total("holdfast_questions_standing"), "standing"),
+                    ),
+                ),
+            ),
+        ),
     ),
 )

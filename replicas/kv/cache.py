@@ -298,6 +298,13 @@ class KVCache:
         root = self.tree.roots.get(scope) if scope is not None else None
         return self.tree.walk(root, tokens[:-1]) if root is not None else None
 
+    def contains(self, holding: Holding, pin: Pin) -> bool:
+        """Whether what a pin protects is a part of what the holding shares."""
+        node: Node | None = holding.node
+        while node is not None and node is not pin.node:
+            node = node.parent
+        return node is not None
+
     def peek(self, scope: str | None, tokens: TokenIds) -> int:
         """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
         prefix = self.find(scope, tokens)

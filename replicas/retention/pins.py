@@ -16,7 +16,7 @@ from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import Notice, ProgramEnded, ProgramExpected, TurnEnded
+from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
@@ -62,12 +62,14 @@ class Ranking(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ProgramPin:
-    """What a turn left pinned. `request_id` is the turn, `turn` its number in the program, `since` when it ended.
+    """What a turn left pinned, or work ahead for a handle, which is the `owner` then.
 
-    `run_turn` counts from 1 after the program's last answer. `arrival` is the program's; `live` until it is dropped.
+    `request_id` is the turn, `turn` its number in the program, `since` when it ended. `run_turn` counts from 1 after
+    the program's last answer. `arrival` is the program's; `live` until it is dropped.
     """
 
     owner: Owner
+    program: Owner
     pin: Pin
     arrival: float
     request_id: str
@@ -91,6 +93,7 @@ class Pins:
         self._cache = cache
         self._waiting = waiting
         self._pins: dict[Owner, ProgramPin] = {}
+        self._handles: dict[Owner, dict[ProgramPin, None]] = {}  # those of handles, by program
         self._due = _Heap()  # by deadline
         self._latest = _Heap()  # by arrival, the latest first
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
@@ -117,13 +120,13 @@ class Pins:
 
     def latest(self, besides: Owner | None = None) -> ProgramPin | None:
         """That of the program that arrived last, but for `besides`."""
-        top = self._latest.top()
-        if top is None or top[1].owner != besides:
-            return top[1] if top else None
-        self._latest.pop()
-        other = self._latest.top()
-        self._latest.push(*top)
-        return other[1] if other else None
+        passed = []
+        while (top := self._latest.top()) is not None and top[1].program == besides:
+            passed.append(top)
+            self._latest.pop()
+        for each in passed:
+            self._latest.push(*each)
+        return top[1] if top is not None else None
 
     def add(self, sequence: Sequence, owner: Owner, pin: Pin, now: float, deadline: float) -> int:
         """Enter the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
@@ -137,12 +140,25 @@ class Pins:
         submit = sequence.submit
         turn = submit.program_turns + 1
         run_turn = turn - submit.answered_turns
-        each = ProgramPin(owner, pin, submit.program_arrival, submit.request_id, turn, run_turn, now, deadline)
+        program = Owner(submit.scope, submit.program_id, session=False)
+        each = ProgramPin(owner, program, pin, submit.program_arrival, submit.request_id, turn, run_turn, now, deadline)
         self._pins[owner] = each
+        if owner.is_handle:
+            self._handles.setdefault(program, {})[each] = None
         self._due.push(deadline, each)
         self._latest.push(-each.arrival, each)
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
+
+    def lengthen(self, pin: ProgramPin, more: Pin) -> int:
+        """A pin keeps what `more` does from now on. Returns how many were dropped, as `add` does."""
+        before, pin.pin = pin.pin, more
+        give_back(self._cache.unpin, before)
+        return self._keep_within_limits(pin.owner.scope)
+
+    def of_handles(self, program: Owner) -> list[ProgramPin]:
+        """What is kept for a program under handles."""
+        return list(self._handles.get(program, ())) if self._handles else []
 
     def until(self, pin: ProgramPin, deadline: float) -> None:
         """Give a pin another deadline."""
@@ -154,6 +170,10 @@ class Pins:
     def drop(self, pin: ProgramPin) -> None:
         """Give a pin's cells back."""
         del self._pins[pin.owner]
+        if pin.owner.is_handle:
+            del self._handles[pin.program][pin]
+            if not self._handles[pin.program]:
+                del self._handles[pin.program]
         pin.live = False
         self._overdue.pop(pin, None)
         self._due.trim(len(self))
@@ -178,7 +198,7 @@ class Pins:
         found: dict[ProgramPin, None] = {}
         for pin in list(self._overdue)[:_LOOKED_AT] if self._overdue else ():
             del self._overdue[pin]
-            if self._waiting.turns_of(pin.owner):
+            if self._waiting.turns_of(pin.program):
                 self._overdue[pin] = None  # behind the others
             else:
                 found[pin] = None
@@ -187,7 +207,7 @@ class Pins:
             deadline, pin = top
             if pin.deadline != deadline or pin in self._overdue or pin in found:
                 continue  # it was given another one since, or the same again
-            if self._waiting.turns_of(pin.owner):
+            if self._waiting.turns_of(pin.program):
                 self._overdue[pin] = None
             else:
                 found[pin] = None
@@ -261,14 +281,19 @@ class Retention:
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
         sequence.pinned = sequence.owner in self.pins
-        if sequence.submit.program_turns and self._active:
+        if sequence.submit.program_turns and self._active and not sequence.background:
             if sequence.pinned:
                 self._stats.pin_hits += 1
             else:
                 self._stats.pin_misses += 1
 
     def begins(self, sequence: Sequence, now: float) -> bool:
-        """A sequence gets its cells now: its program's pin, if there is one, is given back. Whether there was one."""
+        """A sequence gets its cells now: its program's pin, if there is one, is given back. Whether there was one.
+
+        Work ahead leaves it where it is, for the turn that is to come.
+        """
+        if sequence.background:
+            return False
         pin = self.pins.find(sequence.owner)
         if pin is not None:
             self.pins.drop(pin)
@@ -276,15 +301,33 @@ class Retention:
             self._learned.waited(now - sequence.arrived)
         return pin is not None
 
+    def found(self, sequence: Sequence) -> None:
+        """A turn has its cached prefix: what was kept under handles, and is a part of that, has done its work."""
+        if sequence.owner is not None:
+            for pin in self.pins.of_handles(sequence.owner):
+                if self._cache.contains(sequence.the_holding, pin.pin):
+                    self.pins.drop(pin)
+
     def wants(self, sequence: Sequence) -> bool:
         """Whether a finished sequence leaves cells that a next turn of its program may come back for."""
-        owner = sequence.owner
+        owner, background = sequence.owner, sequence.submit.background
+        if background is not None:
+            return background.keep_s > 0.0 if background.handle else owner in self.pins
         return owner is not None and not owner.session and self._active and not sequence.submit.program_end
 
     def paused(self, sequence: Sequence, pin: Pin, now: float) -> None:
-        """A program's turn is over, its cells have a `pin`: keep that until it is known what the turn called."""
+        """A program's turn is over, its cells have a `pin`: keep that until it is known what the turn called. What work
+        ahead leaves is kept as long as its handle says, or as what it goes on from.
+        """
         assert sequence.owner is not None
-        self._stats.pins_refused += self.pins.add(sequence, sequence.owner, pin, now, now + self._config.settle_s)
+        background, kept = sequence.submit.background, self.pins.find(sequence.owner)
+        if background is not None and not background.handle:
+            assert kept is not None, "work ahead leaves a pin only where there is one"
+            refused = self.pins.lengthen(kept, pin)
+        else:
+            keep_s = self._config.settle_s if background is None else background.keep_s
+            refused = self.pins.add(sequence, sequence.owner, pin, now, now + keep_s)
+        self._stats.pins_refused += refused
 
     def notice(self, notice: Notice, now: float) -> None:
         """Something about programs that pause. What comes too late is ignored."""
@@ -292,14 +335,21 @@ class Retention:
         if isinstance(notice, TurnEnded):
             self._turn_ended(notice)
         elif isinstance(notice, ProgramEnded):
-            pin = self.pins.find(Owner(notice.scope, notice.program_id, session=False))
+            program = Owner(notice.scope, notice.program_id, session=False)
+            pin = self.pins.find(program)
             if pin is not None:
                 self._learned.turns.ended(pin.run_turn)
                 self.pins.drop(pin)
+            for each in self.pins.of_handles(program):
+                self.pins.drop(each)
         elif isinstance(notice, ProgramExpected):
             pin = self.pins.find(Owner(notice.scope, notice.program_id, session=False))
             if pin is not None:
                 self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._config.most_s)))
+        elif isinstance(notice, HandleReleased):
+            pin = self.pins.find(Owner.handle(notice.scope, notice.handle))
+            if pin is not None:
+                self.pins.drop(pin)
         else:
             self._learned.latency = notice.latency
 
@@ -369,7 +419,7 @@ class Retention:
     def _last(self, besides: Owner | None) -> ProgramPin | None:
         if self._ranking.by_arrival:
             return self.pins.latest(besides)
-        return max((pin for pin in self.pins if pin.owner != besides), key=self._rank, default=None)
+        return max((pin for pin in self.pins if pin.program != besides), key=self._rank, default=None)
 
     def _rank(self, pin: ProgramPin) -> Rank:
         return self._ranking.pin_rank(pin.owner.scope, pin.arrival)

@@ -88,6 +88,8 @@ class Admission:
         self._waiting.promote(now)
         late = self._waiting.expired(now - self._config.queue_timeout_s)
         for sequence in late:
+            if sequence.background:
+                self._running.ahead.end(sequence)
             sequence.move(Status.ENDED)
         return [Rejected(sequence.request_id, _TOO_LATE) for sequence in late]
 
@@ -116,7 +118,10 @@ class Admission:
                 self._ends.fault(builder, sequence, failure, now)
                 continue
             if need is None:
-                return
+                if not sequence.background or len(self._running):
+                    return
+                self._ends.give_up(None, sequence, now)  # nobody leaves who would make room for it
+                continue
             needed += need
 
     def _start(self, builder: StepBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
@@ -133,7 +138,8 @@ class Admission:
         need = self._budget.need(sequence, n_cached)
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
-        if not self._budget.admits(taken + needed, need, alone=not len(self._running)):
+        alone = not len(self._running) and not sequence.background
+        if not self._budget.admits(taken + needed, need, alone=alone):
             return None
         if not self._has_room(sequence, needed + need, prefix):
             return None
@@ -143,7 +149,8 @@ class Admission:
         if sequence.scheduled is None:
             sequence.scheduled = now
             sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
-            self._stats.prompt_cached += sequence.n_cached
+            if not sequence.background:
+                self._stats.prompt_cached += sequence.n_cached
         return need
 
     def _has_room(self, sequence: Sequence, needed: int, prefix: Prefix | None) -> bool:
@@ -153,8 +160,10 @@ class Admission:
 
         What is kept for programs that pause can give way: those behind it in order, the last one first. Where nothing
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
-        never waits for pins alone (Continuum, section 5.3).
+        never waits for pins alone (Continuum, section 5.3). To work ahead nothing gives way.
         """
+        if sequence.background:
+            return needed + self._cache.cells.available_in(prefix) <= self._cache.cells.available
         retention, owner = self._running.retention, sequence.owner
         alone = not len(self._running)
         to = None if alone else sequence
@@ -201,9 +210,9 @@ class Budget:
         return sequence.length - n_cached + min(completion, self.reserve)
 
     def committed(self, running: Iterable[Sequence]) -> int:
-        """The cells that all these may come to need beyond what they have computed."""
-        reserve = self.reserve
-        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in running])
+        """The cells that all these may come to need beyond what they have computed. Work ahead has no claim to any."""
+        reserve, those = self.reserve, [s for s in running if s.submit.background is None]
+        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in those])
 
     def admits(self, committed: int, need: int, *, alone: bool) -> bool:
         """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.
@@ -219,7 +228,7 @@ def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, 
     window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
     best: Following | None = None
     for leader in running:
-        if leader.prompt_computed or leader.submit.scope != sequence.submit.scope:
+        if leader.prompt_computed or leader.background or leader.submit.scope != sequence.submit.scope:
             continue
         if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
             continue

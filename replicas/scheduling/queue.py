@@ -25,6 +25,7 @@ Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
 
 
+_AHEAD = "\0ahead"  # the line of work ahead; no cache scope has such a name
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
 _PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
@@ -282,14 +283,17 @@ class WaitingQueue:
     def head(self) -> Sequence | None:
         """The next to be admitted; it stays in the queue, and the next, until who waits or what comes first changes.
 
-        Then it is looked for among the heads of all lines.
+        Then it is looked for among the heads of all lines. Work ahead comes where nobody else waits.
         """
         if self._changes != self._order.changes:
             self._changes, self._first = self._order.changes, None
         if self._first is None and self._entries:
             heads = self._lines.heads()
-            if not heads or None in heads:
-                self._first = heads.get(None)
+            ahead = heads.pop(_AHEAD, None)
+            if not heads:
+                self._first = ahead
+            elif None in heads:
+                self._first = heads[None]
             else:
                 self._first = self._order.first(tuple(heads.values()))
         return self._first
@@ -374,6 +378,8 @@ class WaitingQueue:
 
 def _line(order: Order, sequence: Sequence) -> str | None:
     """None for those that were preempted: they have a part of their work behind them and come before all others."""
+    if sequence.background:
+        return _AHEAD
     return None if sequence.preempted else order.line(sequence)
 
 

@@ -18,8 +18,9 @@ from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.rows import ParkedRow, Rows, give_back
+from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts
-from holdfast.replicas.scheduling.queue import Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import Key, Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.stats import EngineStats
@@ -49,9 +50,18 @@ class BooksError(Exception):
 class Running:
     """The only caller of the cache for cells; rows come from `rows`."""
 
-    def __init__(self, cache: KVCache, rows: Rows, order: Order, stats: EngineStats, retention: Retention) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Rows,
+        order: Order,
+        stats: EngineStats,
+        retention: Retention,
+        ahead: WorkAhead,
+    ) -> None:
         self.rows = rows
         self.retention = retention
+        self.ahead = ahead
         self.reloads = Reloads(cache.host)
         self._cache = cache
         self._order = order
@@ -74,8 +84,11 @@ class Running:
     def in_order(self) -> list[Sequence]:
         """All, first to be served first, so the last one is to be preempted next."""
         if self._in_order is None or not self._order.settled:
-            self._in_order = sorted(self._sequences, key=self._order.key)
+            self._in_order = sorted(self._sequences, key=self._key)
         return self._in_order
+
+    def _key(self, sequence: Sequence) -> tuple[bool, Key]:
+        return sequence.background, self._order.key(sequence)
 
     def part(self, *, decoding: bool) -> list[Sequence]:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
@@ -113,12 +126,14 @@ class Running:
         self.rows.sessions.runs(sequence)
         self._order.begin(sequence)
         if self._in_order is not None:
-            insort(self._in_order, sequence, key=self._order.key)
+            insort(self._in_order, sequence, key=self._key)
         same = common_prefix(last.pages, holding.pages) if last is not None and last.row is not None else 0
         builder.copies[row] = acquired.copies
         builder.write(sequence, same, holding.pages[same:].copy())
-        if sequence.scheduled is None:
+        if sequence.scheduled is None and not sequence.background:
             self._count(sequence, last)
+            self.ahead.used(sequence, holding.n_cached)
+            self.retention.found(sequence)
         return True
 
     def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
@@ -135,9 +150,9 @@ class Running:
         return True
 
     def grow_over_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
-        """The same; if need be with cells that were kept for programs which come behind it."""
+        """The same; if need be with cells that were kept for programs which come behind it, but not to work ahead."""
         while not self.grow(builder, sequence, n_tokens):
-            if not self.retention.give_way(to=sequence):
+            if sequence.background or not self.retention.give_way(to=sequence):
                 return False
         return True
 
@@ -178,6 +193,10 @@ class Running:
             pinned = self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED, pin=pin)
             if pinned is not None:
                 self.retention.paused(sequence, pinned, now)
+            if sequence.background and leaving is not Leaving.PREEMPTED:
+                self.ahead.computed(sequence, len(computed))
+            if owner is not None and owner.is_handle:
+                owner = None  # whoever comes back for its cells is a program, with a row of its own
             if not leaving.keeps_row or owner is None:
                 self.rows.release(row)
             if owner is not None:
@@ -241,6 +260,8 @@ class Ends:
             self._waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self._running.leave(sequence, now, leaving)
+        if sequence.background:
+            self._running.ahead.end(sequence)
         self._drafts.close(sequence)
         sequence.move(Status.ENDED)
 
@@ -251,6 +272,15 @@ class Ends:
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self.events.append(Finished(sequence.request_id, reason, sequence.usage, sequence.timing(now)))
         self.end(sequence, now, Leaving.FINISHED)
+
+    def give_up(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
+        """End work ahead as far as it has come: no cells are free for more."""
+        self.events.append(Finished(sequence.request_id, "stop", sequence.usage, sequence.timing(now)))
+        leaving = Leaving.FINISHED
+        if builder is not None and builder.writes_to(sequence):
+            builder.forget(sequence)
+            leaving = Leaving.PREEMPTED  # what was to be written to its row is not
+        self.end(sequence, now, leaving)
 
     def fail(self, sequence: Sequence, error: ErrorInfo, now: float) -> None:
         self.events.append(sequence.failed(error))

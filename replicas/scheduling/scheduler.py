@@ -6,18 +6,19 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
-from holdfast.replicas.events import Event, FinishReason, Tokens
+from holdfast.replicas.events import Event, FinishReason, Notice, ProgramEnded, Tokens, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import Learned
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.scheduling.admission import Admission
+from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
 from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
 from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
-from holdfast.replicas.sequences import Sequence, SequencePool, Status
+from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats, Occupancy
 
@@ -54,9 +55,10 @@ class Scheduler:
         self._high_water = int(config.cells * config.high_water)
         self.decode_steps = 1
         waiting = WaitingQueue(order)
+        self.ahead = WorkAhead(stats)
         self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
-        self._running = Running(cache, self.rows, order, stats, self.retention)
+        self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead)
         self._drafts = Drafts(drafter)
         self.ends = Ends(self._running, waiting, self._drafts, stats, events)
         self.admission = Admission(config, cache, self._running, waiting, self.ends, stats)
@@ -67,9 +69,21 @@ class Scheduler:
     def busy(self) -> bool:
         return len(self._running) > 0 or len(self.admission) > 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, now: float) -> None:
+        for overtaken in self.ahead.overtaken(sequence):
+            self.ends.finish(overtaken, "stop", now)
+        if sequence.background:
+            self.ahead.begin(sequence)
         self.retention.arrived(sequence)
         self.admission.push(sequence)
+
+    def take_notice(self, notice: Notice, now: float) -> None:
+        """Something about programs that pause."""
+        for sequence in self.ahead.meant(notice):
+            self.ends.abort(sequence, now)
+        self.retention.notice(notice, now)
+        if isinstance(notice, ProgramEnded) or (isinstance(notice, TurnEnded) and notice.last):
+            self.ahead.over(Owner(notice.scope, notice.program_id, session=False))
 
     def everything(self) -> list[Sequence]:
         return [*self._running, *self.admission]
@@ -177,10 +191,14 @@ class Scheduler:
         return preempted
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
-        """A chunk for each prefilling sequence, in order; deferred above the high-water mark."""
+        """A chunk for each prefilling sequence, in order; deferred above the high-water mark. With none: work ahead."""
         if len(builder.sequences) == len(self._running):
             return  # all of them decode
         prefilling = self._running.part(decoding=False)
+        if prefilling and prefilling[0].background:
+            self._work_ahead(builder, prefilling, now)
+            return
+        prefilling = [each for each in prefilling if each.submit.background is None]
         if not prefilling:
             return
         sizes = chunk_sizes([s.pending for s in prefilling], self._narrow(prefilling), self._config)
@@ -198,6 +216,25 @@ class Scheduler:
                 if self._running.grow_over_pins(builder, sequence, end + len(drafts)):
                     builder.times = 1
                     builder.compute(sequence, size, drafts)
+            except Exception as failure:
+                self.ends.fault(builder, sequence, failure, now)
+
+    def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
+        """`background_chunk` tokens of prompts that nobody waits for; one without room for more ends as it is."""
+        left = self._config.background_chunk
+        for sequence in ahead:
+            size = min(sequence.pending, left)
+            if size == 0 or (builder.chunks and self._cache.cells.in_use >= self._high_water):
+                return
+            try:
+                if self._running.load(builder, sequence, self._config.step_tokens):
+                    continue
+                if self._running.grow(builder, sequence, sequence.n_computed + sequence.ahead + size):
+                    builder.times = 1
+                    builder.compute(sequence, size)
+                    left -= size
+                else:
+                    self.ends.give_up(builder, sequence, now)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
 
@@ -281,7 +318,7 @@ class Scheduler:
                 if not sequence.preempted:
                     more = min(load.end, sequence.n_prompt) - sequence.n_cached
                     sequence.n_cached += more
-                    stats.prompt_cached += more
+                    stats.prompt_cached += 0 if sequence.background else more
                 reloads.loaded(load.holding, load.end)
                 if sequence.reuse:
                     self._running.publish(sequence, now)
@@ -298,7 +335,11 @@ class Scheduler:
             self._stats.drafted += drafts
             self._stats.accepted += more
         if chunk.start < sequence.n_prompt:
-            self._stats.prompt_computed += min(end, sequence.n_prompt) - chunk.start
+            computed = min(end, sequence.n_prompt) - chunk.start
+            if sequence.background:
+                self._stats.ahead_computed += computed
+            else:
+                self._stats.prompt_computed += computed
             # Not without reuse: what the tree has of it would be held twice, where there is no room for it once.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)

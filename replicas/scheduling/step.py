@@ -114,6 +114,10 @@ class StepBuilder:
         if len(pages):
             self.writes.append(RowWrite(sequence.the_row, first, pages))
 
+    def writes_to(self, sequence: Sequence) -> bool:
+        """Whether something is planned to be written to the sequence's row."""
+        return sequence.row in self.copies or any(write.row == sequence.row for write in self.writes)
+
     def forget(self, sequence: Sequence) -> None:
         """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
         row = sequence.the_row

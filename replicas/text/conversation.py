@@ -29,11 +29,11 @@ from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_for
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
-from holdfast.replicas.text.render import Renderer
+from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
-from holdfast.replicas.text.token_cache import TokenCache
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.text.token_cache import TokenCache, common_start
+from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,26 @@ class TextSide:
             entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
         return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark)
 
+    async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
+        """What every prompt begins with that goes on from this one, as far as its tokens are sure.
+
+        Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
+        """
+        rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
+        mark, text = rendered[0].mark, rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
+        begun = self.cache.begin(text, mark, scope, program)
+        long = len(begun.rest) >= LONG
+        work = partial(self.cache.tokenize, begun)
+        entry = await self._long.run(work, len(begun.rest)) if long else work(self.cache.encoder)
+        tokens = self.cache.end(begun, entry)
+        if len(rendered) > 1:
+            for each in UNKNOWN:
+                more = self.cache.begin(text + each, mark, scope, program)
+                tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
+        if not len(tokens):
+            raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
+        return Encoded(tokens, text, mark)
+
     @property
     def longest_token(self) -> int:
         """No token stands for more characters; 0: one may stand for any number."""
@@ -132,6 +152,32 @@ class TextSide:
             return Encoded(tokens, rendered.text, rendered.mark)
         content = prompt.content
         return _plain(_text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content))
+
+    async def part(self, prompt: ChatPrompt | RawPrompt, *, begins: bool, reply: bool) -> TokenIds:
+        """Ids of what goes on from a session's history: text and ids as they are, messages as `Renderer.part` has them.
+
+        Nothing is put around a text, its special tokens count. A long one is tokenized on a thread. Raises as
+        `encoded`.
+        """
+        if isinstance(prompt, ChatPrompt):
+            rendered = self.renderer.part(prompt, begins=begins, reply=reply)
+            text, mark = rendered.text, rendered.mark
+        elif isinstance(prompt.content, str):
+            text, mark = prompt.content, ""
+            _check_text(text)
+        else:
+            return _plain(self._ids(prompt.content)).tokens
+
+        def work(encoder: Encoder) -> TokenIds:
+            return encoder.encode(text, mark, at_start=begins)
+
+        return _plain(work(self.cache.encoder) if len(text) < LONG else await self._long.run(work, len(text))).tokens
+
+    def closing(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
+        """Ids of what ends a reply to these messages in the conversation; none for text."""
+        if not isinstance(prompt, ChatPrompt):
+            return NO_TOKENS
+        return self.cache.encoder.encode(self.renderer.closing(prompt.template_kwargs), at_start=False)
 
     def tokenize(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
         """int32 ids of a prompt, as a request with it would have them."""
@@ -290,11 +336,15 @@ def _remembered(config: EngineConfig) -> float:
 
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:
     """int32 ids of plain text, with what the model expects around it."""
+    _check_text(text)
+    return encoder.whole(text)
+
+
+def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError("the prompt contains half a surrogate pair", "prompt") from None
-    return encoder.whole(text)
 
 
 def _plain(tokens: TokenIds) -> Encoded:

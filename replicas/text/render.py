@@ -10,7 +10,7 @@ import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -23,8 +23,12 @@ from holdfast.replicas.text.encode import AddedTokens, read_added_tokens
 
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
+# What a message says that stands before the middle of a conversation: after it begins what is asked for.
+_BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
+# What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
+UNKNOWN = ("0", "{", "a", " ", "\n", "\u00e9")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,12 @@ class Renderer:
         self.hits = 0
         self.misses = 0
 
-    def render(self, prompt: ChatPrompt) -> Rendered:
+    def render(self, prompt: ChatPrompt, *, remember: bool = True) -> Rendered:
         """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
 
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
-        if not self._tokenizer.chat_template:
-            raise InvalidRequestError("the model has no chat template; use plain completions", "messages")
-        reserved = self._reserved.intersection(prompt.template_kwargs)
-        if reserved:
-            raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
+        self._check(prompt)
         messages = normalised(prompt.messages, self._parse_arguments)
         tools = list(prompt.tools) if prompt.tool_choice != "none" else []
         given = [messages, tools, prompt.template_kwargs]
@@ -68,14 +68,51 @@ class Renderer:
             self._cache.move_to_end(key)
             self.hits += 1
             return found
-        self.misses += 1
         rendered = self._rendered(given, plain)
+        if not remember:
+            return rendered
+        self.misses += 1
         self._cache[key] = rendered
         if len(self._cache) > self._entries:
             self._cache.popitem(last=False)
         return rendered
 
-    def _rendered(self, given: list[Any], plain: str) -> Rendered:
+    def part(self, prompt: ChatPrompt, *, begins: bool, reply: bool) -> Rendered:
+        """What its messages add to a conversation that `begins` with them, or that goes on.
+
+        With `reply` up to where the assistant begins to write. The tools count at the beginning only. Raises as
+        `render`, also for a template that cannot go on with these messages.
+        """
+        self._check(prompt)
+        messages = normalised(prompt.messages, self._parse_arguments)
+        before = [] if begins else _said_before(messages)
+        tools = list(prompt.tools) if begins and prompt.tool_choice != "none" else []
+        given = [[*before, *messages], tools, prompt.template_kwargs]
+        whole = self._rendered(given, _as_json(given), reply)
+        if begins:
+            return whole
+        ending = self._after(before, prompt.template_kwargs)
+        text = whole.text.partition(_BEFORE)[2]
+        if not text.startswith(ending):
+            raise InvalidRequestError("the chat template cannot go on with these messages", "messages")
+        return Rendered(text.removeprefix(ending), whole.mark)
+
+    def closing(self, kwargs: Mapping[str, Any]) -> str:
+        """What the template puts behind a reply; "" where that cannot be seen."""
+        return self._after(_said_before([{"role": "user"}]), kwargs)
+
+    def _after(self, before: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
+        """What stands after the text of the last of these messages."""
+        return self._rendered([before, [], kwargs], "", reply=False).text.partition(_BEFORE)[2]
+
+    def _check(self, prompt: ChatPrompt) -> None:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError("the model has no chat template; use plain completions", "messages")
+        reserved = self._reserved.intersection(prompt.template_kwargs)
+        if reserved:
+            raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
+
+    def _rendered(self, given: list[Any], plain: str, reply: bool = True) -> Rendered:
         mark = ""
         word = self._added.control_word
         if word is not None and word.search(plain):
@@ -85,7 +122,8 @@ class Renderer:
         try:
             if word is not None and mark:
                 given = _replaced(given, lambda text: word.sub(lambda found: found[0][0] + mark + found[0][1:], text))
-            text = self._applied(*given)
+            messages, tools, kwargs = given
+            text = self._applied(messages, tools, kwargs, reply)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             complaint = str(error)[:_COMPLAINT]
             raise InvalidRequestError(f"the chat template refuses the messages: {complaint}", "messages") from error
@@ -95,23 +133,57 @@ class Renderer:
             raise InvalidRequestError("the messages contain half a surrogate pair", "messages") from None
         return Rendered(text, mark)
 
-    def _applied(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any]) -> str:
+    def _applied(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         """The template's text; a template that puts arguments together as text gets them as text."""
         try:
-            return self._apply(messages, tools, kwargs)
+            return self._apply(messages, tools, kwargs, reply)
         except TypeError:
             if not self._parse_arguments or not any("tool_calls" in message for message in messages):
                 raise
-            text = self._apply(normalised(messages, parse_arguments=False), tools, kwargs)
+            text = self._apply(normalised(messages, parse_arguments=False), tools, kwargs, reply)
             self._parse_arguments = False
             return text
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any]) -> str:
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **kwargs
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
+
+
+def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
+    """Prompts that go on from `prompt`, whose renderings have in common what all that do begin with.
+
+    Where calls are open a result of theirs comes next, else after an assistant's message, or none, a user's. After any
+    other one the assistant writes: that is the prompt as it is.
+    """
+    messages, answered, calls = prompt.messages, set[object](), list[Mapping[str, Any]]()
+    for message in reversed(messages):
+        if message.get("role") != "tool":
+            calls = list(message.get("tool_calls") or ())
+            break
+        answered.add(message.get("tool_call_id"))
+    missing = [call for call in calls if call.get("id") not in answered]
+    if not missing and messages and messages[-1].get("role") in ("user", "tool"):
+        return [prompt]
+
+    def going_on(text: str) -> ChatPrompt:
+        more: list[Mapping[str, Any]] = [
+            {"role": "tool", "tool_call_id": call.get("id"), "name": call["function"]["name"], "content": text}
+            for call in missing
+        ]
+        return replace(prompt, messages=[*messages, *(more or [{"role": "user", "content": text}])])
+
+    return [going_on(text) for text in UNKNOWN[:2]]
+
+
+def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What may stand before `messages` for any template: roles take turns, and a user begins."""
+    asked, answered = {"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}
+    if messages[0]["role"] == "assistant":
+        return [asked]
+    return [{**asked, "content": "?"}, answered]
 
 
 def _as_json(value: Any) -> str:

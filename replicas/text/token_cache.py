@@ -139,7 +139,7 @@ class TokenCache:
 
     def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
         """Up to where `entry` can stand for the beginning of `text`."""
-        shared = _shared(entry.text, text)
+        shared = common_start(entry.text, text)
         if shared == len(entry.text) and (shared == len(text) or self.added.start_at(text, shared)):
             return shared, len(entry.ids)
         for index in range(bisect_right(entry.chars, shared) - 1, -1, -1):
@@ -219,7 +219,7 @@ class _ScopeEntries:
         place = bisect_left(self._sorted, (mark, text, program), key=_key)
         found = [entry for entry in self._sorted[max(0, place - 1) : place + 1] if entry.mark == mark]
         # One that is contained in the text as a whole may share no more than these, which go on in another way.
-        whole = text[: max((_shared(entry.text, text) for entry in found), default=0)]
+        whole = text[: max((common_start(entry.text, text) for entry in found), default=0)]
         place = bisect_left(self._sorted, (mark, whole, ""), key=_key)
         return found + [entry for entry in self._sorted[place : place + 1] if (entry.mark, entry.text) == (mark, whole)]
 
@@ -243,7 +243,7 @@ class _ScopeEntries:
             del self.latest[entry.program]
 
 
-def _shared(one: str, other: str) -> int:
+def common_start(one: str, other: str) -> int:
     """How many characters two texts have in common from their beginning."""
     if other.startswith(one):
         return len(one)

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import orjson
@@ -13,6 +14,7 @@ from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_
 from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
 from holdfast.router.protocol.turn import (
     GenerationBody,
+    Identifier,
     Turn,
     build_sampling,
     build_turn,
@@ -36,6 +38,7 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
 
 
 def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
@@ -53,7 +56,7 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     check_tools(body.tools)
     choice = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
     prompt = ChatPrompt(
-        messages=plain_messages(body.messages),
+        messages=plain_messages(body.messages, go_on=body.prefill_id is not None),
         tools=tuple(body.tools),
         tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -62,7 +65,8 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         allowed_tools=choice.allowed,
         output=json_output(body.response_format),
     )
-    return build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
+    turn = build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
+    return replace(turn, prefill_id=body.prefill_id or "")
 
 
 def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:

@@ -24,6 +24,7 @@ class Refusal(StrEnum):
     NO_PATH = "not_found"
     NO_PROGRAM = "program_not_found"
     NO_RESPONSE = "response_not_found"
+    NO_PREFILL = "prefill_not_found"
     NO_METHOD = "method_not_allowed"
     SLOW_BODY = "request_timeout"
     TOO_LARGE = "request_too_large"
@@ -70,11 +71,16 @@ class Row:
 TABLE: Mapping[ErrorKind | Refusal, Row] = {
     ErrorKind.INVALID: Row(400, "invalid_request_error", None),
     ErrorKind.TOO_LONG: Row(400, "invalid_request_error", "context_length_exceeded"),
+    ErrorKind.NO_SESSION: Row(404, "invalid_request_error", "session_not_found"),
+    ErrorKind.NO_QUESTION: Row(404, "invalid_request_error", "question_not_found"),
+    ErrorKind.SESSION_EXISTS: Row(409, "invalid_request_error", "session_exists"),
+    ErrorKind.SESSION_LOST: Row(410, "server_error", "session_lost"),
     Refusal.UNAUTHENTICATED: Row(401, "authentication_error", "invalid_api_key"),
     Refusal.FORBIDDEN: Row(403, "permission_error", "forbidden"),
     Refusal.NO_MODEL: Row(404, "invalid_request_error", "model_not_found"),
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_RESPONSE: Row(404, "invalid_request_error", "response_not_found"),
+    Refusal.NO_PREFILL: Row(404, "invalid_request_error", "prefill_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
     Refusal.SLOW_BODY: Row(408, "invalid_request_error", "request_timeout"),

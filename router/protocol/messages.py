@@ -161,25 +161,30 @@ def _check_parameters(parameters: Mapping[str, Any], where: str) -> None:
         raise InvalidRequestError(f"'{where}.required' must be a list of names", f"{where}.required")
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, go_on: bool = False) -> list[dict[str, Any]]:
     """`messages` as a template reads them: text content joined, empty and foreign fields left out.
 
-    Raises InvalidRequestError for a tool message that answers no earlier tool call, and for an assistant message
-    with neither content nor refusal nor tool calls.
+    Raises InvalidRequestError for an assistant message with neither content nor refusal nor tool calls, and as
+    `check_results`, unless they `go_on` from others that are not known here.
     """
-    calls: set[str] = set()
-    plain: list[dict[str, Any]] = []
+    plain = [
+        _assistant(index, message) if message["role"] == "assistant" else _other(message)
+        for index, message in enumerate(messages)
+    ]
+    if not go_on:
+        check_results((), plain)
+    return plain
+
+
+def check_results(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidRequestError for a tool message among `messages` that answers no call before it, or in `before`."""
+    calls = {call["id"] for message in before for call in message.get("tool_calls") or ()}
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            plain.append(_assistant(index, message))
-            calls.update(call["id"] for call in message.get("tool_calls") or ())
-            continue
+        calls.update(call["id"] for call in message.get("tool_calls") or ())
         if message["role"] == "tool" and message["tool_call_id"] not in calls:
             field = f"messages.{index}.tool_call_id"
             given = message["tool_call_id"]
             raise InvalidRequestError(f"'{field}': no earlier assistant message has a tool call {given!r}", field)
-        plain.append(_other(message))
-    return plain
 
 
 def _assistant(index: int, message: Mapping[str, Any]) -> dict[str, Any]:

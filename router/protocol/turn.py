@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.events import Sampling
-from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
+from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
 from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, one_or_many
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
@@ -73,7 +73,10 @@ class ClaimedIds:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less."""
+    """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less.
+
+    `session`: it is an operation of that, which is its program.
+    """
 
     model: ModelCard
     prompt: ChatPrompt | RawPrompt
@@ -85,6 +88,8 @@ class Turn:
     program_end: bool = False
     event_names: bool = False
     fits: bool = False
+    prefill_id: str = ""
+    session: SessionTurn | None = None
 
 
 def check_length(turn: Turn) -> Turn:

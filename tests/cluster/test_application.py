@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.serve._private.build_app import build_app
 
-from holdfast.cluster import application
+from holdfast.cluster import application, doctor_checks
 from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
@@ -142,12 +142,13 @@ def test_as_many_routers_as_are_asked_for() -> None:
     assert built._bound_deployment.num_replicas == 3
 
 
-def test_engines_say_their_memory_and_routers_outlive_the_drain() -> None:
+def test_engines_and_routers_say_their_memory_and_routers_outlive_the_drain() -> None:
     settings = Settings(server=ServerConfig(drain_s=7.0), engine=EngineConfig(kv_memory=2.0))
     built = build_app(application.build(settings, REDIS, gpus=0), name="a")
     found = {each.name: each for each in built.deployments}
     engine, router = found[REPLICAS], found[ROUTER]
     assert 3 * 2**30 < engine.ray_actor_options["memory"] < 5 * 2**30
+    assert router.ray_actor_options["memory"] == doctor_checks.router_bytes(settings)
     assert engine._deployment_config.graceful_shutdown_timeout_s == 7.0
     assert router._deployment_config.graceful_shutdown_timeout_s > 7.0
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from holdfast.cluster import backend as backend_module
 from holdfast.cluster.backend import ATTEMPTS, ServeBackend
-from holdfast.replicas.errors import ErrorKind, UnavailableError
+from holdfast.replicas.errors import ErrorKind, UnavailableError, UnknownSessionError
 from holdfast.replicas.events import Sampling, Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     Completed,
+    DescribeSession,
     Errored,
     GenerateRequest,
     ModelCard,
     RawPrompt,
+    SessionState,
+    SessionTurn,
     TextDelta,
 )
 from holdfast.router.affinity import HINT
@@ -96,6 +100,37 @@ def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     assert run(lambda: ServeBackend(handle).generate(REQUEST, Place("a"))) == ANSWER  # type: ignore[arg-type]
     assert {"session_id": "t/p"} in handle.options_given
     assert handle.kwargs == [{HINT: Place("a")}]
+
+
+def test_what_changes_a_session_is_sent_once() -> None:
+    """Its replica may have done it before it was lost."""
+    for keep, sent in ((True, 1), (False, 2)):
+        handle = Handle([DIED], [ANSWER])
+        request = replace(REQUEST, session=SessionTurn("s", keep))
+        routed = run(lambda handle=handle, request=request: ServeBackend(handle).generate(request))
+        assert (len(handle.calls), isinstance(routed.reply, Errored)) == (sent, keep)
+    handle = Handle([DIED], [LAST])
+    ask = replace(REQUEST, session=SessionTurn("s"))
+
+    async def streamed() -> list[Batch]:
+        return [batch async for batch in ServeBackend(handle).stream(ask)]  # type: ignore[arg-type]
+
+    (told,) = asyncio.run(streamed())
+    assert isinstance(told.pieces[0], Errored)
+
+
+def test_a_session_is_asked_at_its_replica_and_says_no_as_itself() -> None:
+    state, call = SessionState("s", 5, 1, 0.0, 9.0), DescribeSession("t", "s")
+    no = Errored(UnknownSessionError("not open", "session_id").info)
+    handle = Handle([state], [no], [DIED])
+    backend = ServeBackend(handle)  # type: ignore[arg-type]
+    assert run(lambda: backend.session(call, "t/~session/s", "a")) == state
+    assert handle.kwargs == [{HINT: Place("a", bound=True)}]
+    assert handle.options_given[-1]["session_id"] == "t/~session/s"
+    with pytest.raises(UnknownSessionError):
+        run(lambda: backend.session(call, "t/~session/s", "a"))
+    with pytest.raises(UnavailableError):
+        run(lambda: backend.session(call, "t/~session/s", "a"))
 
 
 @pytest.mark.parametrize("lost", [DIED, UNAVAILABLE])

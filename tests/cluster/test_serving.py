@@ -103,6 +103,30 @@ def test_a_conversation_with_a_tool_result_stays_on_its_replica_and_in_its_cache
     assert (usage.prompt_tokens_details.cached_tokens or 0) >= (first.parse().usage.prompt_tokens or 0) - 16
 
 
+def test_a_prompt_computed_ahead_is_found_by_its_turn_wherever_that_comes_in(http: httpx.Client, model: str) -> None:
+    calls = [
+        {"id": city, "type": "function", "function": {"name": "get_weather", "arguments": json.dumps({"city": city})}}
+        for city in ("Oslo", "Rome")
+    ]
+    messages: list[Any] = [
+        {"role": "user", "content": "What is the weather in Oslo and in Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain, 7 degrees"} for call in calls]
+    ahead = {"model": model, "messages": messages, "tools": [TOOL], "program_id": "ahead"}
+    made = http.post("/v1/prefills", json=ahead)
+    assert made.status_code == 200, made.text
+    path = f"/v1/prefills/{made.json()['id']}"
+    longer = http.post(f"{path}/extend", json={"messages": results[:1]}).json()
+    assert (longer["complete"], longer["cached_tokens"]) == (True, made.json()["tokens"])
+    turn = {"model": model, "messages": [*messages, *results], "tools": [TOOL], "program_id": "ahead", "max_tokens": 8}
+    answer = http.post("/v1/chat/completions", json=turn)
+    assert answer.headers["x-holdfast-replica"] == made.headers["x-holdfast-replica"]
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == longer["tokens"]
+    assert http.delete(path).json()["deleted"]
+    assert http.get(path).json()["error"]["code"] == "prefill_not_found"
+
+
 def test_a_stream_says_what_the_whole_answer_says(server: Any, model: str) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     options: dict[str, Any] = {

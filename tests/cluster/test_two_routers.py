@@ -33,7 +33,7 @@ TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
 WAITS: dict[str, Any] = {"timeout": 60.0, "trust_env": False}  # nothing for so long is silence, which is a failure
-ENDED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError)  # a connection that is over, or refused
+CUT = (httpx.RemoteProtocolError, httpx.ReadError)  # an answer that was begun and has no end
 # Agents have long instructions. A program of a few hundred tokens is computed again so soon that it leaves its replica
 # whenever the other one has less to do.
 INSTRUCTIONS = {"role": "system", "content": "weather " * 2000}
@@ -79,11 +79,8 @@ class Program:
             pass
 
     def _whole(self, url: str) -> bool:
-        try:
-            answer = httpx.post(f"{url}/v1/chat/completions", json=self.body, headers=FRESH, **WAITS)
-        except ENDED as error:
-            self.lost.append(str(error))
-            return False
+        # The request is short enough to be sent again, so a connection that ends without an answer is a failure.
+        answer = httpx.post(f"{url}/v1/chat/completions", json=self.body, headers=FRESH, **WAITS)
         if answer.status_code == 503:
             assert answer.json()["error"]["code"] == "unavailable"
             assert "retry-after" in answer.headers
@@ -96,13 +93,13 @@ class Program:
 
     def _streamed(self, url: str) -> bool:
         chunks: list[dict[str, Any]] = []
-        try:
-            body = {**self.body, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=FRESH, **WAITS) as answer:
-                if answer.status_code == 503:
-                    self.lost.append("503")
-                    return False
-                assert answer.status_code == 200, answer.read()
+        body = {**self.body, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=FRESH, **WAITS) as answer:
+            if answer.status_code == 503:
+                self.lost.append("503")
+                return False
+            assert answer.status_code == 200, answer.read()
+            try:
                 for line in answer.iter_lines():
                     if line == "data: [DONE]":
                         self.replicas.append(answer.headers["x-holdfast-replica"])
@@ -113,9 +110,9 @@ class Program:
                         if "error" in chunks[-1]:
                             self.lost.append(chunks[-1]["error"]["code"])
                             return False
-        except ENDED as error:
-            self.lost.append(str(error))
-            return False
+            except CUT as error:
+                self.lost.append(str(error))
+                return False
         raise AssertionError("a stream came to its end as if it were whole")
 
     def _called(self, message: dict[str, Any]) -> None:
@@ -212,6 +209,51 @@ def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, ev
     program.turn(two)
     told = httpx.get(f"{two}/v1/cluster/status", params={"programs": 1000}, trust_env=False).json()["programs"]
     assert [each["turns"] for each in told if each["program"] == "ends"] == [1]
+
+
+def test_sessions_are_found_by_both_routers_and_lost_with_their_replica(
+    cluster: Any, eventually: Callable[..., None]
+) -> None:
+    routers = Routers(cluster, eventually).urls
+    sessions = [f"feed-{i}" for i in range(6)]
+    homes: dict[str, str] = {}
+
+    def call(router: str, path: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{router}/v1/sessions{path}", json=body, **WAITS)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        opened = pool.map(lambda name: call(routers[0], "", model="pocket", id=name, text="weather " * 200), sessions)
+        assert [answer.status_code for answer in opened] == [200] * len(sessions)
+    for n in range(2, 5):
+        for name in sessions:
+            answer = call(routers[n % 2], f"/{name}/append", text=f" and {n}")
+            assert answer.status_code == 200, answer.text
+            assert homes.setdefault(name, answer.headers["x-holdfast-replica"]) == answer.headers["x-holdfast-replica"]
+            assert httpx.get(f"{routers[1 - n % 2]}/v1/sessions/{name}", **WAITS).json()["appends"] == n
+    assert len(set(homes.values())) == 2
+    assert call(routers[1], "", model="pocket", id=sessions[0]).status_code == 409
+    listed = httpx.get(f"{routers[1]}/v1/sessions", **WAITS).json()["data"]
+    assert {each["id"]: each["replica"] for each in listed} == homes
+    fork = call(routers[1], f"/{sessions[0]}/fork", id="fork").json()
+    assert fork["replica"] == homes[sessions[0]]
+
+    os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
+    told: dict[str, int] = {}
+
+    def settled() -> bool:
+        for name in sessions:
+            if told.get(name) not in (200, 410):  # 503: it is not known yet that its replica is gone for good
+                told[name] = call(routers[0], f"/{name}/query", text="?", max_tokens=2).status_code
+        return set(told.values()) == {200, 410}
+
+    eventually(settled, 120.0)
+    assert len({homes[name] for name in sessions if told[name] == 410}) == 1
+    for name in sessions:
+        answer = httpx.delete(f"{routers[1]}/v1/sessions/{name}", **WAITS)
+        assert answer.status_code == 200, answer.text
+        assert httpx.get(f"{routers[0]}/v1/sessions/{name}", **WAITS).status_code == 404
+    again = call(routers[0], "", model="pocket", id=next(name for name in sessions if told[name] == 410))
+    assert again.status_code == 200
 
 
 def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(

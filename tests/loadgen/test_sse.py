@@ -83,3 +83,63 @@ def test_no_bytes_raise_anything_else(noise: bytes) -> None:
         gather([noise])
     except (MalformedError, ReportedError):
         return
+
+
+CALLS = [("f", '{"x": 1}'), ("g", "{}"), ("h", '{"y": "}"}')]
+
+
+def events_of(calls: list[tuple[str, str]], cut: int, reason: str, *, marks: bool = False) -> list[bytes]:
+    """Calls one after the other, arguments in two pieces, and how the answer ends."""
+    told = []
+    for index, (name, arguments) in enumerate(calls):
+        told.append(chunk({"tool_calls": [{"index": index, "id": name, "function": {"name": name}}]}))
+        pieces = (arguments[:cut], arguments[cut:])
+        told += [chunk({"tool_calls": [{"index": index, "function": {"arguments": each}}]}) for each in pieces]
+        if marks:
+            told[-1] = told[-1].replace(b"data: {", b'data: {"holdfast": {"tool_call_closed": %d}, ' % index)
+    end = json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}).encode()
+    return [*told, b"data: " + end + b"\n\n", DONE]
+
+
+def closed_after(events: list[bytes], *, marked: bool) -> list[int]:
+    """How many calls have closed after each event."""
+    gathered, counts = Gathered(marked=marked), []
+    for event in events:
+        gathered.take(event.decode().removeprefix("data: ").strip())
+        counts.append(len(gathered.closed))
+    assert gathered.closed == sorted(gathered.closed)
+    return counts
+
+
+@given(st.integers(1, 6), st.integers(1, 3))
+def test_where_a_server_does_not_say_so_a_call_has_closed_when_the_next_one_begins(cut: int, n: int) -> None:
+    counts = closed_after(events_of(CALLS[:n], cut, "tool_calls"), marked=False)
+    assert counts == [index for index in range(n) for _ in range(3)] + [n, n]
+
+
+@given(st.integers(1, 6), st.integers(1, 3))
+def test_where_a_server_says_so_a_call_has_closed_with_its_last_piece(cut: int, n: int) -> None:
+    counts = closed_after(events_of(CALLS[:n], cut, "tool_calls", marks=True), marked=True)
+    assert counts == [index + (piece == 2) for index in range(n) for piece in range(3)] + [n, n]
+
+
+def test_a_call_that_is_cut_has_not_closed() -> None:
+    for reason in ("length", "content_filter"):
+        assert closed_after(events_of(CALLS, 1, reason), marked=False)[-1] == 2
+
+
+def test_only_calls_that_the_server_says_have_closed_have() -> None:
+    broken = [*events_of(CALLS[:1], 1, "stop")[:-2], *events_of(CALLS, 1, "stop", marks=True)[3:]]
+    assert closed_after(broken, marked=True)[-1] == 2
+
+
+def test_a_call_that_reads_as_none_when_the_next_begins_may_go_on() -> None:
+    gathered = gather([STREAM])
+    assert gathered.closed == []  # it has no reason
+    one, two = events_of(CALLS[:2], 4, "tool_calls")[:3], events_of(CALLS[:2], 4, "tool_calls")[3:]
+    late = one.pop()
+    assert closed_after([*one, two[0], late, *two[1:]], marked=False) == [0, 0, 0, 0, 0, 0, 2, 2]
+
+
+def test_what_a_model_thought_is_kept() -> None:
+    assert gather([chunk({"reasoning_content": "hm"}), chunk({"content": "x"}), DONE]).reasoning == ["hm"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.replicas.config import DraftConfig, OrderName
-from holdfast.replicas.events import Abort, Finished, Stop
+from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.sequences import Sequence
 
@@ -94,6 +94,20 @@ class EngineMachine(RuleBasedStateMachine):
         if program:
             self.texts[program] = text
 
+    @rule(program=st.sampled_from(["p", "q"]), new=lengths, handle=st.sampled_from(["", "h", "i"]))
+    def work_ahead(self, program: str, new: int, handle: str) -> None:
+        """What a program's next prompt begins with comes before it."""
+        self.world.ahead(self._name(), (self.texts.get(program, words(1, 14)) + words(new, new))[:64], program, handle)
+
+    @rule(handle=st.sampled_from(["h", "i"]))
+    def release(self, handle: str) -> None:
+        self.world.give(HandleReleased("", handle))
+
+    @rule(program=st.sampled_from(["p", "q", "r"]), last=st.booleans())
+    def end_program(self, program: str, last: bool) -> None:
+        scope = "other" if program == "r" else ""
+        self.world.give(TurnEnded("", scope, program, last=True) if last else ProgramEnded(scope, program))
+
     @rule(program=st.sampled_from(["p", "q"]), others=st.integers(1, 5), new=lengths)
     def there_and_back(self, program: str, others: int, new: int) -> None:
         """A program pauses while texts like no other take the place of what nobody holds, and comes back."""
@@ -157,6 +171,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.world.check()
 
     @invariant()
+    def work_ahead_is_told_once(self) -> None:
+        """A token computed ahead was of use, was not, or waits for its turn."""
+        if hasattr(self, "world"):
+            ahead, stats = self.world.engine.scheduler.ahead, self.world.engine.stats
+            assert stats.ahead_used + stats.ahead_wasted <= stats.ahead_computed
+            assert len(ahead) == sum(each.background for each in self.world.engine.scheduler.everything())
+
+    @invariant()
     def histories_are_counted_as_they_are(self) -> None:
         if hasattr(self, "world"):
             rows, size = self.world.engine.scheduler.rows, self.world.config.page_size
@@ -179,6 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
         world.step()  # what was kept for programs that did not come back
         world.assert_idle()
         assert world.engine.cache.cells.in_use == 0
+        assert len(world.engine.scheduler.ahead) == len(world.engine.scheduler.retention.pins) == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

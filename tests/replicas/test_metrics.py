@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.replicas.actor import EngineCollector
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.metrics import ALL, Kind, process_usage
-from holdfast.replicas.stats import EngineStats, Occupancy, TextStats
+from holdfast.replicas.stats import EngineStats, Occupancy, QuestionStats, TextStats
 from holdfast.router import metric_list as router
 from holdfast.router.config import RouterConfig
 
@@ -26,7 +26,15 @@ def exposed():
     engine = SimpleNamespace(stats=stats, occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30))
     registry = CollectorRegistry()
     registry.register(
-        EngineCollector(SimpleNamespace(engine=engine, card=SimpleNamespace(name="m"), text_stats=TextStats()), "r")
+        EngineCollector(
+            SimpleNamespace(
+                engine=engine,
+                card=SimpleNamespace(name="m"),
+                text_stats=TextStats(),
+                questions=SimpleNamespace(stats=QuestionStats()),
+            ),
+            "r",
+        )
     )
     return {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 

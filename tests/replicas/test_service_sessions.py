@@ -10,7 +10,9 @@ from holdfast.replicas.errors import (
     ContextLengthError,
     InvalidRequestError,
     OverloadedError,
+    SessionExistsError,
     UnavailableError,
+    UnknownSessionError,
     error_of,
 )
 from holdfast.replicas.events import Sampling
@@ -41,8 +43,10 @@ def test_a_session_is_fed_asked_forked_and_closed():
             sessions, stats = service.sessions, service.engine.stats
             chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
             usage = await sessions.open("s", chat)
-            known = await service.tokenize(chat)
+            known = (await service._text.part(chat, begins=True, reply=False)).tolist()
+            asked_for = await service.tokenize(chat)
             assert usage.prompt == len(known)
+            assert known == asked_for[: len(known)] != asked_for  # a reply begins where it is asked for
             lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
             await asyncio.gather(*(sessions.append("s", line) for line in lines))
             for line in lines:
@@ -78,19 +82,21 @@ def test_what_a_session_cannot_do_is_raised_and_names_the_field():
             sessions = service.sessions
             await sessions.open("s", scope="tenant")
             for call, kind, field in (
-                (sessions.append("s", "x"), InvalidRequestError, "session_id"),  # another tenant's
-                (sessions.open("s", scope="tenant"), InvalidRequestError, "session_id"),
-                (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "prompt"),
-                (sessions.close("never"), InvalidRequestError, "session_id"),
+                (sessions.append("s", "x"), UnknownSessionError, "session_id"),  # another tenant's
+                (sessions.open("s", scope="tenant"), SessionExistsError, "session_id"),
+                (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "text"),
+                (sessions.close("never"), UnknownSessionError, "session_id"),
             ):
                 with pytest.raises(kind) as raised:
                     await call
                 assert raised.value.field == field
+            with pytest.raises(ContextLengthError):
+                await sessions.open("too long", RawPrompt("word " * 600))
+            with pytest.raises(UnknownSessionError):  # it is open as a whole or not at all
+                await sessions.append("too long", "x")
             await sessions.open("t")
             with pytest.raises(OverloadedError):
                 await sessions.open("u")
-            with pytest.raises(InvalidRequestError):
-                sessions.query("t", GenerateRequest("chat", ChatPrompt([]), Sampling()))
             with pytest.raises(InvalidRequestError):
                 sessions.query("t", GenerateRequest("open end", RawPrompt("x"), Sampling(max_tokens=-1)))
             lost = await asked(service, "gone", "q", "hello")

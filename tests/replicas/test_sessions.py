@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 from engine_world import World, words
 from fake_runner import complete
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Sampling, Stop, Submit
+from holdfast.replicas.sessions import closed_reply
 
 
 def talkative(n_prompt: int, n: int) -> list[int]:
@@ -206,11 +209,11 @@ def test_what_a_session_cannot_do_names_the_field():
     world.query("elsewhere", "s", words(1, 4), scope="tenant")
     world.run()
     for name, kind, field in (
-        ("unknown", ErrorKind.INVALID, "session_id"),
-        (again, ErrorKind.INVALID, "session_id"),
+        ("unknown", ErrorKind.NO_SESSION, "session_id"),
+        (again, ErrorKind.SESSION_EXISTS, "session_id"),
         (third, ErrorKind.OVERLOADED, "session_id"),
         ("too long", ErrorKind.TOO_LONG, "prompt"),
-        ("elsewhere", ErrorKind.INVALID, "session_id"),
+        ("elsewhere", ErrorKind.NO_SESSION, "session_id"),
     ):
         assert isinstance(world.end(name), Rejected)
         assert (world.end(name).error.kind, world.end(name).error.field) == (kind, field)
@@ -354,3 +357,30 @@ def test_without_the_prefix_cache_a_session_keeps_its_history_and_a_fork_compute
     for session in ("s", "child"):
         world.close(session)
     world.assert_idle()
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=8), closing=st.lists(st.integers(0, 3), max_size=4))
+def test_a_reply_is_closed_once(tokens, closing):
+    """What has been drawn of the closing is not put there again."""
+    drawn, end = np.array(tokens, np.int32), np.array(closing, np.int32)
+    closed = closed_reply(drawn, end).tolist()
+    assert closed[: len(tokens)] == tokens
+    assert closed[len(closed) - len(closing) :] == closing
+    assert closed_reply(np.array(closed, np.int32), end).tolist() == closed
+    shorter = [tokens + closing[n:] for n in range(len(closing) + 1) if tokens[len(tokens) - n :] == closing[:n]]
+    assert closed == min(shorter, key=len)
+
+
+def test_what_is_asked_ahead_does_not_keep_a_session_open():
+    world = make(session_idle_s=50.0)
+    world.open("s")
+    world.append("a", "s", words(1, 20))
+    world.run()
+    world.now += 40.0
+    asked = np.array(words(2, 5), np.int32)
+    world.give(Submit("ahead", asked, Sampling(3), session_id="s", keep=False, standing=True))
+    world.run()
+    assert world.engine.session("", "s") is not None
+    world.now += 20.0
+    world.append("late", "s", words(2, 20))
+    assert world.end("late").error.field == "session_id"

@@ -1,6 +1,7 @@
-"""What tests of the router share: a Redis of their own."""
+"""What tests of the router share: a Redis of their own, and a look at the files that hold long bodies."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,3 +15,17 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def bodies_open() -> Callable[[], int]:
+    """How many files in memory with a body this process has open."""
+
+    def count() -> int:
+        links = []
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.append(str(entry.readlink()))
+        return sum(link.startswith("/memfd:body") for link in links)
+
+    return count

@@ -15,7 +15,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.context import _get_serve_request_context
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from holdfast.replicas.errors import OverloadedError, UnavailableError
+from holdfast.replicas.errors import OverloadedError, SessionLostError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
@@ -192,6 +192,63 @@ def test_the_clusters_record_is_taken_out_of_the_call_and_counts_more_than_what_
         assert request.kwargs == {}
         assert await first_choice(made, replicas, request) == "b", "ranked again, while it waits"
         assert await first_choice(made, replicas, pending("t/p", **{HINT: Place("gone")})) == "b"
+
+    asyncio.run(live())
+
+
+def bound(program: str, home: str) -> PendingRequest:
+    """A turn that only its home can serve."""
+    request = turn(program, 1.0)
+    request.kwargs[HINT] = Place(home, bound=True)
+    return request
+
+
+def test_a_bound_turn_waits_for_its_home_however_much_room_there_is_elsewhere() -> None:
+    async def live() -> None:
+        made, _ = waiting_for("a", "b", patience_s=0.0)
+        one = bound("t/one", "a")
+        first = await made._choose_replica_for_request(one)
+        second = asyncio.create_task(made._choose_replica_for_request(bound("t/two", "a")))
+        await turns()
+        assert not second.done()
+        made.on_request_completed(first.replica_id, one.metadata.internal_request_id)
+        assert (await second).replica_id.unique_id == "a"
+
+    asyncio.run(live())
+
+
+def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.router.affinity.KNOWN_S", 0.01)
+
+    async def live() -> None:
+        now = [0.0]
+        fleet = fleet_of(now)
+        with using(fleet):
+            made, (_, b) = waiting_for("a", "b")
+            with pytest.raises(SessionLostError, match="open it again"):
+                await made._choose_replica_for_request(bound("t/p", "gone"))
+            # In its line when the home goes: another's room is none for it.
+            await made._choose_replica_for_request(bound("t/one", "a"))
+            waits = asyncio.create_task(made._choose_replica_for_request(bound("t/two", "a")))
+            await turns()
+            made._replicas = {b.replica_id: b}
+            made.replicas_changed()
+            with pytest.raises(SessionLostError):
+                await waits
+            assert made._gate.take("b", "another")  # nothing of it was left there
+
+    asyncio.run(live())
+
+
+def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -> None:
+    async def live() -> None:
+        made, (a,) = waiting_for("a")
+        waits = asyncio.create_task(made._choose_replica_for_request(bound("t/p", "new")))
+        await turns()
+        new = replica("new")
+        made._replicas = {each.replica_id: each for each in (a, new)}
+        made.replicas_changed()
+        assert (await waits).replica_id.unique_id == "new"
 
     asyncio.run(live())
 

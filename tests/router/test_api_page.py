@@ -13,6 +13,8 @@ from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.responses import ResponsesBody
+from holdfast.router.protocol.sessions import NO_PROGRAM, AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody
+from holdfast.router.protocol.turn import GenerationBody
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
 
@@ -56,6 +58,14 @@ def test_every_field_of_a_response_is_on_it_and_exists() -> None:
 def test_every_field_of_a_message_is_on_it_and_exists() -> None:
     told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A message")))))
     assert told | {"service_tier"} == set(MessagesBody.model_fields)
+
+
+def test_every_field_of_a_sessions_body_is_on_it_and_exists() -> None:
+    told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A session")))))
+    sampling = set(GenerationBody.model_fields) - set(NO_PROGRAM)
+    known = {name for body in (OpenBody, AppendBody, QueryBody, QuestionBody, ForkBody) for name in body.model_fields}
+    assert told <= known
+    assert known - told - sampling == set(NO_PROGRAM)  # refused
 
 
 def test_every_error_is_on_it() -> None:

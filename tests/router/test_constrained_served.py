@@ -1,21 +1,15 @@
 """Constrained replies from the shipped model, over HTTP, as OpenAI's client asks for them and reads them."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pydantic
 import pytest
-from fake_backend import FakeBackend, World
+from service_backend import engine_served
 
-from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.requests import GenerateRequest
-from holdfast.replicas.service import Service
-from holdfast.router.backend import ANYWHERE, Batch, Place
-
-CONFIG = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
 PARAMETERS = {
     "type": "object",
@@ -36,26 +30,10 @@ class Answer(pydantic.BaseModel):
     word: str = pydantic.Field(max_length=8)
 
 
-class ServiceBackend(FakeBackend):
-    """One replica in this process, on the event loop that serves."""
-
-    service: Service | None = None
-
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
-        if self.service is None:
-            self.service = Service.load(CONFIG)
-        async for pieces in self.service.stream(request):
-            yield Batch("r1", pieces)
-
-
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    backend = ServiceBackend()
-    with World(backend).served() as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+    with engine_served() as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         yield client
-    if backend.service is not None:
-        backend.service._bridge._thread.stop()
-        backend.service._bridge._thread.join()
 
 
 def arguments_of(message: Any) -> list[tuple[str, Any]]:

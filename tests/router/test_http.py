@@ -10,6 +10,7 @@ import uvicorn
 from fake_backend import World, chat_body
 
 from holdfast.router import http
+from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 PATIENT = 10.0  # seconds a slow machine may take
@@ -23,14 +24,17 @@ HALVES = (
 )
 
 
-def status(world, messages, headers=(), path="/v1/chat/completions", method="POST"):
-    """The status of the answer to a request without a peer; after `messages` its client says nothing more."""
+def status(world, messages, headers=(), path="/v1/chat/completions", method="POST", client=None):
+    """The status of the answer to a request without a peer, where no `client` is given.
+
+    After `messages` its client says nothing more.
+    """
 
     async def scenario():
         coming, sent = list(messages), []
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
         scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers}
-        scope |= {"client": None, "server": ("127.0.0.1", 80)}
+        scope |= {"client": client, "server": ("127.0.0.1", 80)}
 
         async def receive():
             if not coming:
@@ -99,3 +103,30 @@ def test_a_socket_that_was_reset_before_it_was_accepted(held_back):
             client.sendall(head.encode() + BODY[: len(BODY) - held_back])
         asyncio.run(scenario(listening))
     assert world.outcomes() == {"aborted": 1}
+
+
+LONG = RouterConfig(long_body_bytes=10, max_body_bytes=1000, body_timeout_s=0.2)
+PART = {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([PART, GONE], http.CLIENT_GONE),
+        ([PART], 408),
+        ([PART] * 20, 413),
+        ([PART, {**PART, "more_body": False}], 400),
+    ],
+)
+def test_a_long_body_leaves_no_file_however_it_ends(messages, expected, bodies_open):
+    world = World(config=LONG)
+    assert status(world, messages, client=("127.0.0.1", 50000)) == expected
+    assert bodies_open() == 0
+    assert world.in_flight() == 0
+
+
+def test_a_long_body_is_all_that_came():
+    world = World(config=LONG)
+    parts = [{"type": "http.request", "body": BODY[at : at + 7], "more_body": True} for at in range(0, len(BODY), 7)]
+    assert status(world, [*parts, {"type": "http.request", "body": b""}], client=("127.0.0.1", 50000)) == 200
+    assert world.backend.requests[0].prompt.messages[0]["content"] == "hello"

@@ -336,3 +336,37 @@ def test_a_program_is_forgotten_a_while_after_its_last_turn(server):
         assert (await table.begin("acme/p")).program.turns == 0
 
     asyncio.run(scenario())
+
+
+def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none(server):
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            assert await two.look("acme/p") is None
+            await one.placed("acme/p", "r1")  # before its first turn
+            begun = await two.begin("acme/p")
+            assert (begun.program.last_replica, begun.program.turns, begun.program.run_turns) == ("r1", 0, 1)
+            await two.end(begun, "r2", "ls")
+            await one.placed("acme/p", "r3")
+            seen = await two.look("acme/p")
+            assert (seen.last_replica, seen.turns, seen.tools) == ("r3", 1, "ls")
+            again = await one.begin("acme/p")
+            assert (again.pause.tools, again.program.last_replica) == ("ls", "r3")
+            assert await two.forget("acme/p")
+            assert await one.look("acme/p") is None
+            await one.placed("acme/p", "r4")
+            assert (await two.look("acme/p")).last_replica == "r4"
+
+    asyncio.run(scenario())
+
+
+def test_without_redis_a_router_remembers_it_by_itself():
+    async def scenario():
+        for table in alone(lambda: 5.0), ProgramTable(Away(), 100, DAY, 3600.0, RETRY, lambda: 5.0):
+            await table.placed("acme/p", "r1")
+            assert (await table.look("acme/p")).last_replica == "r1"
+            begun = await turn(table, "acme/p", "r2", "ls")
+            assert begun.program.last_replica == "r1"
+            await table.placed("acme/p", "r3")
+            assert ((await table.look("acme/p")).last_replica, (await table.look("acme/p")).tools) == ("r3", "ls")
+
+    asyncio.run(scenario())

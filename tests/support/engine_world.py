@@ -19,6 +19,7 @@ from holdfast.replicas.events import (
     ForkSession,
     Notice,
     OpenSession,
+    PartialPrefill,
     Sampling,
     Stop,
     Submit,
@@ -66,12 +67,19 @@ class World:
         ends: bool = False,
         weight: float = 1.0,
         answered: int = 0,
+        background: PartialPrefill | None = None,
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
         submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
         submit = replace(submit, program_turns=turns, answered_turns=answered)
-        self.give(replace(submit, program_end=ends, weight=weight))
+        self.give(replace(submit, program_end=ends, weight=weight, background=background))
+
+    def ahead(self, name: str, prompt: list[int], program: str, handle: str = "", keep_s: float = 60.0, **more) -> None:
+        """Let a prompt be computed ahead."""
+        self.submit(
+            name, prompt, 0, program=program, background=PartialPrefill(handle, keep_s if handle else 0.0), **more
+        )
 
     def open(self, session: str, scope: str = "") -> str:
         self.histories[scope, session] = []
@@ -95,7 +103,7 @@ class World:
     def give(self, command: Command) -> str:
         """Hand a command to the engine; returns its request id."""
         if isinstance(command, Notice):
-            assert self.engine.handle(command, self.now) == []
+            self.take(self.engine.handle(command, self.now))
             self.check()
             return ""
         name = command.request_id

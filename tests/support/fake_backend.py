@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from holdfast.replicas.errors import EngineError
+from holdfast.replicas.errors import EngineError, UnknownSessionError
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
@@ -23,6 +23,8 @@ from holdfast.replicas.requests import (
     ModelCard,
     Piece,
     RawPrompt,
+    SessionCall,
+    SessionState,
     TextDelta,
     ToolCallDelta,
 )
@@ -31,6 +33,7 @@ from holdfast.router.app import create_app
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore
@@ -72,6 +75,9 @@ class FakeBackend:
         self.used: Usage | None = None
         self.counted = threading.Event()
         self.ended_programs: list[tuple[str, str]] = []
+        self.released: list[tuple[str, str]] = []
+        self.session_calls: list[tuple[SessionCall, str, str]] = []
+        self.session_error: Exception | None = None
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
         built = AnswerBuilder()
@@ -103,8 +109,18 @@ class FakeBackend:
             if not finished:
                 self.aborted.set()
 
+    async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
+        self.session_calls.append((call, program, replica_id))
+        raise self.session_error or UnknownSessionError("not open", "session_id")
+
+    async def sessions(self, scope: str) -> Sequence[SessionState]:
+        return []
+
     async def end_program(self, scope: str, program_id: str) -> None:
         self.ended_programs.append((scope, program_id))
+
+    async def release(self, scope: str, handle: str) -> None:
+        self.released.append((scope, handle))
 
     async def drawn(self, request_id: str) -> Usage | None:
         self.asked.append(request_id)
@@ -145,6 +161,7 @@ class World:
     now: float = 1_000_000.0  # of the program table
     reports: TurnReports = field(default_factory=TurnReports)
     responses: StoredResponses | None = None  # its own, where none are given
+    prefills: StoredPrefills | None = None  # likewise
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -162,6 +179,7 @@ class World:
             self.latencies,
             self.reports,
             responses=self.responses,
+            prefills=self.prefills,
         )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:

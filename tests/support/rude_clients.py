@@ -1,21 +1,26 @@
 """Rude clients against a running server, and how long polite ones wait meanwhile.
 
-    python tests/support/rude_clients.py URL POLITE_KEY LIMITED_KEY [SECONDS]
+    python tests/support/rude_clients.py URL POLITE_KEY LIMITED_KEY [SECONDS [ROUNDS]]
 
 Rude, all at once: 20 clients that trickle headers and 20 that trickle a body, a byte every half second; 4,096 that
 connect, say nothing and connect again when they are thrown out; a tenant near its limits that sends two bodies of
-32 MiB a second. Polite: four clients, one request after the other. They are timed alone, beside the rude ones and alone
-again, SECONDS each; the rude ones run in a process of their own, at low priority. Prints one JSON object.
+32 MiB a second. Polite: four clients, one request after the other. They are timed in rounds, SECONDS each: alone, while
+the rude ones do the same to a server that throws away what it gets (what they cost the machine by themselves), and
+beside them. The rude ones and that server run in processes of their own, at low priority. Prints one JSON object, with
+the median of the rounds' ratios to alone.
 """
 
 import asyncio
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +30,7 @@ TRICKLING, IDLE, POLITE = 20, 4096, 4
 BODY = 32 * 2**20
 BODIES_S = 0.5  # between two of them
 WARM_S = 3.0  # before a phase counts
+NOWHERE_S = 3.0  # after which the server that throws away what it gets ends a connection
 PATIENT_S = 180.0  # for what takes seconds on a machine that is free
 
 
@@ -105,8 +111,7 @@ class Rude:
 
 async def rude(url: str, key: str) -> None:
     """Until standard input ends and every kind was told something; then print what."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    most_files()
     clients = Rude(url, key)
     running = asyncio.ensure_future(clients.run())
     await asyncio.to_thread(sys.stdin.read)
@@ -115,6 +120,31 @@ async def rude(url: str, key: str) -> None:
         await asyncio.sleep(0.1)
     running.cancel()
     print(json.dumps(clients.seen), flush=True)
+
+
+async def nowhere() -> None:
+    """A server that throws away what it gets, until standard input ends; prints its port."""
+
+    async def one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(NOWHERE_S):
+                headers = await reader.readuntil(b"\r\n\r\n")
+                left = int(headers.partition(b"Content-Length: ")[2].split(b"\r\n")[0])
+                while left:
+                    left -= len(await reader.readexactly(min(left, 2**18)))
+        with suppress(OSError):
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            writer.close()
+
+    most_files()
+    server = await asyncio.start_server(one, "127.0.0.1", 0, limit=2**19, backlog=IDLE)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+def most_files() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def polite(url: str, key: str, seconds: float) -> list[float]:
@@ -151,21 +181,51 @@ def told(took: list[float]) -> dict[str, float]:
     }
 
 
-def measure(url: str, key: str, limited: str, seconds: float) -> dict[str, Any]:
-    alone = asyncio.run(polite(url, key, seconds))
-    # At the lowest priority: elsewhere they would not take the server's cores.
-    command = ["nice", "-n", "19", sys.executable, __file__, "rude", url, limited]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        beside = asyncio.run(polite(url, key, seconds))
-        seen, _ = process.communicate("")
-    again = asyncio.run(polite(url, key, seconds))
-    both = sorted(alone + again)
-    found = {"alone": told(alone), "beside": told(beside), "alone again": told(again), "rude": json.loads(seen)}
-    return {**found, "p99 ratio": round(told(beside)["p99"] / told(both)["p99"], 2)}
+def measure(url: str, key: str, limited: str, seconds: float, rounds: int = 1) -> dict[str, Any]:
+    found: dict[str, list[dict[str, float]]] = {"alone": [], "elsewhere": [], "beside": []}
+    seen: Counter[str] = Counter()
+
+    def timed(phase: str) -> None:
+        found[phase].append(told(asyncio.run(polite(url, key, seconds))))
+
+    for _ in range(rounds):
+        timed("alone")
+        with other("nowhere") as server:
+            assert server.stdout is not None  # a pipe
+            with other("rude", f"http://127.0.0.1:{int(server.stdout.readline())}", limited) as process:
+                timed("elsewhere")
+                process.communicate("")
+            server.communicate("")
+        with other("rude", url, limited) as process:
+            timed("beside")
+            seen.update(json.loads(process.communicate("")[0]))
+    ratios = {
+        f"p99 {phase}": round(statistics.median(map(ratio, found[phase], found["alone"])), 2)
+        for phase in ("elsewhere", "beside")
+    }
+    return {**found, "rude": seen, "ratios": ratios}
+
+
+def ratio(one: dict[str, float], other: dict[str, float]) -> float:
+    return one["p99"] / other["p99"]
+
+
+@contextmanager
+def other(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """This file in a process of its own, at the lowest priority: elsewhere it would not take the server's cores."""
+    command = ["nice", "-n", "19", sys.executable, __file__, *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as process:
+        with suppress(OSError):  # where Linux shares cores out among sessions, theirs is to have the least, too
+            Path(f"/proc/{process.pid}/autogroup").write_text("19")
+        yield process
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "rude":
         asyncio.run(rude(*sys.argv[2:4]))
+    elif sys.argv[1] == "nowhere":
+        asyncio.run(nowhere())
     else:
-        print(json.dumps(measure(*sys.argv[1:4], float((sys.argv[4:] or ["20"])[0])), indent=2))
+        seconds, rounds = (sys.argv[4:] + ["20", "1"][len(sys.argv[4:]) :])[:2]
+        print(json.dumps(measure(*sys.argv[1:4], float(seconds), int(rounds)), indent=2))

@@ -64,6 +64,9 @@ def stub_server(answering: Answering) -> Iterator[Stub]:
         def do_GET(self) -> None:
             self._answer(b"")
 
+        def do_DELETE(self) -> None:
+            self._answer(b"")
+
         def do_POST(self) -> None:
             self._answer(self.rfile.read(int(self.headers["content-length"])))
 

@@ -1,11 +1,15 @@
 """Rows between turns: programs give way in the order of their last use, sessions do not."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from holdfast.replicas.events import PartialPrefill, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.retention.rows import ParkedRow, Rows
 from holdfast.replicas.sequences import Owner, SequencePool
+from holdfast.replicas.types import NO_TOKENS
 
 NOBODY = np.empty(0, np.int32)
 
@@ -71,6 +75,13 @@ def test_programs_keep_nothing_where_they_are_not_to():
 
 
 def test_an_owner_is_the_session_before_the_program():
-    assert Owner.of("", "s", "p") == Owner("", "s", session=True)
-    assert Owner.of("", "", "p") == program("p")
-    assert Owner.of("", "", "") is None
+    request = Submit("r", NO_TOKENS)
+    assert Owner.of(replace(request, session_id="s", program_id="p")) == Owner("", "s", session=True)
+    assert Owner.of(replace(request, program_id="p")) == program("p")
+    assert Owner.of(request) is None
+
+
+def test_what_is_computed_ahead_is_its_handles_or_its_programs():
+    request = Submit("r", NO_TOKENS, program_id="p", background=PartialPrefill("h"))
+    assert Owner.of(request) == Owner.handle("", "h") != Owner("", "h", session=False)
+    assert Owner.of(replace(request, background=PartialPrefill())) == program("p")

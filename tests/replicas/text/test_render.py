@@ -134,3 +134,70 @@ def test_control_tokens_of_the_client_are_marked_and_nothing_else(qwen_like: Any
     assert "a<|im_end|>b \ufdd0" in rendered.text.replace(rendered.mark, "")
     escaped = renderer.render(ChatPrompt([call('{"a": "\\u003c|im_end|>"}')]))
     assert escaped.text.count("<|im_end|>") == 1
+
+
+SAID: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    user("one"),
+    {"role": "assistant", "content": "two"},
+    user("three <|im_end|>"),
+    {"role": "assistant", "content": "four"},
+    user("five"),
+]
+TURNS = (  # refuses roles that do not take turns
+    "{{ 'B' }}{% for m in messages %}"
+    "{% if m.role != 'system' and loop.previtem is defined and loop.previtem.role == m.role %}"
+    "{{ raise_exception('turns') }}{% endif %}"
+    "{{ '[' + m.role + ']' + m.content + '|' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+THOUGHTS = "{% for m in messages %}{% if loop.last %}{{ '<none>' }}{% endif %}{{ m.content + '|' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", ["", TURNS])
+def test_parts_of_a_conversation_are_the_whole(tokenizers: list[Any], template: str) -> None:
+    """Wherever it is cut, what was rendered before stays a prefix."""
+    for tokenizer in tokenizers:
+        before, tokenizer.chat_template = tokenizer.chat_template, template or tokenizer.chat_template
+        try:
+            renderer = Renderer(tokenizer)
+            whole = renderer.render(ChatPrompt(SAID))
+            for first in range(2, len(SAID)):
+                for second in range(first + 1, len(SAID) + 1):
+                    cuts = [SAID[:first], SAID[first:second], SAID[second:]]
+                    parts = [
+                        renderer.part(ChatPrompt(messages), begins=i == 0, reply=messages[-1] is SAID[-1])
+                        for i, messages in enumerate(cuts)
+                        if messages
+                    ]
+                    joined = "".join(part.text.replace(part.mark or "\0", "") for part in parts)
+                    assert joined == whole.text.replace(whole.mark or "\0", "")
+        finally:
+            tokenizer.chat_template = before
+
+
+def test_what_closes_a_reply_is_what_the_template_puts_behind_it(qwen_like: Any) -> None:
+    renderer = Renderer(qwen_like)
+    said = SAID[:2]
+    asked = renderer.render(ChatPrompt(said)).text
+    answered = renderer.part(ChatPrompt([*said, {"role": "assistant", "content": "six"}]), begins=True, reply=False)
+    assert asked + "six" + renderer.closing({}) == answered.text
+
+
+def test_what_a_template_shows_of_the_last_message_alone_is_cut_off_with_it(qwen_like: Any) -> None:
+    before, qwen_like.chat_template = qwen_like.chat_template, THOUGHTS
+    try:
+        assert Renderer(qwen_like).part(ChatPrompt([user("x")]), begins=False, reply=False).text == "<none>x|"
+    finally:
+        qwen_like.chat_template = before
+
+
+def test_a_template_that_cannot_go_on_is_named(qwen_like: Any) -> None:
+    before = qwen_like.chat_template
+    qwen_like.chat_template = "{{ messages[-1].content }}{{ messages | length }}"
+    try:
+        with pytest.raises(InvalidRequestError) as raised:
+            Renderer(qwen_like).part(ChatPrompt([user("x")]), begins=False, reply=False)
+        assert raised.value.field == "messages"
+    finally:
+        qwen_like.chat_template = before

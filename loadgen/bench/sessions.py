@@ -1,0 +1,186 @@
+"""What a question to a session costs, by how much the session has been told:
+``python -m holdfast.loadgen.bench.sessions [--json FILE]``.
+
+A model of random weights on the CPU, in two sessions that are asked by turns. Reading the KV of a long context
+takes time with any engine, in proportion to it; it is measured in the attention and told apart. What is left has a bar:
+planning, aliasing the context's pages, the model's products, sampling. The context's cells are not computed here, for
+what they hold does not change what reading them takes. Times are processor time of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from holdfast.kernels import attention as kernels
+from holdfast.loadgen.bench.micro import Figure, restoring
+from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit
+from holdfast.replicas.model import decoder
+from holdfast.replicas.model.folder import model_folder
+from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.scheduling.plan import Runner, StepOutput, StepPlan
+
+CONTEXTS = (1024, 65536)
+QUESTION, ANSWER = 32, 16  # tokens
+_ROUNDS, _WARM_UP = 12, 2
+_MARGIN = 4096  # cells beyond the contexts
+
+
+class Reading:
+    """Attention with a watch: what a step spends in it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._attend: Any = kernels.paged_attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.thread_time()
+        out = self._attend(*args, **kwargs)
+        self.seconds += time.thread_time() - begin
+        return out
+
+
+class Told:
+    """A runner that computes of what is only appended one token a chunk, and takes the rest as done."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        chunks = tuple(each if each.draw else replace(each, tokens=each.tokens[:1]) for each in plan.chunks)
+        return self._runner.run(replace(plan, chunks=chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one question, and how many of them went into attention."""
+
+    whole: float
+    reading: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; exit status 1 where a bar is missed."""
+    parser = argparse.ArgumentParser(prog="bench sessions", description="A question's cost by a session's length.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    options = parser.parse_args(argv)
+    figures = [*aliasing(), *questions()]
+    for figure in figures:
+        bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'met' if figure.value <= figure.bar else 'MISSED'}"
+        print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+    return int(any(figure.bar is not None and figure.value > figure.bar for figure in figures))
+
+
+def aliasing(rounds: int = 15) -> Iterator[Figure]:
+    """Taking over a cached context's pages, as `micro` measures it; medians of some rounds, for it is microseconds."""
+    measured = [list(restoring()) for _ in range(rounds)]
+    for figure in zip(*measured, strict=True):
+        yield replace(figure[0], value=median(each.value for each in figure))
+
+
+def questions(contexts: tuple[int, int] = CONTEXTS, rounds: int = _ROUNDS) -> Iterator[Figure]:
+    """A question at a short and at a long context, by turns; medians of the rounds."""
+    short, long = contexts
+    with tempfile.TemporaryDirectory() as folder:
+        costs = _asked(_random_model(Path(folder), 2 * long), contexts, rounds)
+    rest = {n: median(cost.whole - cost.reading for cost in costs[n]) for n in contexts}
+    whole = {n: median(cost.whole for cost in costs[n]) for n in contexts}
+    for n in contexts:
+        yield Figure(f"a question at {n:,} tokens, reading KV apart", rest[n] * 1e3, "ms")
+        yield Figure("  reading KV", median(cost.reading for cost in costs[n]) * 1e3, "ms")
+    yield Figure(f"  {long:,} over {short:,}, reading KV apart", rest[long] / rest[short], "times", 1.5)
+    yield Figure(f"  {long:,} over {short:,}, all", whole[long] / whole[short], "times")
+
+
+def _asked(model: str, contexts: Sequence[int], rounds: int) -> dict[int, list[Cost]]:
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        threads=1,
+        cells=(sum(contexts) + _MARGIN) // 16 * 16,
+        admission_ceiling=1.0,
+        max_sequences=8,
+        session_rows=4,
+        speculation=DraftConfig(enabled=False),
+    )
+    loaded = load_runner(config)
+    engine = Engine(loaded.config, Told(loaded.runner), loaded.eos, loaded.vocabulary)
+    rng = np.random.default_rng(0)
+    for n in contexts:
+        engine.handle(OpenSession(f"open {n}", str(n)), 0.0)
+        tokens = rng.integers(3, loaded.vocabulary, n).astype(np.int32)
+        _run(engine, Submit(f"append {n}", tokens, Sampling(0), session_id=str(n)))
+    watch = Reading()
+    vars(decoder)["paged_attention"] = watch
+    costs: dict[int, list[Cost]] = {n: [] for n in contexts}
+    try:
+        for i in range(_WARM_UP + rounds):
+            for n in contexts:
+                tokens = rng.integers(3, loaded.vocabulary, QUESTION).astype(np.int32)
+                sampling = Sampling(ANSWER, ignore_eos=True)
+                query = Submit(f"query {n} {i}", tokens, sampling, session_id=str(n), keep=False)
+                begin, watch.seconds = time.thread_time(), 0.0
+                _run(engine, query)
+                if i >= _WARM_UP:
+                    costs[n].append(Cost(time.thread_time() - begin, watch.seconds))
+    finally:
+        vars(decoder)["paged_attention"] = kernels.paged_attention
+    return costs
+
+
+def _run(engine: Engine, submit: Submit) -> None:
+    """To its end; AssertionError where that is not as it should be."""
+    events = engine.handle(submit, 0.0)
+    while engine.busy:
+        events += engine.step(0.0)
+    last = events[-1]
+    assert isinstance(last, Finished), last
+    if submit.sampling.max_tokens:
+        assert last.usage.prompt - last.usage.cached <= QUESTION + engine.config.page_size, last.usage
+
+
+def _random_model(folder: Path, context: int) -> str:
+    """A model of 87 million parameters that knows nothing, with Pocket's tokenizer.
+
+    Its weights are read from memory in every step, as a larger model's are: those of Pocket would stay in the
+    processor's caches as long as nothing else is read.
+    """
+    config = LlamaConfig(
+        vocab_size=1536,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    disable_progress_bar()
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(Path(model_folder(POCKET)) / name)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What the orchestrator gains: tools that run as their calls close, and prompts sent ahead.
+
+The same agent's runs in four ways, neither, each of them and both, in turn, on a server of one replica that is started
+for it. A run is a question with a few calls in its answer and the answer to their results; tools only wait, each as
+long as is drawn for it. No run finds what another one computed, but for the tools' declarations. Drafts are off: the
+questions are alike, so drafts would make answers faster than they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.measure import Estimate, estimate, median, ratio
+from holdfast.loadgen.orchestrator import Orchestrator, Run
+from holdfast.loadgen.progress import bar
+from holdfast.loadgen.serving import serving
+from holdfast.loadgen.toolbox import Toolbox
+from holdfast.loadgen.workloads.words import KINDS, filler
+from holdfast.replicas.errors import ConfigError
+
+ENGINE: Mapping[str, Any] = {"threads": 1, "kv_memory": 0.1, "speculation": {"enabled": False}}
+SHORTEST_S, LONGEST_S = 0.05, 0.3  # that a tool takes
+_WARM = 2  # rounds before the measured ones
+
+
+class Way(Enum):
+    """Dispatch, split."""
+
+    NEITHER = (False, False)
+    DISPATCH = (True, False)
+    SPLIT = (False, True)
+    BOTH = (True, True)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rounds of runs, calls that each question asks for, words that each tool tells. Raises ConfigError."""
+
+    rounds: int = 30
+    calls: int = 3
+    words: int = 100
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("calls", 1), ("words", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}", name)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Seconds of each way's runs, to their end and to the first token of their last answer, round by round."""
+
+    calls: list[int] = field(default_factory=list)
+    whole: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
+    first: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
+    ahead: int = 0  # prefills that the server took
+
+    def add(self, runs: Mapping[Way, Run]) -> None:
+        """A round counts where all its runs took as many turns with as many calls, and any."""
+        firsts = {way: run.first_token_s for way, run in runs.items()}
+        ((_, calls), *others) = {(len(run.turns), len(run.outcomes)) for run in runs.values()}
+        if others or not calls or None in firsts.values():
+            return
+        self.calls.append(calls)
+        for way, run in runs.items():
+            self.whole[way].append(run.seconds)
+            self.first[way].append(firsts[way] or 0.0)
+            self.ahead += run.ahead
+
+
+def main(model: str, sizes: Sizes) -> int:
+    """Measure and print; the exit status."""
+    with serving(model, ENGINE) as url:
+        found = asyncio.run(measured(url, sizes))
+    print("\n".join(report(found)))
+    return 0 if found.calls else 1
+
+
+def report(found: Rounds) -> list[str]:
+    """A line for each way: medians with their intervals, and ratios to neither, below one where it pays."""
+    if not found.calls:
+        return ["in no round did all runs make the same calls"]
+    lines = [f"{len(found.calls)} rounds, {sum(found.calls) / len(found.calls):.1f} calls a run"]
+    if not found.ahead:
+        lines.append("the server takes no prefills: nothing was sent ahead")
+    for name, seconds in (("the whole run", found.whole), ("to the last answer's first token", found.first)):
+        lines.append(f"{name:<34}{'ms':>24}{'ratio':>26}")
+        base = seconds[Way.NEITHER]
+        for way, taken in seconds.items():
+            times, over = _shown(estimate(taken, median, 0), 1e3, 0), _shown(ratio(taken, base, median, 0), 1.0, 3)
+            lines.append(f"  {way.name.lower():<32}{times:>24}{over:>26}")
+    return lines
+
+
+async def measured(url: str, sizes: Sizes) -> Rounds:
+    """Rounds of runs on the server at `url`."""
+    found, rng, ways = Rounds(), random.Random(0), list(Way)
+    async with ChatClient(url, 120.0) as client:
+        model = (await client.get("/v1/models"))["data"][0]["id"]
+        with bar("rounds", _WARM + sizes.rounds) as shown:
+            for number in range(-_WARM, sizes.rounds):
+                tools, question = _drawn(rng, sizes)
+                runs = {}
+                for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+                    runs[way] = await _run(client, model, tools, way, f"{number} {way.name}", question)
+                if number >= 0:
+                    found.add(runs)
+                shown.advance()
+    return found
+
+
+async def _run(client: ChatClient, model: str, tools: Toolbox, way: Way, name: str, question: str) -> Run:
+    dispatch, split = way.value
+    fields, uncached = {"temperature": 0, "max_tokens": 256}, {"cache-control": "no-cache"}
+    agent = Orchestrator(client, model, tools, fields, uncached, dispatch=dispatch, split=split)
+    system = f"Run {name}. You are a travel agent. Call tools when they help; then answer."
+    return await agent.run([{"role": "system", "content": system}, {"role": "user", "content": question}])
+
+
+def _drawn(rng: random.Random, sizes: Sizes) -> tuple[Toolbox, str]:
+    """A tool that takes its own time for each city, and a question that asks for several."""
+    cities = [str(KINDS["city"](rng)) for _ in range(sizes.calls)]
+    seconds = {city: rng.uniform(SHORTEST_S, LONGEST_S) for city in cities}
+    tools = Toolbox()
+
+    @tools.tool
+    async def get_weather(city: str) -> str:
+        """Get the current weather for a city."""
+        await asyncio.sleep(seconds.get(city, LONGEST_S))
+        return f'{{"temperature": {len(city)}}}\n{filler(city, sizes.words)}'
+
+    return tools, _sentence([f"check the weather in {city}" for city in cities])
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = " and ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _shown(found: Estimate | None, scale: float, digits: int) -> str:
+    if found is None:
+        return "-"
+    low, high = found.ends
+    return f"{found.value * scale:.{digits}f} ({low * scale:.{digits}f} to {high * scale:.{digits}f})"

@@ -1,0 +1,241 @@
+"""Standing questions: registered with a session, answered ahead while the engine has nothing else to do.
+
+    append --> [stale] --engine idle--> asked (kept nowhere) --> [answered, up to this append]
+                  ^                        |
+                  '----- somebody came ----'  given up, at once
+
+Flash Queries of "Attention Once Is All You Need". An answer costs the question's own tokens, as any query of a session,
+and is fetched from memory. However many appends come meanwhile, a question is asked once, of what the session has then.
+Here: which questions there are, when they are asked, and what came of it. How one is asked comes in as an argument.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError, OverloadedError, UnknownQuestionError
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import (
+    Answer,
+    AnswerBuilder,
+    GenerateRequest,
+    Piece,
+    Question,
+    QuestionState,
+    SessionTurn,
+)
+from holdfast.replicas.sessions import SessionFacts
+from holdfast.replicas.stats import QuestionStats
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[GenerateRequest], AsyncGenerator[tuple[Piece, ...], None]]
+Find = Callable[[str, str], SessionFacts | None]
+Drawn = Callable[[str], Awaitable[Usage | None]]
+
+
+@dataclass(slots=True)
+class Standing:
+    """A question, its latest answer and the append that this has seen. `tried`: the append that needs no other try."""
+
+    question: Question
+    answer: Answer | None = None
+    seen: int = 0
+    answered: float = 0.0
+    error: ErrorInfo | None = None
+    tried: int = 0
+    turn: int = 0  # when it was asked last: of those that are stale the one that waited longest is next
+
+
+@dataclass(slots=True)
+class Board:
+    """The questions of the session that was opened at `opened`; one of the same id later has none of them."""
+
+    scope: str
+    session_id: str
+    opened: float
+    standing: dict[str, Standing] = field(default_factory=dict)
+
+
+class Questions:
+    """All of a replica. Used on one event loop.
+
+    `ask` runs a request, `find` tells of an open session, and `drawn` what a request cost that was given up.
+    """
+
+    def __init__(
+        self, config: EngineConfig, ask: Ask, find: Find, drawn: Drawn, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.stats = QuestionStats()
+        self._config = config
+        self._ask = ask
+        self._find = find
+        self._drawn = drawn
+        self._clock = clock
+        self._boards: dict[tuple[str, str], Board] = {}
+        self._others = 0  # requests of others that are under way
+        self._numbers = count(1)
+        self._due = asyncio.Event()
+        self._asking: asyncio.Task[AnswerBuilder] | None = None
+        self._worker: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """Somebody else wants the engine: what is asked ahead is given up, and nothing is while this lasts."""
+        self._others += 1
+        if self._asking is not None:
+            self._asking.cancel()
+        try:
+            yield
+        finally:
+            self._others -= 1
+            if not self._others and self._boards:
+                self._due.set()
+
+    def add(self, facts: SessionFacts, scope: str, question: Question) -> None:
+        """Raises OverloadedError for one too many, InvalidRequestError for an answer that may be too long."""
+        config = self._config
+        most = question.sampling.max_tokens
+        if not 0 < most <= config.question_tokens:
+            told = f"an answer to a standing question has 1 to {config.question_tokens} tokens, not {most}"
+            raise InvalidRequestError(told, "max_tokens")
+        self._sweep()
+        board = self._boards.get((scope, facts.session_id))
+        n_session = len(board.standing) if board else 0
+        n_tenant = sum(len(each.standing) for each in self._boards.values() if each.scope == scope)
+        if n_session >= config.session_questions:
+            raise OverloadedError(f"a session has at most {config.session_questions} standing questions", "session_id")
+        if n_tenant >= config.tenant_questions:
+            raise OverloadedError(f"a tenant has at most {config.tenant_questions} standing questions", "session_id")
+        if board is None:
+            board = self._boards[scope, facts.session_id] = Board(scope, facts.session_id, facts.opened)
+        board.standing[question.question_id] = Standing(question)
+        self._counted()
+        self._due.set()
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    def remove(self, facts: SessionFacts, scope: str, question_id: str) -> None:
+        """Raises UnknownQuestionError."""
+        board = self._board(facts, scope)
+        if board is None or board.standing.pop(question_id, None) is None:
+            raise unknown_question(question_id)
+        if not board.standing:
+            del self._boards[scope, facts.session_id]
+        self._counted()
+
+    def read(self, facts: SessionFacts, scope: str, question_id: str) -> None:
+        """Somebody fetches the answer. Raises UnknownQuestionError."""
+        board = self._board(facts, scope)
+        standing = board.standing.get(question_id) if board else None
+        if standing is None:
+            raise unknown_question(question_id)
+        current = standing.seen == facts.appends
+        self.stats.reads["none" if standing.answer is None else "current" if current else "stale"] += 1
+
+    def of(self, facts: SessionFacts, scope: str) -> tuple[QuestionState, ...]:
+        """The questions of an open session, the oldest first."""
+        board, now = self._board(facts, scope), self._clock()
+        return tuple(
+            QuestionState(
+                each.question, each.answer, each.seen, now - each.answered if each.answer else 0.0, each.error
+            )
+            for each in (board.standing.values() if board else ())
+        )
+
+    async def close(self) -> None:
+        for task in (self._worker, self._asking):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+
+    # ---- asking ----
+
+    async def _work(self) -> None:
+        while self._boards:
+            await self._due.wait()
+            self._due.clear()
+            self._sweep()
+            while not self._others and (found := self._stalest()) is not None:
+                await self._answer(*found)
+
+    def _stalest(self) -> tuple[Board, Standing, SessionFacts] | None:
+        """The question to ask next; None where all have seen the latest append of their sessions."""
+        stale = []
+        for board in self._boards.values():
+            facts = self._find(board.scope, board.session_id)
+            if facts is not None and facts.opened == board.opened and not facts.busy:
+                stale += [(board, each, facts) for each in board.standing.values() if each.tried < facts.appends]
+        return min(stale, key=lambda found: found[1].turn, default=None)
+
+    async def _answer(self, board: Board, standing: Standing, facts: SessionFacts) -> None:
+        question = standing.question
+        standing.turn = number = next(self._numbers)
+        request = GenerateRequest(
+            f"question-{number}",
+            question.prompt,
+            question.sampling,
+            question.stop,
+            board.scope,
+            session=SessionTurn(board.session_id, keep=False, standing=True),
+        )
+        self._asking = asyncio.ensure_future(self._collected(request))
+        await asyncio.wait({self._asking})
+        asking, self._asking = self._asking, None
+        if asking.cancelled():
+            used = await self._drawn(request.request_id)
+            self._count("given_up", used or Usage())
+            return
+        standing.tried = facts.appends
+        if (bug := asking.exception()) is not None:  # this worker is the supervisor of what it asks
+            log.error("a standing question failed", exc_info=bug)
+            standing.error = EngineError("the question could not be asked").info
+            self._count("failed", Usage())
+            return
+        built = asking.result()
+        answer = built.answer()
+        if answer is None:
+            failed = built.error()
+            standing.error = failed.error
+            self._count("failed", failed.usage)
+        else:
+            standing.answer, standing.seen, standing.answered = answer, facts.appends, self._clock()
+            standing.error = None
+            self._count("answered", answer.usage)
+
+    async def _collected(self, request: GenerateRequest) -> AnswerBuilder:
+        built = AnswerBuilder()
+        async with aclosing(self._ask(request)) as stream:
+            async for pieces in stream:
+                built.add(pieces)
+        return built
+
+    # ---- books ----
+
+    def _board(self, facts: SessionFacts, scope: str) -> Board | None:
+        board = self._boards.get((scope, facts.session_id))
+        return board if board is not None and board.opened == facts.opened else None
+
+    def _sweep(self) -> None:
+        """Forget the questions of sessions that are closed."""
+        for key, board in list(self._boards.items()):
+            facts = self._find(*key)
+            if facts is None or facts.opened != board.opened:
+                del self._boards[key]
+        self._counted()
+
+    def _counted(self) -> None:
+        self.stats.standing = sum(len(each.standing) for each in self._boards.values())
+
+    def _count(self, outcome: str, usage: Usage) -> None:
+        self.stats.asked[outcome] += 1
+        self.stats.tokens[outcome] += usage.prompt - usage.cached + usage.completion
+
+
+def unknown_question(question_id: str) -> UnknownQuestionError:
+    return UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")

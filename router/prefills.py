@@ -1,0 +1,206 @@
+"""Prefills over HTTP: a client has the beginning of its program's next prompt computed while its tools run.
+
+What a handle stands for is kept in the store, as long as the replica keeps its cells: any router may go on with it, and
+where its replica has died the next request computes what is missing.
+"""
+
+import secrets
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
+from holdfast.replicas.events import PartialPrefill, Sampling
+from holdfast.replicas.requests import Errored, GenerateRequest
+from holdfast.router.backend import Backend, Place
+from holdfast.router.config import RouterConfig
+from holdfast.router.conversations import Conversations, conversation, preamble
+from holdfast.router.drain import Drain
+from holdfast.router.event_stream import until_disconnect
+from holdfast.router.guard import Guard
+from holdfast.router.http import answer_headers, json_response
+from holdfast.router.identity import program_named, shown_program, unnamed_program
+from holdfast.router.metrics import Meter, Outcome, RouterMetrics
+from holdfast.router.programs import ProgramTable
+from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
+from holdfast.router.protocol.messages import check_results
+from holdfast.router.protocol.prefills import (
+    Prefill,
+    prefill_deleted_reply,
+    prefill_reply,
+    read_extension,
+    read_prefill,
+)
+from holdfast.router.seal import Seal
+from holdfast.router.store import Store
+from holdfast.router.tenants import Tenant
+
+
+class StoredPrefills:
+    """Handles by tenant and id, each with its own time to live; a tenant may put so many bytes in `prefill_most_s`."""
+
+    def __init__(self, store: Store, config: RouterConfig) -> None:
+        self._store = store
+        self._config = config
+        self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
+
+    async def keep(self, tenant: str, prefill: Prefill) -> None:
+        """Raises OverloadedError where the tenant has put as much as it may."""
+        key, value = _key(tenant, prefill.id), orjson.dumps(asdict(prefill))
+        value = self._seal.close(key, value) if self._seal else value
+        most = self._config.prefill_tenant_bytes
+        if not await self._store.set_shared(key, value, prefill.keep_s, f"prefills/{tenant}", most):
+            raise OverloadedError("so much is computed ahead for you that no more can be kept")
+
+    async def find(self, tenant: str, prefill_id: str, field: str | None = None) -> Prefill:
+        """Raises RefusedError (404), which names `field`, where it is not there or another tenant's."""
+        key = _key(tenant, prefill_id)
+        value = await self._store.get(key)
+        try:
+            if value is None:
+                raise ValueError("not there")
+            return Prefill(**orjson.loads(self._seal.open(key, value) if self._seal else value))
+        except (ValueError, TypeError):  # another version's, or with another key: as good as absent
+            message = f"Prefill with id '{prefill_id}' not found: released, expired, or never made"
+            raise RefusedError(Refusal.NO_PREFILL, message, field) from None
+
+    async def delete(self, tenant: str, prefill_id: str) -> None:
+        await self._store.delete(_key(tenant, prefill_id))
+
+
+class PrefillEndpoints:
+    """What a tenant may do with the beginnings of its prompts."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        guard: Guard,
+        programs: ProgramTable,
+        conversations: Conversations,
+        stored: StoredPrefills,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        drain: Drain,
+    ) -> None:
+        self._backend = backend
+        self._guard = guard
+        self._programs = programs
+        self._conversations = conversations
+        self._stored = stored
+        self._metrics = metrics
+        self._config = config
+        self._drain = drain
+
+    async def create(self, request: Request) -> Response:
+        """Compute what the next prompt of a program is sure to begin with; it is kept under a handle.
+
+        It belongs to the program that is named, or whose conversation it goes on with; else to a new one.
+        """
+        with self._guard.entered(request) as tenant:
+            models = await self._backend.models()
+            if not models:
+                raise UnavailableError("No model is loaded yet")
+            asked = await self._guard.read(request, read_prefill, models)
+            name, unique = asked.model.name, secrets.token_hex(12)
+            program = program_named(tenant.name, asked.ids, request.headers, self._config.program_headers)
+            if program is None:
+                program = await self._conversations.look(tenant.name, conversation(name, asked.prompt))
+            prefill = Prefill(
+                id=f"prefill_{unique}",
+                model=name,
+                messages=[dict(message) for message in asked.prompt.messages],
+                tools=[dict(tool) for tool in asked.prompt.tools],
+                template_kwargs=dict(asked.prompt.template_kwargs),
+                program=program or unnamed_program(tenant.name, unique),
+                keep_s=self._keep_s(asked.keep_s),
+                created=int(time.time()),
+            )
+            return await self._compute(request, tenant, prefill)
+
+    async def extend(self, request: Request) -> Response:
+        """More has become known: compute that as well, under the same handle."""
+        with self._guard.entered(request) as tenant:
+            before = await self._find(request, tenant)
+            messages, keep_s = await self._guard.read(request, read_extension)
+            check_results(before.messages, messages)
+            keep_s = before.keep_s if keep_s is None else self._keep_s(keep_s)
+            longer = replace(before, messages=[*before.messages, *messages], keep_s=keep_s)
+            return await self._compute(request, tenant, longer)
+
+    async def show(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            prefill = await self._find(request, tenant)
+            return json_response(prefill_reply(prefill, shown_program(prefill.program)))
+
+    async def delete(self, request: Request) -> Response:
+        """Nobody comes back for it: a tool has failed, say."""
+        with self._guard.entered(request) as tenant:
+            prefill = await self._find(request, tenant)
+            await self._stored.delete(tenant.name, prefill.id)
+            await self._backend.release(tenant.name, prefill.id)
+            return json_response(prefill_deleted_reply(prefill.id))
+
+    async def _compute(self, request: Request, tenant: Tenant, prefill: Prefill) -> Response:
+        meter = Meter(self._metrics, "prefill")
+        meter.tenant = tenant.name
+        try:
+            meter.asks(prefill.model)
+            known = await self._programs.look(prefill.program)
+            begins = preamble(f"{tenant.name} {prefill.model}", prefill.prompt)
+            command = GenerateRequest(
+                request_id=f"{prefill.id}/{secrets.token_hex(4)}",
+                prompt=prefill.prompt,
+                sampling=Sampling(max_tokens=0),
+                scope=tenant.name,
+                program_id=prefill.program,
+                program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
+                weight=tenant.weight,
+                prefixes=(begins.digest,) if begins.digest else (),
+                background=PartialPrefill(prefill.id, prefill.keep_s),
+            )
+            last = prefill.replica or (known.last_replica if known is not None else None)
+            prefixes = () if last else command.prefixes
+            place = Place(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
+            async with self._drain.bounded():
+                routed = await until_disconnect(request.receive, self._backend.generate(command, place))
+            answer_headers(request).replica = routed.replica_id or "none"
+            if isinstance(routed.reply, Errored):
+                raise ReplyError(routed.reply.error)
+            usage = routed.reply.usage
+            meter.used(usage)
+            done = replace(
+                prefill,
+                replica=routed.replica_id,
+                tokens=usage.prompt,
+                cached=usage.cached,
+                complete=routed.reply.reason == "length",
+                expires=int(time.time() + prefill.keep_s),
+            )
+            try:
+                await self._stored.keep(tenant.name, done)
+            except OverloadedError:
+                await self._backend.release(tenant.name, done.id)
+                raise
+            await self._programs.placed(prefill.program, routed.replica_id)
+            meter.end(Outcome.COMPLETED)
+            return json_response(prefill_reply(done, shown_program(done.program)))
+        except BaseException as error:
+            meter.failed(error)
+            raise
+
+    async def _find(self, request: Request, tenant: Tenant) -> Prefill:
+        return await self._stored.find(tenant.name, request.path_params["prefill_id"])
+
+    def _keep_s(self, asked: float | None) -> float:
+        most = self._config.prefill_most_s
+        if asked is not None and asked > most:
+            raise InvalidRequestError(f"'keep_s' must be at most {most:g}", "keep_s")
+        return self._config.prefill_s if asked is None else asked
+
+
+def _key(tenant: str, prefill_id: str) -> str:
+    return f"prefills/{tenant}/{prefill_id}"

@@ -1,0 +1,121 @@
+"""`/v1/prefills`: the beginning of a prompt that is to be computed before its end is known; bodies and replies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import orjson
+from pydantic import Field
+
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import ChatPrompt, ModelCard
+from holdfast.router.protocol.body import Body, decode, validate
+from holdfast.router.protocol.messages import Message, Tool, check_results, check_tools, plain_messages
+from holdfast.router.protocol.turn import ClaimedIds, Identifier, Turn, find_model
+
+
+class PrefillBody(Body):
+    """`messages` may end in calls that no result has been sent for yet, or in some of their results."""
+
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[Tool] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    program_id: Identifier | None = None
+    keep_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class ExtendBody(Body):
+    """`messages` are those that come after the handle's."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    keep_s: Annotated[float, Field(gt=0)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    model: ModelCard
+    prompt: ChatPrompt
+    ids: ClaimedIds
+    keep_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a handle stands for. `tokens` of the prompt are sure, whatever comes next; `cached` of them were there.
+
+    Not `complete`: time or cells ran out, and a part of them is computed. Times are in seconds since the epoch.
+    """
+
+    id: str
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+    program: str
+    keep_s: float
+    created: int
+    expires: int = 0
+    replica: str = ""
+    tokens: int = 0
+    cached: int = 0
+    complete: bool = False
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        return ChatPrompt(self.messages, tuple(self.tools), template_kwargs=self.template_kwargs)
+
+
+def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
+    """What a request body asks for. Raises InvalidRequestError or RefusedError."""
+    body = validate(PrefillBody, decode(raw))
+    check_tools(body.tools)
+    prompt = ChatPrompt(plain_messages(body.messages), tuple(body.tools), template_kwargs=body.chat_template_kwargs)
+    return Asked(find_model(body.model, models), prompt, ClaimedIds(body.program_id, None, None), body.keep_s)
+
+
+def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
+    """The messages that a request body adds to a handle's, and for how long it wants them kept. Raises
+    InvalidRequestError; whether they answer calls is for `check_results` to say.
+    """
+    body = validate(ExtendBody, decode(raw))
+    return plain_messages(body.messages, go_on=True), body.keep_s
+
+
+def continued(turn: Turn, prefill: Prefill) -> Turn:
+    """`turn` with what its handle stands for before its own messages. Raises InvalidRequestError."""
+    prompt = turn.prompt
+    if not isinstance(prompt, ChatPrompt):
+        raise InvalidRequestError("'prefill_id' is for chats", "prefill_id")
+    check_results(prefill.messages, prompt.messages)
+    if turn.model.name != prefill.model:
+        raise InvalidRequestError(f"'model' must be the handle's, {prefill.model!r}", "model")
+    return replace(
+        turn,
+        prompt=replace(
+            prompt,
+            messages=[*prefill.messages, *prompt.messages],
+            tools=prompt.tools or tuple(prefill.tools),
+            template_kwargs=prompt.template_kwargs or prefill.template_kwargs,
+        ),
+    )
+
+
+def prefill_reply(prefill: Prefill, program_id: str) -> bytes:
+    return orjson.dumps(
+        {
+            "id": prefill.id,
+            "object": "prefill",
+            "created": prefill.created,
+            "expires_at": prefill.expires,
+            "model": prefill.model,
+            "program_id": program_id or None,
+            "tokens": prefill.tokens,
+            "cached_tokens": prefill.cached,
+            "complete": prefill.complete,
+        }
+    )
+
+
+def prefill_deleted_reply(prefill_id: str) -> bytes:
+    return orjson.dumps({"id": prefill_id, "object": "prefill", "deleted": True})

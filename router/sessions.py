@@ -1,0 +1,320 @@
+"""Sessions over HTTP: contexts that stay on a replica, fed as data comes and asked at the cost of the question alone.
+
+A session is a program: its record in the program table says which replica has it, for all routers, and counts its
+operations. To open, append and query are generation requests and go the way of `turns`; the rest is asked of the
+session's replica. What a session has been told is there alone: where the replica is gone, the session is.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import (
+    ErrorKind,
+    HoldfastError,
+    InvalidRequestError,
+    SessionExistsError,
+    SessionLostError,
+    UnavailableError,
+    UnknownSessionError,
+)
+from holdfast.replicas.requests import (
+    AddQuestion,
+    Answer,
+    DescribeSession,
+    EndSession,
+    ForkOff,
+    ModelCard,
+    ReadQuestion,
+    RemoveQuestion,
+    SessionCall,
+    SessionState,
+)
+from holdfast.router.backend import Backend
+from holdfast.router.background import Background
+from holdfast.router.event_stream import until_disconnect
+from holdfast.router.formats import Arrival, Exchange, Format
+from holdfast.router.guard import Guard
+from holdfast.router.http import json_response
+from holdfast.router.identity import session_program
+from holdfast.router.programs import Begun, ProgramTable
+from holdfast.router.protocol.completions import completion_reply
+from holdfast.router.protocol.sessions import (
+    SESSION_ID,
+    appended_reply,
+    closed_reply,
+    opened_reply,
+    question_removed_reply,
+    question_reply,
+    questions_reply,
+    read_append,
+    read_fork,
+    read_open,
+    read_query,
+    read_question,
+    session_reply,
+    sessions_reply,
+)
+from holdfast.router.protocol.turn import Turn
+from holdfast.router.streaming import CompletionEncoder, Encoder
+from holdfast.router.turns import Turns
+
+MOST_LISTED = 1000
+NAMED = "session"  # attribute of a request's state: the tenant and the id of the session that it is about
+
+
+@dataclass(frozen=True, slots=True)
+class SessionExchange:
+    """An operation of a session, its program."""
+
+    turn: Turn
+    program: str
+    encoder: Callable[[], Encoder]
+    reply: Callable[[Answer], bytes]
+    skipped: str = field(default="", init=False)
+
+    async def keep(self, program: str) -> None:
+        return
+
+
+class OpenFormat:
+    """`POST /v1/sessions`."""
+
+    name = "session_open"
+
+    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+        self._guard = guard
+        self._sessions = sessions
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        turn = await self._guard.read(request, read_open, arrival.models, f"sess_{arrival.unique}")
+        assert turn.session is not None
+        session_id, created, model = turn.session.session_id, arrival.created, turn.model.name
+        await self._sessions.check_free(arrival.tenant, session_id)
+        setattr(request.state, NAMED, (arrival.tenant, session_id))
+        return SessionExchange(
+            turn,
+            session_program(arrival.tenant, session_id),
+            lambda: CompletionEncoder(session_id, created, model, False),
+            lambda answer: opened_reply(session_id, created, model, answer),
+        )
+
+
+class AppendFormat:
+    """`POST /v1/sessions/{session_id}/append`."""
+
+    name = "session_append"
+
+    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+        self._guard = guard
+        self._sessions = sessions
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        session_id = request.path_params["session_id"]
+        turn = await self._guard.read(request, read_append, arrival.models, session_id)
+        await self._sessions.home(arrival.tenant, session_id)
+        setattr(request.state, NAMED, (arrival.tenant, session_id))
+        return SessionExchange(
+            turn,
+            session_program(arrival.tenant, session_id),
+            lambda: CompletionEncoder(session_id, arrival.created, turn.model.name, False),
+            lambda answer: appended_reply(session_id, answer),
+        )
+
+
+class QueryFormat:
+    """`POST /v1/sessions/{session_id}/query`: answered as a plain completion is, whole or streamed."""
+
+    name = "session_query"
+
+    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+        self._guard = guard
+        self._sessions = sessions
+
+    async def read(self, request: Request, arrival: Arrival) -> Exchange:
+        session_id = request.path_params["session_id"]
+        turn = await self._guard.read(request, read_query, arrival.models, session_id)
+        await self._sessions.home(arrival.tenant, session_id)
+        setattr(request.state, NAMED, (arrival.tenant, session_id))
+        reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
+        return SessionExchange(
+            turn,
+            session_program(arrival.tenant, session_id),
+            lambda: CompletionEncoder(reply_id, created, model, turn.include_usage),
+            lambda answer: completion_reply(reply_id, created, model, answer),
+        )
+
+
+class SessionHomes:
+    """Which replica has a session, and what is asked of it there."""
+
+    def __init__(self, backend: Backend, programs: ProgramTable) -> None:
+        self._backend = backend
+        self._programs = programs
+
+    async def home(self, tenant: str, session_id: str) -> str:
+        """Its replica. Raises UnknownSessionError."""
+        key = session_program(tenant, session_id)
+        known = await self._programs.look(key) if SESSION_ID.fullmatch(session_id) else None
+        if known is None or known.last_replica is None:
+            raise UnknownSessionError(f"session {session_id!r} is not open: unknown or closed", "session_id")
+        return known.last_replica
+
+    async def ask(self, call: SessionCall) -> SessionState:
+        """What the session's replica answers. Raises as `Backend.session`."""
+        home = await self.home(call.scope, call.session_id)
+        async with self.remembered(call.scope, call.session_id):
+            return await self._backend.session(call, session_program(call.scope, call.session_id), home)
+
+    async def check_free(self, tenant: str, session_id: str) -> None:
+        """Raises SessionExistsError where a session of this name is open. What is left of one that was is forgotten."""
+        try:
+            await self.ask(DescribeSession(tenant, session_id))
+        except UnknownSessionError:
+            return
+        except SessionLostError:
+            await self.forget(tenant, session_id)
+            return
+        raise SessionExistsError(f"session {session_id!r} is open already", "id")
+
+    @asynccontextmanager
+    async def remembered(self, tenant: str, session_id: str) -> AsyncIterator[None]:
+        """Where its replica does not know a session, for nobody has used it for too long, it is forgotten here, too."""
+        try:
+            yield
+        except HoldfastError as error:
+            if error.kind is ErrorKind.NO_SESSION:
+                await self.forget(tenant, session_id)
+            raise
+
+    async def forget(self, tenant: str, session_id: str) -> None:
+        await self._programs.forget(session_program(tenant, session_id))
+
+
+class SessionEndpoints:
+    """What a tenant may do with its sessions."""
+
+    def __init__(self, backend: Backend, guard: Guard, programs: ProgramTable, turns: Turns) -> None:
+        self._backend = backend
+        self._guard = guard
+        self._programs = programs
+        self._turns = turns
+        self._homes = SessionHomes(backend, programs)
+        self._open = OpenFormat(guard, self._homes)
+        self._append = AppendFormat(guard, self._homes)
+        self._query = QueryFormat(guard, self._homes)
+        self._background = Background()
+
+    async def open(self, request: Request) -> Response:
+        return await self._serve(request, self._open)
+
+    async def append(self, request: Request) -> Response:
+        return await self._serve(request, self._append)
+
+    async def query(self, request: Request) -> Response:
+        return await self._serve(request, self._query)
+
+    async def fork(self, request: Request) -> Response:
+        """A second session with the history that the first one has now."""
+        with self._guard.entered(request) as tenant:
+            child = await self._guard.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
+            session_id = request.path_params["session_id"]
+            await self._homes.home(tenant.name, session_id)
+            await self._homes.check_free(tenant.name, child)
+            begun = await self._programs.begin(session_program(tenant.name, child))
+            if begun.program.came > 1:
+                raise SessionExistsError(f"session {child!r} is being opened", "id")
+            try:
+                call = ForkOff(tenant.name, session_id, child)
+                state = await until_disconnect(request.receive, self._homes.ask(call))
+            except BaseException:
+                self._background.start(self._homes.forget(tenant.name, child))
+                raise
+            await self._background.finish(self._end(begun, state))
+            return json_response(session_reply(state, (await self._card()).name))
+
+    async def show(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
+            return json_response(session_reply(state, (await self._card()).name))
+
+    async def listed(self, request: Request) -> Response:
+        """The caller's own ones, the latest first."""
+        with self._guard.entered(request) as tenant:
+            limit = _limit(request.query_params.get("limit", "100"))
+            states = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.age_s)
+            return json_response(sessions_reply(states, (await self._card()).name, limit))
+
+    async def close(self, request: Request) -> Response:
+        """The session is over. One that was lost with its replica is over, too."""
+        with self._guard.entered(request) as tenant:
+            session_id = request.path_params["session_id"]
+            with suppress(SessionLostError):
+                await self._homes.ask(EndSession(tenant.name, session_id))
+            await self._homes.forget(tenant.name, session_id)
+            return json_response(closed_reply(session_id))
+
+    # ---- standing questions ----
+
+    async def stand(self, request: Request) -> Response:
+        """A question is to be answered ahead, after each append."""
+        with self._guard.entered(request) as tenant:
+            session_id, question_id = request.path_params["session_id"], f"q_{secrets.token_hex(8)}"
+            question = await self._guard.read(request, read_question, (await self._card(),), question_id)
+            state = await self._homes.ask(AddQuestion(tenant.name, session_id, question))
+            return json_response(question_reply(state, question_id))
+
+    async def questions(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
+            return json_response(questions_reply(state))
+
+    async def answer(self, request: Request) -> Response:
+        """The latest answer, with what it has seen."""
+        with self._guard.entered(request) as tenant:
+            named = request.path_params
+            state = await self._homes.ask(ReadQuestion(tenant.name, named["session_id"], named["question_id"]))
+            return json_response(question_reply(state, named["question_id"]))
+
+    async def withdraw(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            named = request.path_params
+            await self._homes.ask(RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
+            return json_response(question_removed_reply(named["question_id"]))
+
+    # ---- parts ----
+
+    async def _serve(self, request: Request, format_: Format) -> Response:
+        try:
+            return await self._turns.serve(request, format_)
+        except BaseException as error:
+            named: tuple[str, str] | None = getattr(request.state, NAMED, None)
+            if named is not None and _nothing_left(error, opens=format_ is self._open):
+                self._background.start(self._homes.forget(*named))
+            raise
+
+    async def _end(self, begun: Begun, state: SessionState) -> None:
+        await self._programs.end(begun, state.replica_id)
+
+    async def _card(self) -> ModelCard:
+        models = await self._backend.models()
+        if not models:
+            raise UnavailableError("No model is loaded yet")
+        return models[0]
+
+
+def _nothing_left(error: BaseException, *, opens: bool) -> bool:
+    """Whether there is no session of this name after an operation that ended in `error`."""
+    if opens:
+        return not isinstance(error, SessionExistsError)
+    return isinstance(error, HoldfastError) and error.kind is ErrorKind.NO_SESSION
+
+
+def _limit(given: str) -> int:
+    if not (given.isascii() and given.isdigit() and len(given) <= 4 and 1 <= int(given) <= MOST_LISTED):
+        raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST_LISTED}", "limit")
+    return int(given)

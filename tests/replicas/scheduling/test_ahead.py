@@ -1,0 +1,242 @@
+"""Prompts computed before their turns come: what they save, whom they hold up (nobody), and how they end."""
+
+import numpy as np
+import pytest
+from engine_world import World, words
+
+from holdfast.replicas.config import RetentionConfig
+from holdfast.replicas.errors import ErrorKind
+from holdfast.replicas.events import (
+    Aborted,
+    Finished,
+    HandleReleased,
+    PartialPrefill,
+    ProgramEnded,
+    Rejected,
+    Sampling,
+    Submit,
+    TurnEnded,
+)
+from holdfast.replicas.sequences import Owner
+
+
+def make(**settings) -> World:
+    defaults = {"cells": 2048, "context_length": 512, "max_sequences": 8, "session_rows": 4, "background_chunk": 8}
+    return World(**(defaults | settings))
+
+
+def pins(world: World) -> list[Owner]:
+    return [pin.owner for pin in world.engine.scheduler.retention.pins]
+
+
+def handle(name: str) -> Owner:
+    return Owner.handle("", name)
+
+
+PROGRAM = Owner("", "p", session=False)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_turn_computes_only_what_is_not_computed_yet(page_size, overlap):
+    world = make(page_size=page_size, overlap_steps=overlap)
+    known, new = words(1, 61), words(2, 9)
+    world.ahead("ahead", known, "p", "h")
+    world.run()
+    end = world.end("ahead")
+    assert isinstance(end, Finished)
+    assert (end.reason, end.usage.prompt, end.usage.completion) == ("length", 61, 0)
+    stats = world.engine.stats
+    assert (stats.ahead_computed, stats.prompt_computed) == (61, 0)
+    world.submit("turn", known + new, program="p")
+    world.run()
+    world.assert_right("turn")
+    assert world.end("turn").usage.cached == 61
+    assert (stats.prompt_computed, stats.ahead_used, stats.ahead_wasted) == (9, 61, 0)
+
+
+def test_it_is_extended_as_more_is_known():
+    world = make()
+    text = words(1, 90)
+    for end in (30, 50, 80):
+        world.ahead(f"to {end}", text[:end], "p", "h")
+        world.run()
+    assert world.engine.stats.ahead_computed == 80
+    assert pins(world) == [handle("h")]
+    world.submit("turn", text, program="p")
+    world.run()
+    assert (world.engine.stats.ahead_used, world.engine.stats.prompt_computed) == (80, 10)
+
+
+def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
+    world = make()
+    text = words(1, 100)
+    world.ahead("ahead", text[:80], "p", "h")
+    for _ in range(3):
+        world.step()
+    world.submit("turn", text, program="p")
+    assert world.end("ahead").reason == "stop"
+    world.run()
+    world.assert_right("turn")
+    assert world.end("turn").usage.cached == 24  # three chunks of eight
+    assert (world.engine.stats.ahead_used, world.engine.stats.ahead_wasted) == (24, 0)
+
+
+def test_another_branch_of_its_program_leaves_it_alone():
+    world = make()
+    world.ahead("ahead", words(1, 80), "p", "h")
+    world.step()
+    world.submit("turn", words(2, 30), program="p")
+    world.run()
+    assert world.end("ahead").reason == "length"
+
+
+def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_none():
+    world = make(step_tokens=16)
+    texts = {"a": words(1, 40), "b": words(2, 40), "decodes": words(3, 10), "prompt": words(4, 64)}
+    for name, program in ("a", "p"), ("b", "q"):
+        world.ahead(name, texts[name], program, name)
+    world.submit("decodes", texts["decodes"], 60)
+    world.submit("prompt", texts["prompt"], 2)
+    world.run()
+    steps = []  # tokens of prompts in each, those ahead apart
+    for plan in world.runner.plans:
+        sizes = dict.fromkeys(texts, 0)
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.tokens)
+            for name, text in texts.items():
+                sizes[name] += len(chunk.tokens) if text[chunk.start : end] == chunk.tokens.tolist() else 0
+        steps.append((sizes["a"] + sizes["b"], sizes["prompt"] + sizes["decodes"]))
+    world.assert_right("decodes")
+    world.assert_right("prompt")
+    assert max(ahead for ahead, _ in steps) == 8
+    assert sum(ahead for ahead, _ in steps) == 80
+    assert not any(ahead and others for ahead, others in steps)
+
+
+def test_no_step_has_more_of_it_than_a_chunk():
+    world = make()
+    for i in range(4):
+        world.ahead(f"a{i}", words(i, 33), f"p{i}", f"h{i}")
+    world.run()
+    assert all(sum(len(chunk.tokens) for chunk in plan.chunks) <= 8 for plan in world.runner.plans)
+
+
+def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
+    world = make(cells=128, context_length=128, retention=RetentionConfig("fixed", fixed_s=50.0), admission_ceiling=1.0)
+    world.submit("turn", words(1, 60), 4, program="q")
+    world.run()
+    world.give(TurnEnded("turn", "", "q", ("t",)))
+    world.ahead("ahead", words(2, 90), "p", "h")
+    world.run()
+    assert world.end("ahead").reason == "stop"
+    assert Owner("", "q", session=False) in pins(world)
+    assert world.engine.stats.pins_given_way == 0
+
+
+def test_cells_that_others_need_are_taken_from_it():
+    world = make(cells=192, context_length=192, admission_ceiling=1.0)
+    world.ahead("ahead", words(1, 100), "p", "h")
+    for _ in range(11):
+        world.step()
+    world.submit("turn", words(2, 120), 30)
+    world.run()
+    world.assert_right("turn")
+    assert isinstance(world.end("ahead"), Finished)
+
+
+def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
+    world = make()
+    for name in "hij":
+        world.ahead(name, words(ord(name), 40), "p", name, keep_s=30.0)
+    world.run()
+    assert set(pins(world)) == {handle(name) for name in "hij"}
+    world.give(HandleReleased("", "h"))
+    assert set(pins(world)) == {handle("i"), handle("j")}
+    world.submit("turn", [*words(ord("i"), 40), 5], program="p")
+    world.run()
+    assert handle("i") not in pins(world)
+    assert handle("j") in pins(world)
+    world.now += 40.0
+    world.step()
+    assert handle("j") not in pins(world)
+
+
+def test_a_handle_released_while_it_is_computed_ends_it():
+    world = make()
+    world.ahead("ahead", words(1, 80), "p", "h")
+    world.step()
+    world.give(HandleReleased("other", "h"))
+    assert not world.ends["ahead"]
+    world.give(HandleReleased("", "h"))
+    assert isinstance(world.end("ahead"), Aborted)
+    assert pins(world) == []
+    world.assert_idle()
+
+
+def test_the_end_of_a_program_ends_it_and_what_was_kept_is_wasted():
+    world = make()
+    world.ahead("done", words(1, 40), "p", "h")
+    world.run()
+    world.ahead("begun", words(2, 40), "p", "i")
+    world.step()
+    world.give(ProgramEnded("", "p"))
+    assert isinstance(world.end("begun"), Aborted)
+    assert pins(world) == []
+    assert world.engine.stats.ahead_wasted == world.engine.stats.ahead_computed == 48
+
+
+def test_the_engines_own_lengthens_what_the_last_turn_left_and_not_its_time():
+    world = make(retention=RetentionConfig("fixed", fixed_s=20.0))
+    text = words(1, 30)
+    world.submit("turn", text, 4, program="p")
+    world.run()
+    world.give(TurnEnded("turn", "", "p", ("t",)))
+    (before,) = world.engine.scheduler.retention.pins
+    deadline = before.deadline
+    text = text + world.out["turn"] + words(3, 20)
+    world.ahead("ahead", text, "p")
+    world.run()
+    (pin,) = world.engine.scheduler.retention.pins
+    assert (pin.owner, pin.deadline, pin.pin.length) == (PROGRAM, deadline, len(text))
+    world.submit("next", text + words(4, 5), program="p", turns=1)
+    world.run()
+    world.assert_right("next")
+    assert (world.engine.stats.pin_hits, world.engine.stats.pin_misses) == (1, 0)
+    assert world.engine.stats.ahead_used == 21  # the last token that was drawn, and what follows it
+
+
+def test_where_nothing_is_pinned_the_engines_own_pins_nothing():
+    world = make(retention=RetentionConfig("none"))
+    world.ahead("ahead", words(1, 30), "p")
+    world.run()
+    assert pins(world) == []
+    world.submit("turn", [*words(1, 30), 3], program="p")
+    world.run()
+    assert world.engine.stats.ahead_used == 30
+
+
+def test_nobody_waits_for_it_to_share_its_beginning():
+    world = make(page_size=4)
+    text = words(1, 120)
+    world.ahead("ahead", text, "p", "h")
+    world.step()
+    world.submit("other", text, 4, program="q")
+    for _ in range(6):
+        world.step()
+    world.assert_right("other")
+    assert not world.ends["ahead"]
+
+
+@pytest.mark.parametrize("session", ["", "s"])
+def test_it_draws_nothing_and_is_no_operation(session):
+    world = make()
+    background = PartialPrefill("h", 1.0)
+    submit = Submit("bad", np.array([1, 2], np.int32), Sampling(0 if session else 3), background=background)
+    if session:
+        world.open(session)
+        submit = Submit("bad", np.array([1, 2], np.int32), Sampling(0), session_id=session, background=background)
+    world.give(submit)
+    end = world.end("bad")
+    assert isinstance(end, Rejected)
+    assert (end.error.kind, end.error.field) == (ErrorKind.INVALID, "background")

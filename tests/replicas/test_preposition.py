@@ -1,0 +1,123 @@
+"""Pre-positioning with the shipped model: what it moves off the turn, that nothing changes, and that it gives way."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.replicas.config import EngineConfig, RetentionConfig
+from holdfast.replicas.events import ProgramEnded, Sampling
+from holdfast.replicas.preposition import PrePositioning
+from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ToolCall
+from holdfast.replicas.service import Service
+from holdfast.replicas.stats import Occupancy
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CONFIG = EngineConfig(cells=4096, threads=1, retention=RetentionConfig("fixed", fixed_s=60.0, most_s=60.0))
+
+
+def turn(name: str, messages: list[Any], **more: Any) -> GenerateRequest:
+    prompt = ChatPrompt(messages, (TOOL,), "required" if len(messages) == 1 else "auto")
+    return GenerateRequest(name, prompt, Sampling(40), program_id="p", **more)
+
+
+async def conversation(service: Service, turns: int, pause_s: float) -> list[Answer]:
+    """Turns whose calls are answered after `pause_s`, or once the engine has nothing to do: 0."""
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    answers = []
+    for number in range(turns):
+        answer = await service.generate(turn(f"turn {number}", messages, program_turns=number))
+        assert isinstance(answer, Answer)
+        answers.append(answer)
+        made = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+        messages = [*messages, {"role": "assistant", "content": answer.text, "tool_calls": made}]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in made]
+        if not made:
+            messages.append({"role": "user", "content": "And in Rome?"})
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        while not pause_s and made and service.engine.stats.ended["finished"] < 2 * number + 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return answers
+
+
+def run(config: EngineConfig, turns: int = 2, pause_s: float = 0.0) -> tuple[list[Answer], Any, int]:
+    async def main() -> tuple[list[Answer], Any, int]:
+        service = Service.load(config)
+        try:
+            return await conversation(service, turns, pause_s), service.engine.stats, service.engine.occupancy().pins
+        finally:
+            await service.close()
+
+    return asyncio.run(main())
+
+
+def test_the_turn_after_a_call_finds_what_was_known_of_it() -> None:
+    on, stats, _ = run(CONFIG)
+    off, plain, _ = run(replace(CONFIG, preposition=False), pause_s=0.001)
+    assert [(each.text, [call.arguments for call in each.tool_calls]) for each in on] == [
+        (each.text, [call.arguments for call in each.tool_calls]) for each in off
+    ]
+    assert stats.ahead_used == on[1].usage.cached - off[1].usage.cached > 0
+    assert (plain.ahead_computed, stats.pin_hits, plain.pin_hits) == (0, 1, 1)
+
+
+def test_a_tool_that_returns_at_once_finds_nothing_begun() -> None:
+    answers, stats, _ = run(replace(CONFIG, preposition_after_s=30.0), pause_s=0.001)
+    assert len(answers) == 2
+    assert stats.ahead_computed == 0
+
+
+def test_its_program_ends_and_nothing_of_it_is_left() -> None:
+    async def main() -> None:
+        service = Service.load(CONFIG)
+        try:
+            await conversation(service, 1, 0.0)
+            service.notice(ProgramEnded("", "p"))
+            other = GenerateRequest("behind", ChatPrompt([{"role": "user", "content": "Hello"}]), Sampling(1))
+            await service.generate(other)
+            assert service.engine.occupancy().pins == 0
+            assert service.engine.stats.ahead_wasted == service.engine.stats.ahead_computed > 0
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+
+
+EMPTY = Occupancy(0, 0, 0, 0, 0, 0, 0)
+CALLED = Answer(None, (), (), "tool_calls", None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_it_waits_a_moment_and_is_left_where_others_wait(busy: bool) -> None:
+    async def main() -> list[str]:
+        done: list[str] = []
+
+        async def compute(request: GenerateRequest) -> None:
+            done.append(request.request_id)
+
+        ahead = PrePositioning(0.01, lambda: replace(EMPTY, waiting=int(busy)), compute)
+        answer = replace(CALLED, tool_calls=(ToolCall("c", "get_weather", "{}"),))
+        ahead.turn_ended(turn("one", [{"role": "user", "content": "x"}]), answer)
+        ahead.turn_comes(turn("two", [{"role": "user", "content": "x"}]))  # the turn was faster
+        await asyncio.sleep(0.05)
+        ahead.turn_ended(turn("three", [{"role": "user", "content": "x"}]), answer)
+        ahead.turn_ended(turn("last", [{"role": "user", "content": "x"}], program_end=True), answer)
+        await asyncio.sleep(0.05)
+        ahead.turn_ended(turn("open", [{"role": "user", "content": "x"}]), answer)
+        await ahead.close()
+        assert not ahead._tasks
+        return done
+
+    assert asyncio.run(main()) == ([] if busy else ["three/ahead"])

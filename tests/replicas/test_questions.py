@@ -1,0 +1,245 @@
+"""Standing questions on a made-up engine: when they are asked, when they give way, and what is told of them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnknownQuestionError,
+)
+from holdfast.replicas.events import Sampling, Timing, Usage
+from holdfast.replicas.questions import Questions
+from holdfast.replicas.requests import (
+    Completed,
+    Errored,
+    GenerateRequest,
+    Piece,
+    Question,
+    QuestionState,
+    RawPrompt,
+    TextDelta,
+)
+from holdfast.replicas.sessions import SessionFacts
+
+CONFIG = EngineConfig(session_questions=4, tenant_questions=6, question_tokens=8)
+
+
+class World:
+    """An engine that answers with what the session has, once it is let go on. `asked`: the questions it was asked."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sessions = {("t", name): SessionFacts(name, 1.0, 1.0, 10, 1, busy=False) for name in ("s", "other")}
+        self.asked: list[str] = []
+        self.go_on = asyncio.Event()
+        self.fails = False
+        self.questions = Questions(CONFIG, self.ask, lambda *key: self.sessions.get(key), self.drawn, lambda: self.now)
+
+    async def ask(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+        assert request.session is not None
+        assert (request.session.keep, request.session.standing) == (False, True)
+        assert isinstance(request.prompt, RawPrompt)
+        self.asked.append(str(request.prompt.content))
+        seen = self.sessions[request.scope, request.session.session_id].appends
+        await self.go_on.wait()
+        if self.asked[-1] == "bug":
+            raise ValueError("bug")
+        if self.fails:
+            yield (Errored(EngineError("broke").info, Usage(12, 10, 1)),)
+            return
+        yield (TextDelta(f"after {seen}"), Completed("stop", Usage(12, 10, 3), Timing(0.0)))
+
+    async def drawn(self, request_id: str) -> Usage | None:
+        return Usage(12, 10, 2)
+
+    def add(self, name: str, session: str = "s") -> None:
+        self.questions.add(self.sessions["t", session], "t", Question(name, RawPrompt(name), Sampling(4)))
+
+    def append(self, session: str = "s") -> None:
+        facts = self.sessions["t", session]
+        self.sessions["t", session] = replace(facts, appends=facts.appends + 1)
+
+    def of(self, session: str = "s") -> tuple[QuestionState, ...]:
+        return self.questions.of(self.sessions["t", session], "t")
+
+
+async def turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def run(work: Callable[[World], object]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            await work(world)  # type: ignore[misc]
+        finally:
+            await world.questions.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_asked_while_somebody_else_wants_the_engine() -> None:
+    async def work(world: World) -> None:
+        with world.questions.others():
+            with world.questions.others():
+                world.add("q")
+            await turns()
+            assert world.asked == []
+        await turns()
+        assert world.asked == ["q"]
+
+    run(work)
+
+
+def test_who_comes_ends_what_is_asked_ahead_and_it_is_asked_again_afterwards() -> None:
+    async def work(world: World) -> None:
+        world.add("q")
+        await turns()
+        with world.questions.others():
+            await turns()
+            assert world.questions.stats.asked["given_up"] == 1
+            assert world.questions.stats.tokens["given_up"] == 4  # two of the question, two drawn
+            world.append()
+        world.go_on.set()
+        await turns()
+        (state,) = world.of()
+        assert (world.asked, state.seen) == (["q", "q"], 2)
+        assert state.answer is not None
+        assert state.answer.text == "after 2"
+
+    run(work)
+
+
+@given(bursts=st.lists(st.integers(1, 5), max_size=6))
+def test_appends_that_come_together_are_answered_once(bursts: list[int]) -> None:
+    async def work(world: World) -> None:
+        world.go_on.set()
+        world.add("q")
+        await turns()
+        for n in bursts:
+            with world.questions.others():
+                for _ in range(n):
+                    world.append()
+            await turns()
+        assert world.asked == ["q"] * (1 + len(bursts))
+        (state,) = world.of()
+        assert state.seen == 1 + sum(bursts)
+
+    run(work)
+
+
+def test_the_one_that_waited_longest_is_next_and_a_long_one_keeps_no_others_from_it() -> None:
+    async def work(world: World) -> None:
+        for name in "ab":
+            world.add(name)
+        await turns()
+        for _ in range(3):
+            with world.questions.others():
+                await turns()
+            await turns()
+        assert world.asked == ["a", "b", "a", "b"]
+
+    run(work)
+
+
+def test_a_failure_is_told_with_the_last_answer_and_not_tried_again_before_the_next_append() -> None:
+    async def work(world: World) -> None:
+        world.go_on.set()
+        world.add("q")
+        await turns()
+        world.fails = True
+        for n in (2, 2):
+            with world.questions.others():
+                if world.sessions["t", "s"].appends < n:
+                    world.append()
+            await turns()
+        (state,) = world.of()
+        assert (len(world.asked), state.seen) == (2, 1)
+        assert state.answer is not None
+        assert state.error is not None
+        assert world.questions.stats.asked == {"answered": 1, "given_up": 0, "failed": 1}
+        world.fails = False
+        with world.questions.others():
+            world.append()
+        world.now += 5.0
+        await turns()
+        world.now += 2.0
+        (state,) = world.of()
+        assert (state.seen, state.error, state.age_s) == (3, None, 2.0)
+
+    run(work)
+
+
+def test_a_bug_fails_its_question_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(world: World) -> None:
+        world.go_on.set()
+        for name in ("bug", "q"):
+            world.add(name)
+        await turns()
+        one, two = world.of()
+        assert (one.answer, one.error is None) == (None, False)
+        assert two.answer is not None
+
+    run(work)
+    assert "a standing question failed" in caplog.text
+
+
+def test_reads_are_counted_by_what_they_found() -> None:
+    async def work(world: World) -> None:
+        world.add("q")
+        facts = world.sessions["t", "s"]
+        world.questions.read(facts, "t", "q")
+        world.go_on.set()
+        await turns()
+        world.questions.read(facts, "t", "q")
+        world.append()
+        world.questions.read(world.sessions["t", "s"], "t", "q")
+        assert world.questions.stats.reads == {"none": 1, "current": 1, "stale": 1}
+        with pytest.raises(UnknownQuestionError):
+            world.questions.read(facts, "t", "another")
+
+    run(work)
+
+
+def test_they_are_bounded_and_go_with_their_session() -> None:
+    async def work(world: World) -> None:
+        for name in "abcd":
+            world.add(name)
+        with pytest.raises(OverloadedError, match="a session"):
+            world.add("e")
+        for name in "ef":
+            world.add(name, "other")
+        with pytest.raises(OverloadedError, match="a tenant"):
+            world.add("g", "other")
+        facts = world.sessions["t", "s"]
+        for most in (0, -1, 9):
+            with pytest.raises(InvalidRequestError) as raised:
+                world.questions.add(facts, "t", Question("q", RawPrompt("q"), Sampling(most)))
+            assert raised.value.field == "max_tokens"
+        world.sessions["t", "s"] = replace(facts, opened=2.0)  # closed, and another one opened
+        assert world.of() == ()
+        with pytest.raises(UnknownQuestionError):
+            world.questions.remove(world.sessions["t", "s"], "t", "a")
+        world.add("g", "other")  # there is room again
+        assert world.questions.stats.standing == 3
+
+    run(work)
+
+
+def test_a_session_without_a_history_is_not_asked() -> None:
+    async def work(world: World) -> None:
+        world.sessions["t", "s"] = replace(world.sessions["t", "s"], appends=0, tokens=0)
+        world.add("q")
+        await turns()
+        assert world.asked == []
+
+    run(work)

@@ -1,0 +1,302 @@
+"""Prefills over HTTP: with a fake replica what is asked of it and kept, with the shipped model what it saves."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+from service_backend import ServiceBackend
+
+from holdfast.replicas.config import EngineConfig, RetentionConfig
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import Completed, Errored
+from holdfast.router.config import RouterConfig
+from holdfast.router.store import MemoryStore
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+ASKS: Any = [{"role": "user", "content": "What is the weather in Oslo and in Rome?"}]
+CALLS: Any = [
+    {
+        "id": f"call_{city}",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": f'{{"city": "{city}"}}'},
+    }
+    for city in ("Oslo", "Rome")
+]
+CALLED: Any = [*ASKS, {"role": "assistant", "content": None, "tool_calls": CALLS}]
+
+
+def result(city: str) -> dict[str, str]:
+    return {
+        "role": "tool",
+        "tool_call_id": f"call_{city}",
+        "content": f"It rains in {city}, 7 degrees, wind from west",
+    }
+
+
+def make(reason: str = "length", **settings: Any) -> World:
+    done = Completed(reason, Usage(prompt=40, cached=30), DONE.timing)
+    return World(FakeBackend([(done,)]), **settings)
+
+
+def post(world: World, path: str = "/v1/prefills", **body: Any) -> Any:
+    given = {"model": "pocket", "messages": CALLED} if path == "/v1/prefills" else {"messages": [result("Oslo")]}
+    return world.call("POST", path, json={name: value for name, value in (given | body).items() if value is not None})
+
+
+# ---- with a fake replica ----
+
+
+def test_a_handle_says_what_was_computed_and_for_how_long_it_is_kept():
+    world = make()
+    made = post(world, tools=[TOOL], program_id="p", keep_s=5)
+    assert made.status_code == 200
+    told = made.json()
+    assert told["object"] == "prefill"
+    assert (told["program_id"], told["tokens"], told["cached_tokens"], told["complete"]) == ("p", 40, 30, True)
+    assert told["expires_at"] - told["created"] in (5, 6)
+    (request,) = world.backend.requests
+    assert (request.sampling.max_tokens, request.program_id, request.background.keep_s) == (0, "default/p", 5.0)
+    assert request.background.handle == told["id"]
+    assert [message["role"] for message in request.prompt.messages] == ["user", "assistant"]
+    shown = world.call("GET", f"/v1/prefills/{told['id']}")
+    assert shown.json() == told
+
+
+def test_a_part_of_it_is_told_as_such():
+    assert post(make("stop")).json()["complete"] is False
+
+
+def test_it_is_no_turn_and_the_next_turn_goes_where_it_was_computed():
+    world = make()
+    world.backend.script = HELLO
+    world.chat(program_id="p")
+    world.now += 2.0
+    world.backend.script = [(Completed("length", DONE.usage, DONE.timing),)]
+    post(world, program_id="p")
+    world.now += 3.0
+    world.backend.script = HELLO
+    world.chat(program_id="p", messages=CALLED)
+    turn = world.backend.requests[-1]
+    assert (turn.program_turns, world.backend.places[-1].last_replica) == (1, "r1")
+
+
+def test_without_a_name_it_is_the_program_whose_conversation_it_goes_on_with():
+    world = make()
+    world.backend.script = HELLO
+    world.chat(messages=ASKS)
+    program = world.backend.requests[-1].program_id
+    world.backend.script = [(Completed("length", DONE.usage, DONE.timing),)]
+    told = post(world, messages=[*ASKS, {"role": "assistant", "content": "Hello!"}])
+    assert world.backend.requests[-1].program_id == program
+    assert told.json()["program_id"] is None
+    world.backend.script = HELLO
+    world.chat(messages=[*ASKS, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "And?"}])
+    assert world.backend.requests[-1].program_id == program
+
+
+def test_it_is_extended_and_a_chat_goes_on_from_it():
+    world = make()
+    made = post(world, tools=[TOOL]).json()
+    longer = post(world, f"/v1/prefills/{made['id']}/extend").json()
+    assert longer["id"] == made["id"]
+    first, second = world.backend.requests
+    assert second.prompt.messages == [*first.prompt.messages, result("Oslo")]
+    assert world.backend.places[1].last_replica == "r1"
+    world.backend.script = HELLO
+    answer = world.chat(prefill_id=made["id"], messages=[result("Rome")])
+    assert answer.status_code == 200
+    turn = world.backend.requests[-1]
+    assert turn.prompt.messages == [*second.prompt.messages, result("Rome")]
+    assert (turn.prompt.tools, turn.program_id) == ((TOOL,), first.program_id)
+
+
+def test_it_is_released_once():
+    world = make()
+    made = post(world).json()
+    path = f"/v1/prefills/{made['id']}"
+    assert world.call("DELETE", path).json() == {"id": made["id"], "object": "prefill", "deleted": True}
+    assert world.backend.released == [("default", made["id"])]
+    for method, at in ("DELETE", path), ("GET", path):
+        gone = world.call(method, at)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefill_not_found")
+    assert post(world, f"{path}/extend").status_code == 404
+    named = world.chat(prefill_id=made["id"])
+    assert (named.status_code, named.json()["error"]["param"]) == (404, "prefill_id")
+
+
+def test_one_of_another_tenant_is_not_found():
+    tenants = TenantDirectory([Tenant(name, (hash_key(name),)) for name in ("one", "two")])
+    world = make(tenants=tenants)
+    of = {name: {"headers": {"authorization": f"Bearer {name}"}} for name in ("one", "two")}
+    body = {"model": "pocket", "messages": CALLED}
+    made = world.call("POST", "/v1/prefills", json=body, **of["one"]).json()
+    path = f"/v1/prefills/{made['id']}"
+    assert world.call("GET", path, **of["one"]).status_code == 200
+    assert world.call("GET", path, **of["two"]).status_code == 404
+    assert world.call("DELETE", path, **of["two"]).status_code == 404
+    assert world.call("GET", path, **of["one"]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"model": None}, "model"),
+        ({"keep_s": 0}, "keep_s"),
+        ({"keep_s": 1e9}, "keep_s"),
+        ({"keep_s": "long"}, "keep_s"),
+        ({"program_id": ""}, "program_id"),
+        ({"program_id": "a\nb"}, "program_id"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"max_tokens": 3}, "max_tokens"),
+    ],
+)
+def test_bad_input_names_its_field(changes, field):
+    world = make()
+    refused = post(world, **changes)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert not world.backend.requests
+
+
+def test_a_chat_with_a_handle_of_another_model_or_none_is_refused():
+    world = make()
+    world.backend.cards = (world.backend.cards[0], type(world.backend.cards[0])("other", 4096, 1000))
+    made = post(world).json()
+    refused = world.chat(model="other", prefill_id=made["id"])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+
+
+def test_an_extension_that_answers_no_open_call_is_refused():
+    world = make()
+    made = post(world).json()
+    for path, body in (
+        (f"/v1/prefills/{made['id']}/extend", {"messages": [result("Bonn")]}),
+        ("/v1/chat/completions", chat_body(prefill_id=made["id"], messages=[result("Bonn")])),
+    ):
+        refused = world.call("POST", path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.tool_call_id")
+
+
+def test_what_fails_on_the_replica_fails_here_and_leaves_no_handle():
+    world = make()
+    world.backend.script = [(Errored(ErrorInfo(ErrorKind.INVALID, "the chat template refuses", "messages")),)]
+    refused = post(world)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    assert world.in_flight() == 0
+    assert world.outcomes() == {"rejected": 1.0}
+
+
+def test_a_tenant_that_has_put_its_share_is_told_and_nothing_is_kept_for_it():
+    class Full(MemoryStore):
+        async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
+            return False
+
+    from holdfast.router.prefills import StoredPrefills
+
+    world = make(prefills=StoredPrefills(Full(10, 1000), RouterConfig()))
+    refused = post(world)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+    (request,) = world.backend.requests
+    assert world.backend.released == [("default", request.background.handle)]
+
+
+def test_ten_thousand_handles_take_bounded_memory():
+    store = MemoryStore(500, 10**6)
+    from holdfast.router.prefills import StoredPrefills
+
+    world = make(prefills=StoredPrefills(store, RouterConfig()))
+    calls = [("POST", "/v1/prefills", {"json": {"model": "pocket", "messages": CALLED}})] * 10_000
+    answers = world.calls(calls)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(store._values) <= 500
+    assert world.call("GET", f"/v1/prefills/{answers[0].json()['id']}").status_code == 404
+    assert world.call("GET", f"/v1/prefills/{answers[-1].json()['id']}").status_code == 200
+
+
+# ---- with the shipped model ----
+
+
+def turns(config: EngineConfig, *calls: tuple[str, str, dict[str, Any]]) -> tuple[list[Any], Any]:
+    """The answers to these requests, and what the engine has counted; an id in a path stands for the first answer's."""
+
+    async def run() -> tuple[list[Any], Any]:
+        import httpx
+
+        backend = ServiceBackend(config)
+        world = World(backend, config=RouterConfig(response_cache=False))
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        answers: list[Any] = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
+            for method, path, body in calls:
+                path = path.format(id=answers[0]["id"] if answers else "")
+                answer = await client.request(method, path, json=body or None)
+                assert answer.status_code == 200, answer.text
+                answers.append(answer.json())
+        stats = backend.service.engine.stats
+        await backend.service.close()
+        return answers, stats
+
+    return asyncio.run(run())
+
+
+CONFIG = EngineConfig(cells=4096, threads=1, preposition=False, retention=RetentionConfig("fixed", fixed_s=60.0))
+FULL = [*CALLED, result("Oslo"), result("Rome")]
+
+
+def chat(messages: Any) -> tuple[str, str, dict[str, Any]]:
+    body = chat_body(messages=messages, tools=[TOOL], program_id="p", max_tokens=20, temperature=0)
+    return "POST", "/v1/chat/completions", body
+
+
+def test_the_turn_pays_for_what_no_one_knew_and_answers_the_same():
+    ahead = {"model": "pocket", "messages": CALLED, "tools": [TOOL], "program_id": "p"}
+    (plain,), _ = turns(CONFIG, chat(FULL))
+    (made, longer, turn), stats = turns(
+        CONFIG,
+        ("POST", "/v1/prefills", ahead),
+        ("POST", "/v1/prefills/{id}/extend", {"messages": [result("Oslo")]}),
+        chat(FULL),
+    )
+    assert made["complete"]
+    assert longer["complete"]
+    assert longer["cached_tokens"] == made["tokens"]
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == longer["tokens"]
+    assert turn["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]
+    rest = turn["usage"]["prompt_tokens"] - longer["tokens"]
+    assert (stats.prompt_computed, stats.ahead_used) == (rest, longer["tokens"])
+    assert rest < 45  # one result, and what stands around it
+
+
+def test_the_chat_that_names_the_handle_is_the_same_chat():
+    ahead = {"model": "pocket", "messages": [*CALLED, result("Oslo")], "tools": [TOOL]}
+    named = chat_body(messages=[result("Rome")], prefill_id="{id}", max_tokens=20, temperature=0)
+    (plain,), _ = turns(CONFIG, chat(FULL))
+
+    async def both() -> Any:
+        import httpx
+
+        backend = ServiceBackend(CONFIG)
+        world = World(backend, config=RouterConfig(response_cache=False))
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
+            made = (await client.post("/v1/prefills", json=ahead)).json()
+            answer = await client.post("/v1/chat/completions", json=named | {"prefill_id": made["id"]})
+        await backend.service.close()
+        return made, answer.json()
+
+    made, turn = asyncio.run(both())
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == made["tokens"]
+    assert turn["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    assert turn["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]

@@ -150,16 +150,17 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
 def _routers(text: str, limits: Limits) -> str:
     """When a router counts as lost, and what becomes of its requests.
 
-    Trap: Serve looks at routers every 5 s and gives each look as long. What a router has when it vanishes stays open
-    without an end: its machine says nothing more. What it has not begun to answer goes to another one.
+    Trap: Serve looks at routers every 5 s and gives each look as long. What a router has when its machine vanishes
+    stays open without an end: nobody says anything more. So TCP asks for itself, and what has not begun to be answered
+    goes to another router. Trap: `on-marked-down shutdown-sessions` would do it, and would also cut the streams of a
+    router that takes nothing new because it is stopping, or of one whose loop is late.
     """
     check = f"inter {_milliseconds(limits.check_s)} fall {limits.check_fails}"
     text = re.sub(
         r"^( +default-server\b.*)$", lambda line: f"{_UNCHECKED.sub('', line[1])} {check}", text, flags=re.MULTILINE
     )
-    text = re.sub(
-        r"^( +server \S+ \S+ check observe .*)$", r"\1 on-marked-down shutdown-sessions", text, flags=re.MULTILINE
-    )
+    silent = f"tcp-ut {_milliseconds(limits.check_s * limits.check_fails)}"
+    text = re.sub(r"^( +server \S+ \S+ check observe .*)$", rf"\1 {silent}", text, flags=re.MULTILINE)
     text = re.sub(r"^( +timeout connect) .*$", rf"\1 {_milliseconds(limits.connect_s)}", text, flags=re.MULTILINE)
     return re.sub(r"^( +retry-on) .*$", r"\1 conn-failure empty-response", text, flags=re.MULTILINE)
 
@@ -191,6 +192,8 @@ def _defaults(limits: Limits, errors: Path) -> str:
         f"timeout client {_milliseconds(limits.stall_s)}",
         f"timeout http-request {_milliseconds(limits.header_s)}",
         f"timeout http-keep-alive {_milliseconds(limits.idle_s)}",
+        "option srvtcpka",
+        *(f"srvtcpka-{what} {n}" for what, n in (("idle", "1s"), ("intvl", "1s"), ("cnt", limits.check_fails))),
         *(f"errorfile {each.caught} {errors / f'{each.caught}.http'}" for each in ANSWERS),
     ]
     return "".join(f"    {line}\n" for line in lines)

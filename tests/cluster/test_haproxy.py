@@ -2,8 +2,9 @@
 
 import http.client
 import json
+import os
 import random
-import signal
+import select
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import machines
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
@@ -82,7 +84,8 @@ def test_a_router_that_vanishes_is_found_within_five_seconds(tmp_path: Path) -> 
     limits = Limits()
     shaped = haproxy.shape(written(tmp_path, 1, [2]), limits, tmp_path)
     (server,) = [line for line in shaped.splitlines() if line.startswith("    server s0 ")]
-    assert server.endswith(" on-marked-down shutdown-sessions")
+    assert server.endswith(f" tcp-ut {limits.check_s * limits.check_fails * 1000:g}ms")
+    assert all(f"    srvtcpka-{line}\n" in shaped for line in ("idle 1s", "intvl 1s", "cnt 3"))
     (every,) = [line for line in shaped.splitlines() if "default-server" in line]
     assert every.split().count("inter") == every.split().count("fall") == 1
     assert every.endswith(f"inter {limits.check_s * 1000:g}ms fall {limits.check_fails}")
@@ -138,9 +141,24 @@ class Behind(BaseHTTPRequestHandler):
         return
 
 
-# Stands for a router in a process of its own that a signal ends, or stops, when it has read a request.
+class Streaming(Behind):
+    """Begins an answer and ends it when it is told to."""
+
+    end = threading.Event()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"6\r\nbegun\n\r\n")
+        self.end.wait(PATIENT)
+        self.wfile.write(b"6\r\nended\n\r\n0\r\n\r\n")
+
+
+# Stands for a router in a process of its own that ends when it has read a request, or whose machine is heard no more.
 LOST = """
-import os, sys
+import os, subprocess, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Lost(BaseHTTPRequestHandler):
@@ -152,17 +170,21 @@ class Lost(BaseHTTPRequestHandler):
         self.wfile.write(b"ok")
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        os.kill(os.getpid(), int(sys.argv[1]))
+        if sys.argv[2:]:
+            subprocess.run(["ip", "address", "flush", "dev", sys.argv[2]], check=True)
+            print("silent", flush=True)
+        else:
+            os._exit(1)
     def log_message(self, *_):
         pass
 
-server = ThreadingHTTPServer(("127.0.0.1", 0), Lost)
+server = ThreadingHTTPServer((sys.argv[1], 0), Lost)
 print(server.server_port, flush=True)
 server.serve_forever()
 """
 
 
-def written(folder: Path, port: int, behind: Sequence[int], stats: int = 8404, metrics: int = 9101) -> str:
+def written(folder: Path, port: int, behind: Sequence[int | str], stats: int = 8404, metrics: int = 9101) -> str:
     """What Serve writes for its HAProxy, with the routers of an application behind it or none."""
     file = folder / "haproxy.cfg"
     options = HAProxyConfig(
@@ -176,7 +198,11 @@ def written(folder: Path, port: int, behind: Sequence[int], stats: int = 8404, m
         nbthread=1,
         is_head=True,
     )
-    servers = [ServerConfig(name=f"s{i}", host="127.0.0.1", port=port) for i, port in enumerate(behind)]
+    places = [each if isinstance(each, str) else f"127.0.0.1:{each}" for each in behind]
+    servers = [
+        ServerConfig(name=f"s{i}", host=place.partition(":")[0], port=int(place.partition(":")[2]))
+        for i, place in enumerate(places)
+    ]
     backends = {"app": BackendConfig(name="app", path_prefix="/", app_name="app", servers=servers)} if behind else {}
     api = HAProxyApi(options, backends, str(file))
     api._generate_config_file_internal()
@@ -184,7 +210,7 @@ def written(folder: Path, port: int, behind: Sequence[int], stats: int = 8404, m
 
 
 @contextmanager
-def running(folder: Path, limits: Limits, behind: Sequence[int]) -> Iterator[InternalPorts]:
+def running(folder: Path, limits: Limits, behind: Sequence[int | str]) -> Iterator[InternalPorts]:
     """A real HAProxy, started by the script as Ray starts it."""
     taken = ports.internal(random.Random())
     written(folder, taken.fallback, behind, taken.stats, taken.metrics)
@@ -335,24 +361,53 @@ LOOKS_OFTEN = Limits(check_s=0.2)
 
 @dataclass(frozen=True)
 class Lost:
-    """A router whose process is killed, or stopped as a machine that vanishes, by the first request that it reads."""
+    """A router that is lost with the first request that it reads: its process, or the whole machine."""
 
     process: subprocess.Popen[str]
-    port: int
+    address: str
 
     @property
     def gone(self) -> bool:
-        state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "TZ"
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])  # the last word, or the end of the pipe
 
 
-@pytest.fixture(params=[signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+@pytest.fixture(params=["killed", "silent"])
 def lost(request: pytest.FixtureRequest) -> Iterator[Lost]:
-    command = [sys.executable, "-c", LOST, str(int(request.param))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with ExitStack() as stack:
+        if request.param == "killed":
+            host, inside, told = "127.0.0.1", [], []
+        else:
+            host, inside, told = stack.enter_context(another_machine())
+        command = [*inside, sys.executable, "-c", LOST, host, *told]
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.kill)
         assert process.stdout is not None
-        yield Lost(process, int(process.stdout.readline()))
-        process.kill()
+        yield Lost(process, f"{host}:{int(process.stdout.readline())}")
+
+
+@contextmanager
+def another_machine() -> Iterator[tuple[str, list[str], list[str]]]:
+    """Its address, what a command begins with that runs on it, and the name of its one link."""
+    if not machines.usable():
+        pytest.skip("needs root and network namespaces")
+    tag = f"hf{os.getpid()}"
+    subnet = f"10.198.{os.getpid() % 256}"
+    link = ["ip", "link", "add", f"{tag}a", "type", "veth", "peer", "name", f"{tag}b", "netns", tag]
+    try:
+        for command in (
+            ["ip", "netns", "add", tag],
+            link,
+            ["ip", "address", "add", f"{subnet}.1/24", "dev", f"{tag}a"],
+            ["ip", "link", "set", f"{tag}a", "up"],
+            ["ip", "-n", tag, "address", "add", f"{subnet}.2/24", "dev", f"{tag}b"],
+            ["ip", "-n", tag, "link", "set", f"{tag}b", "up"],
+        ):
+            subprocess.run(command, check=True)
+        yield f"{subnet}.2", ["ip", "netns", "exec", tag], [f"{tag}b"]
+    finally:
+        subprocess.run(["ip", "netns", "delete", tag], check=False)
+        subprocess.run(["ip", "link", "delete", f"{tag}a"], check=False, capture_output=True)
 
 
 def clients(taken: InternalPorts, kept: bool) -> Iterator[http.client.HTTPConnection]:
@@ -374,7 +429,7 @@ def test_what_a_lost_router_has_not_begun_to_answer_is_sent_to_another(
 ) -> None:
     """Also where its body came after its headers, as clients send it that do not wait for one buffer."""
     body = b"x" * 20_000
-    with running(folder, LOOKS_OFTEN, [lost.port, *behind]) as taken:
+    with running(folder, LOOKS_OFTEN, [lost.address, *behind]) as taken:
         for client in clients(taken, kept):
             client.putrequest("POST", "/")
             client.putheader("Content-Length", str(len(body)))
@@ -392,7 +447,7 @@ def test_what_no_router_can_have_is_answered_503(folder: Path, lost: Lost, kept:
     """A long request, of which the proxy has let go; or any, where no other router is there."""
     with ExitStack() as stack:
         others = [] if length < haproxy.KEPT else [stack.enter_context(router(Behind)).server_port]
-        taken = stack.enter_context(running(folder, LOOKS_OFTEN, [lost.port, *others]))
+        taken = stack.enter_context(running(folder, LOOKS_OFTEN, [lost.address, *others]))
         for client in clients(taken, kept):
             client.request("POST", "/", b"x" * length)
             answer = client.getresponse()
@@ -401,6 +456,23 @@ def test_what_no_router_can_have_is_answered_503(folder: Path, lost: Lost, kept:
                 break
         assert (answer.status, json.loads(found)["error"]["code"]) == (503, "unavailable")
         assert int(answer.headers["Retry-After"]) > 0
+
+
+def test_a_stream_of_a_router_that_takes_nothing_new_goes_on_to_its_end(folder: Path) -> None:
+    """A router that stops closes its door before the proxy is told; what it writes must not be cut for that."""
+    with router(Streaming) as server, running(folder, LOOKS_OFTEN, [server.server_port]) as taken:
+        url = f"http://127.0.0.1:{taken.fallback}/"
+        with httpx.stream("POST", url, content=b"x", trust_env=False, timeout=PATIENT) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "begun"
+            server.shutdown()
+            server.socket.close()
+            deadline = time.monotonic() + PATIENT
+            while httpx.get(url, trust_env=False, timeout=PATIENT).status_code != 503:
+                assert time.monotonic() < deadline
+            time.sleep(LOOKS_OFTEN.check_s * LOOKS_OFTEN.check_fails * 2)  # the proxy has given the router up
+            Streaming.end.set()
+            assert list(lines) == ["ended"]
 
 
 def test_requests_of_every_length_are_served(folder: Path, behind: list[int]) -> None:

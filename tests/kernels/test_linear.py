@@ -11,8 +11,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative to the large
 DTYPES = st.sampled_from(list(TOLERANCE))
 
 
-def agree(found: torch.Tensor, exact: torch.Tensor) -> None:
-    assert (found.double() - exact).abs().max() <= TOLERANCE[found.dtype] * exact.abs().max()
+def agree(found: torch.Tensor, exact: torch.Tensor, roundings: int = 1) -> None:
+    assert (found.double() - exact).abs().max() <= roundings * TOLERANCE[found.dtype] * exact.abs().max()
 
 
 @settings(max_examples=40, deadline=None)
@@ -39,7 +39,7 @@ def test_a_matrix_is_its_reference(rows, size, dtype, bias, plus, seed):
 def test_a_gated_pair_is_its_reference(rows, size, dtype, seed):
     torch.manual_seed(seed)
     weight, x = torch.randn(size).to(dtype) * 0.1, torch.randn(rows, size[1]).to(dtype)
-    agree(GatedMatrix(weight.clone())(x), gated_reference(x, weight))
+    agree(GatedMatrix(weight.clone())(x), gated_reference(x, weight), roundings=2)  # of both halves, then their product
 
 
 def test_rows_that_are_a_view_and_no_rows_at_all():

@@ -63,7 +63,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or later; say which with PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml setup.py constraints.txt kernels/attention_c.c kernels/int8_c.c | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/*_c.c) | $(BIN)/python
 	@echo "installing into $(VENV); this takes some minutes, once"
 	@$(PIP) -e .
 	@touch $@

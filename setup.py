@@ -31,6 +31,12 @@ INT8_VARIANTS = {
     "int8_avx2_float32": ("x86_64_v3", 8, f"{WORDS} -DWIDE=1"),
     "int8_avx2_bfloat16": ("x86_64_v3", 8, f"{WORDS} -DWIDE=0"),
 }
+# A function of each name; see the file.
+LAYER_VARIANTS = {
+    f"{way}_{dtype}": (processor, lanes, f"-DWIDE={wide} -DNORM=norm_{way}_{dtype} -DROTATE=rotate_{way}_{dtype}")
+    for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
+    for dtype, wide in (("float32", 1), ("bfloat16", 0))
+}
 GLIBC = "2.17"  # or later: as torch's own wheels
 FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
 
@@ -80,7 +86,7 @@ class BuildKernel(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
 
-KERNELS = {"attention": VARIANTS, "int8": INT8_VARIANTS}
+KERNELS = {"attention": VARIANTS, "int8": INT8_VARIANTS, "layer": LAYER_VARIANTS}
 EXTENSIONS = [Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], optional=True) for name in KERNELS]
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 

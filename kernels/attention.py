@@ -24,8 +24,6 @@ from holdfast.kernels.paging import PagedBatch
 
 def paged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     kv: Tensor,
     layer: int,
     batch: PagedBatch,
@@ -39,8 +37,8 @@ def paged_attention(
     not belong together.
     """
     tokens, heads, head_dim = q.shape
-    if k.shape != v.shape or k.shape[0] != tokens or k.shape[1:] != kv.shape[4:] or head_dim != kv.shape[5]:
-        raise ValueError(f"query {tuple(q.shape)} and key {tuple(k.shape)} do not fit the store {tuple(kv.shape)}")
+    if head_dim != kv.shape[5]:
+        raise ValueError(f"query {tuple(q.shape)} does not fit the store {tuple(kv.shape)}")
     if heads % kv.shape[4] or tokens != batch.cells.shape[0]:
         raise ValueError(f"{heads} heads over {kv.shape[4]}, {tokens} tokens against {batch.cells.shape[0]} cells")
     if q.device.type == "cpu":

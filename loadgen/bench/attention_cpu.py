@@ -124,7 +124,6 @@ def _layers(shape: Shape, case: Case, kv: Tensor) -> Callable[[], None]:
     table = np.arange(case.sequences * case.pages, dtype=np.int32).reshape(case.sequences, case.pages)
     tokens = case.sequences * case.tokens
     q = torch.randn(tokens, shape.heads, shape.dim).to(kv.dtype)
-    k = torch.zeros(tokens, shape.kv_heads, shape.dim, dtype=kv.dtype)
 
     def run() -> None:
         batch = PagedBatch(
@@ -137,7 +136,7 @@ def _layers(shape: Shape, case: Case, kv: Tensor) -> Callable[[], None]:
             runs=[page_runs(row) for row in table],
         )
         for layer in range(shape.layers):
-            paged_attention(q, k, k, kv, layer, batch, shape.dim**-0.5)
+            paged_attention(q, kv, layer, batch, shape.dim**-0.5)
 
     return run
 

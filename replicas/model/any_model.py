@@ -61,7 +61,7 @@ def paged_attention_forward(
     kv, batch = paged_state.kv, paged_state.batch
     kv.store(layer, k, v, batch.cells)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(q, k, v, kv.data, layer, batch, scale, sliding_window, softcap).unsqueeze(0), None
+    return paged_attention(q, kv.data, layer, batch, scale, sliding_window, softcap).unsqueeze(0), None
 
 
 # No mask function is registered beside it: for an attention without one, transformers makes no mask at all.

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from holdfast.kernels.attention import paged_attention
+from holdfast.kernels.layer_c import Rotation, rms_norm
 from holdfast.kernels.linear import GatedMatrix, Matrix
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
-from holdfast.replicas.model.rotary import rope_type, rotary_table, rotate
+from holdfast.replicas.model.rotary import rope_type, rotary_table
 from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.model.weights import (
     DecoderShape,
@@ -71,8 +71,7 @@ class Layer:
 
     input_norm: Tensor
     qkv: Matrix
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    norms: tuple[Tensor, Tensor] | None  # of queries and keys
     out: Matrix
     post_norm: Tensor
     gate_up: GatedMatrix
@@ -84,8 +83,7 @@ def _layer(weights: LayerWeights, window: int | None, int8: bool) -> Layer:
     return Layer(
         input_norm=weights.input_norm,
         qkv=Matrix(weights.qkv, weights.qkv_bias, int8),
-        q_norm=weights.q_norm,
-        k_norm=weights.k_norm,
+        norms=None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm),
         out=Matrix(weights.out, None, int8),
         post_norm=weights.post_norm,
         gate_up=GatedMatrix(weights.gate_up, int8),
@@ -110,7 +108,8 @@ class Decoder:
         self._embedding, self._norm = weights.embedding, weights.norm
         self._layers = [_layer(weights.layers.pop(0), window, int8) for window in shape.window]
         self._head = Matrix(weights.head, None, int8)
-        self._cos, self._sin = (table.to(self._norm.dtype) for table in rotary)
+        angles = torch.float32 if kv.data.device.type == "cpu" else self._norm.dtype
+        self._cos, self._sin = (table.to(angles) for table in rotary)
         self._kv = kv
         self._scale = shape.head_dim**-0.5
 
@@ -156,28 +155,22 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
         shape = self._shape
-        positions = batch.position_ids[0]
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]  # [T, 1, d / 2]
+        rotation = Rotation(
+            self._cos, self._sin, batch.position_ids[0], batch.pages.cells, self._kv.data, shape.heads, shape.eps
+        )
         x = self._embedding[batch.token_ids[0]]  # [T, D]
         for index, layer in enumerate(self._layers):
-            h = rms_norm(x, (shape.hidden,), layer.input_norm, shape.eps)
-            x = layer.out(self._attend(index, layer, h, cos, sin, batch), plus=x)  # [T, D]
-            h = rms_norm(x, (shape.hidden,), layer.post_norm, shape.eps)
+            h = rms_norm(x, layer.input_norm, shape.eps)
+            x = layer.out(self._attend(index, layer, h, rotation, batch), plus=x)  # [T, D]
+            h = rms_norm(x, layer.post_norm, shape.eps)
             x = layer.down(layer.gate_up(h), plus=x)
-        drawn = rms_norm(x[batch.drawn], (shape.hidden,), self._norm, shape.eps)  # [R, D]
+        drawn = rms_norm(x[batch.drawn], self._norm, shape.eps)  # [R, D]
         return self._head(drawn)
 
-    def _attend(self, index: int, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(self, index: int, layer: Layer, h: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """Attention of one layer before its output projection: [T, H d]."""
         shape = self._shape
         qkv = layer.qkv(h).view(len(h), -1, shape.head_dim)  # [T, H + 2 K, d]
-        qk, v = torch.split(qkv, [shape.heads + shape.kv_heads, shape.kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = torch.split(qk, [shape.heads, shape.kv_heads], dim=1)
-            q = rms_norm(q, (shape.head_dim,), layer.q_norm, shape.eps)
-            k = rms_norm(k, (shape.head_dim,), layer.k_norm, shape.eps)
-            qk = torch.cat((q, k), dim=1)
-        q, k = torch.split(rotate(qk, cos, sin), [shape.heads, shape.kv_heads], dim=1)
-        self._kv.store(index, k, v, batch.pages.cells)
-        out = paged_attention(q, k, v, self._kv.data, index, batch.pages, self._scale, layer.window)
-        return out.reshape(len(h), shape.q_width)
+        q = rotation.rotate_and_store(qkv, index, layer.norms)
+        out = paged_attention(q, self._kv.data, index, batch.pages, self._scale, layer.window)
+        return out.view(len(h), shape.q_width)

@@ -77,9 +77,8 @@ class GpuDecoder(Decoder):
         """Attention of one layer between its projections: [T, H d]."""
         shape, pages = self._shape, batch.pages
         heads = qkv.view(len(qkv), -1, shape.head_dim)  # [T, H + 2 K, d]
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         table = (self._cos, self._sin, batch.position_ids[0])
-        q = rotate_and_store(heads, shape.heads, *table, self._kv.data, index, pages.cells, norms, shape.eps)
+        q = rotate_and_store(heads, shape.heads, *table, self._kv.data, index, pages.cells, layer.norms, shape.eps)
         out = attend_gpu(q, self._kv.data, index, pages, self._scale, layer.window or 0, 0.0)
         return out.view(len(qkv), shape.q_width)
 

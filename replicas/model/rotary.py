@@ -1,4 +1,4 @@
-"""Rotary embedding: the angles of a configuration's positions, and turning queries and keys by them."""
+"""Rotary embedding: the angles of a configuration's positions."""
 
 from typing import Any
 
@@ -23,9 +23,3 @@ def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tens
         inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
     return angles.cos() * factor, angles.sin() * factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, d]; element i is paired with i + d / 2, as the checkpoints have it."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

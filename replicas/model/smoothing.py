@@ -13,7 +13,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels.int8 import even_out
-from holdfast.replicas.model.rotary import rotate
+from holdfast.kernels.layer_c import rotated
 from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, LayerWeights
 
 _SAMPLE = """You can call functions. Answer in the user's language, and be brief.
@@ -66,7 +66,7 @@ def _smooth_layer(
     q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
-    attended = _attend(rotate(q, cos, sin), rotate(k, cos, sin), v, window)  # [n, heads, d]
+    attended = _attend(rotated(q, cos, sin), rotated(k, cos, sin), v, window)  # [n, heads, d]
     x = x + product(attended.flatten(1), layer.out)
     second = normed(x, layer.post_norm)
     gate, up = product(second, layer.gate_up).chunk(2, dim=-1)

@@ -69,7 +69,7 @@ def test_reference_is_plain_attention(start):
 
 def test_shapes_that_do_not_fit_are_refused():
     world = PagedWorld([(3, 4)], 4, 2, 3, 8, torch.float32, 0, 0)
-    with pytest.raises(ValueError, match="do not fit the store"):
-        paged_attention(world.q[..., :4], world.k, world.v, world.kv, 1, world.batch, 1.0)
+    with pytest.raises(ValueError, match="does not fit the store"):
+        paged_attention(world.q[..., :4], world.kv, 1, world.batch, 1.0)
     with pytest.raises(ValueError, match="heads over"):
-        paged_attention(world.q[:, :5], world.k, world.v, world.kv, 1, world.batch, 1.0)
+        paged_attention(world.q[:, :5], world.kv, 1, world.batch, 1.0)

@@ -213,7 +213,7 @@ def test_without_the_library_torch_attends_and_it_is_said_once(monkeypatch, tmp_
 def test_what_does_not_fit_is_refused(way):
     world = PagedWorld([(40, 3)], 16, 1, 2, 64, torch.float32, 2)
     with pytest.raises(IndexError, match="layer 2 of 2"):
-        paged_attention(world.q, world.k, world.v, world.kv, 2, world.batch, 1.0)
+        paged_attention(world.q, world.kv, 2, world.batch, 1.0)
     world.batch.starts = [4000]
     with pytest.raises(IndexError, match="position 4002 lies outside"):
         world.attend()
@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_refused(way):
 def test_what_it_does_not_take_goes_torchs_way(way, broken):
     world = PagedWorld([(40, 3)], 16, 1, 2, 24 if broken == "odd head size" else 64, torch.float32, 2)
     if broken == "half":
-        world.q, world.k, world.v, world.kv = (each.half() for each in (world.q, world.k, world.v, world.kv))
+        world.q, world.kv = (each.half() for each in (world.q, world.kv))
     if broken == "a page of its own":  # room between the pages
         world.kv = torch.cat((world.kv, world.kv), dim=3)[:, :, :, :16]
     assert not attention_c.takes(world.q, world.kv, world.batch)

@@ -59,7 +59,7 @@ class PagedWorld:
         store_kv(self.kv, 1, self.k, self.v, self.batch.cells)
 
     def attend(self, window=None, softcap=None):
-        return paged_attention(self.q, self.k, self.v, self.kv, 1, self.batch, 0.3, window, softcap)
+        return paged_attention(self.q, self.kv, 1, self.batch, 0.3, window, softcap)
 
     def reference(self, window=None, softcap=None, dtype=torch.float64):
         return paged_attention_reference(self.q, self.kv, 1, self.batch, 0.3, window, softcap, dtype)

@@ -1,0 +1,187 @@
+// What a decoder's layer does between its products, on the cores of a CPU: the maths of layer_c.py.
+//
+//     norm      y_d = w_d x_d / sqrt(mean_d x_d^2 + eps)                      of rows of dim values
+//     rotate    of the queries and keys of a token, normed before where the model does that, with half = dim / 2:
+//                   y_i        = x_i cos_i - x_{i + half} sin_i
+//                   y_{i+half} = x_{i + half} cos_i + x_i sin_i               for i < half
+//               They stay where they are; keys and values go to the token's cell of the store besides.
+//
+// All is float32 in between and rounded once. What a row comes to depends on itself alone. Rows are cheap: a team is
+// called for many of them only.
+//
+// This file is compiled once for each kind of processor and each dtype:
+//
+//     LANES     8 or 16: float32 values of a vector
+//     WIDE      x, y and the store are float32, else bfloat16
+//     NORM, ROTATE   names of the functions
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#ifdef SOURCE  // compiled once besides: the digest of this file
+const uint64_t layer_source = SOURCE;
+#else
+
+enum { SHARE = 1 << 15 };  // values that are worth a team
+
+#if WIDE
+typedef float value;
+#else
+typedef uint16_t value;
+#endif
+
+typedef void parallel(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+INLINE vf get(const value *p) {
+#if WIDE
+    return *(const vf_at *)p;
+#else
+    return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16);
+#endif
+}
+
+INLINE void put(value *p, vf x) {
+#if WIDE
+    *(vf_at *)p = x;
+#else
+    vu bits = (vu)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
+    vi real = x == x;
+    bits = (bits & (vu)real) | (~(vu)real & 0x7fc0);
+    *(vh_at *)p = __builtin_convertvector(bits, vh);
+#endif
+}
+
+// The values from `p` on that are left of a row, zeros behind them; and the same to store.
+INLINE vf get_rest(const value *p, int64_t left) {
+    value rest[LANES] = {0};
+    memcpy(rest, p, left * sizeof(value));
+    return get(rest);
+}
+
+INLINE void put_rest(value *p, vf x, int64_t left) {
+    value rest[LANES];
+    put(rest, x);
+    memcpy(p, rest, left * sizeof(value));
+}
+
+// 1 / sqrt(mean x^2 + eps) of a row.
+INLINE float scale_of(const value *x, int64_t dim, float eps) {
+    vf sums[4] = {{0}, {0}, {0}, {0}};
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            vf part = get(x + d + i * LANES);
+            sums[i] += part * part;
+        }
+    for (; d < dim; d += LANES) {
+        vf part = dim - d < LANES ? get_rest(x + d, dim - d) : get(x + d);
+        sums[0] += part * part;
+    }
+    vf sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float total = 0.f;
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    return 1.f / __builtin_sqrtf(total / dim + eps);
+}
+
+// ---- norm ----
+
+typedef struct {
+    const value *x, *weight;
+    value *y;
+    int64_t x_row, rows, dim, next;
+    float eps;
+} Norm;
+
+static void norm_rows(void *argument) {
+    Norm *job = argument;
+    for (;;) {
+        const int64_t row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (row >= job->rows) return;
+        const value *x = job->x + row * job->x_row;
+        value *y = job->y + row * job->dim;
+        const float scale = scale_of(x, job->dim, job->eps);
+        int64_t d = 0;
+        for (; d + LANES <= job->dim; d += LANES) put(y + d, get(x + d) * scale * get(job->weight + d));
+        const int64_t left = job->dim - d;
+        if (left) put_rest(y + d, get_rest(x + d, left) * scale * get_rest(job->weight + d, left), left);
+    }
+}
+
+void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, void *y, int64_t rows, int64_t dim, float eps,
+          int32_t threads) {
+    Norm job = {.x = x, .weight = weight, .y = y, .x_row = x_row, .rows = rows, .dim = dim, .eps = eps};
+    if (threads > 1 && rows > 1 && rows * dim > SHARE) team(norm_rows, &job, threads, 0);
+    else norm_rows(&job);
+}
+
+// ---- rotate ----
+
+// Mirrored by layer_c.py.
+typedef struct {
+    parallel *team;
+    const int64_t *positions, *cells;  // [tokens]
+    const float *cos, *sin;            // [context][dim / 2]
+    int64_t tokens, heads, kv_heads, dim, qkv_row, cell_stride, head_stride;  // strides in values
+    float eps;
+    int32_t threads;
+} Turn;
+
+typedef struct {
+    const Turn *turn;
+    value *qkv, *keys, *values;  // of the layer
+    const value *q_norm, *k_norm;
+    int64_t next;
+} Job;
+
+INLINE void rotate_head(value *x, const float *cos, const float *sin, const value *weight, int64_t dim, float eps) {
+    const int64_t half = dim / 2;
+    const float scale = weight ? scale_of(x, dim, eps) : 1.f;
+    for (int64_t i = 0; i < half; i += LANES) {
+        vf low = get(x + i), high = get(x + i + half);
+        if (weight) {
+            low *= scale * get(weight + i);
+            high *= scale * get(weight + i + half);
+        }
+        const vf c = *(const vf_at *)(cos + i), s = *(const vf_at *)(sin + i);
+        put(x + i, low * c - high * s);
+        put(x + i + half, high * c + low * s);
+    }
+}
+
+static void rotate_tokens(void *argument) {
+    Job *job = argument;
+    const Turn *turn = job->turn;
+    const int64_t dim = turn->dim, half = dim / 2;
+    for (;;) {
+        const int64_t token = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (token >= turn->tokens) return;
+        const float *cos = turn->cos + turn->positions[token] * half, *sin = turn->sin + turn->positions[token] * half;
+        value *x = job->qkv + token * turn->qkv_row;
+        for (int64_t h = 0; h < turn->heads; h++, x += dim) rotate_head(x, cos, sin, job->q_norm, dim, turn->eps);
+        value *key = job->keys + turn->cells[token] * turn->cell_stride;
+        value *val = job->values + turn->cells[token] * turn->cell_stride;
+        for (int64_t h = 0; h < turn->kv_heads; h++, x += dim) {
+            rotate_head(x, cos, sin, job->k_norm, dim, turn->eps);
+            memcpy(key + h * turn->head_stride, x, dim * sizeof(value));
+            memcpy(val + h * turn->head_stride, x + turn->kv_heads * dim, dim * sizeof(value));
+        }
+    }
+}
+
+void ROTATE(const Turn *turn, void *qkv, const void *q_norm, const void *k_norm, void *keys, void *values) {
+    Job job = {.turn = turn, .qkv = qkv, .keys = keys, .values = values, .q_norm = q_norm, .k_norm = k_norm};
+    if (turn->threads > 1 && turn->tokens > 1 && turn->tokens * turn->qkv_row > SHARE)
+        turn->team(rotate_tokens, &job, turn->threads, 0);
+    else rotate_tokens(&job);
+}
+#endif

@@ -1,0 +1,116 @@
+"""What a layer does between its products on a CPU, each way of the kernel and torch's, against float64."""
+
+import ctypes
+from collections.abc import Iterator
+
+import c_kernels
+import pytest
+import torch
+from c_kernels import ABLE, BUILD
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.kernels import layer_c
+from holdfast.kernels.layer_c import Rotation, rms_norm
+from holdfast.kernels.norm import add_norm_reference
+from holdfast.kernels.rope_gpu import rotate_and_store_reference
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative to the largest value
+KERNEL_WAYS = tuple(layer_c._WAYS) if ABLE else ()
+FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return c_kernels.emulated(layer_c.SOURCE, BUILD["LAYER_VARIANTS"], tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=[*KERNEL_WAYS, ""])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way in turn, native where this processor has it and the library is built."""
+    name: str = request.param
+    if name not in layer_c._ways():
+        library = request.getfixturevalue("emulated")
+        monkeypatch.setattr(layer_c, "_library", lambda: library)
+        layer_c._function.cache_clear()
+    monkeypatch.setattr(layer_c, "_ways", lambda: (name,))
+    yield name
+    monkeypatch.undo()
+    layer_c._function.cache_clear()
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The greatest error, relative to the largest value."""
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
+
+
+@FIXTURE
+@given(
+    rows=st.integers(1, 80),
+    width=st.sampled_from([1, 7, 8, 24, 100, 576, 1000]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_a_norm_is_its_reference(way, rows, width, dtype, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(rows, 2 * width).to(dtype)[:, :width], torch.randn(width).to(dtype)
+    found = rms_norm(x, weight, 1e-6)
+    assert found.dtype == dtype
+    assert off(found, add_norm_reference(x.double(), None, weight.double(), 1e-6)) < TOLERANCE[dtype]
+    assert torch.equal(rms_norm(x[-1:], weight, 1e-6)[0], found[-1])
+
+
+@FIXTURE
+@given(
+    tokens=st.integers(1, 40),
+    heads=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    dim=st.sampled_from([6, 16, 48, 64, 96]),
+    normed=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    heads_first=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_others(
+    way, tokens, heads, dim, normed, dtype, heads_first, threads, seed
+):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    queries, kv_heads = heads
+    qkv = torch.randn(tokens, queries + 2 * kv_heads, dim).to(dtype)
+    angles = 7 * torch.rand(50, dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    positions, cells = torch.randint(0, 50, (tokens,)), torch.randperm(48)[:tokens]
+    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
+    kv = torch.randn(2, 2, 6, 8, kv_heads, dim).to(dtype)
+    if heads_first:
+        kv = kv.permute(0, 1, 4, 2, 3, 5).contiguous().permute(0, 1, 3, 4, 2, 5)
+    before, exact = kv.clone(), kv.double()
+    given = None if norms is None else (norms[0].double(), norms[1].double())
+    expected = rotate_and_store_reference(qkv.double(), queries, cos, sin, positions, exact, 1, cells, given, 1e-6)
+    values = qkv[:, queries + kv_heads :].clone()
+    q = Rotation(cos, sin, positions, cells, kv, queries, 1e-6).rotate_and_store(qkv, 1, norms)
+    allowed = TOLERANCE[dtype] * (1 + normed)  # torch's way, also of heads that do not fill vectors, rounds once more
+    assert off(q, expected) < allowed
+    assert off(kv[1], exact[1]) < allowed
+    assert torch.equal(kv.flatten(2, 3)[1, 1, cells], values)
+    assert torch.equal(kv.flatten(2, 3)[1, 0, cells], qkv[:, queries : queries + kv_heads])
+    others = torch.ones(48, dtype=torch.bool).index_fill(0, cells, False)
+    assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
+    assert torch.equal(kv[0], before[0])
+
+
+def test_what_does_not_fit_is_refused():
+    kv, table = torch.zeros(1, 2, 3, 8, 2, 16), torch.zeros(4, 8)
+    index = torch.arange(4)
+    rotation = Rotation(table, table, index, index, kv, 4, 1e-6)
+    with pytest.raises(ValueError, match="does not fit the store"):
+        rotation.rotate_and_store(torch.zeros(4, 7, 16), 0)
+    with pytest.raises(ValueError, match="cells of 4 tokens are"):
+        Rotation(table, table, index, index[:3], kv, 4, 1e-6)
+    with pytest.raises(IndexError, match="positions from 1 to 4, of 4"):
+        Rotation(table, table, index + 1, index, kv, 4, 1e-6)
+    with pytest.raises(IndexError, match="cells from -1 to 2, of 24"):
+        Rotation(table, table, index, index - 1, kv, 4, 1e-6)

@@ -23,13 +23,18 @@ VARIANTS = {
     "attend_bfloat16_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=0"),
     "attend_float32_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=1"),
 }
-# No product is contracted with a sum: rounding is where torch has it.
-BYTES, WORDS = "-ffp-contract=off -DVECTORS=4 -DBYTES=1", "-ffp-contract=off -DVECTORS=2 -DBYTES=0"
-INT8_VARIANTS = {
-    "int8_vnni_float32": ("x86_64_v4+avx512vnni", 16, f"{BYTES} -DWIDE=1"),
-    "int8_vnni_bfloat16": ("x86_64_v4+avx512vnni", 16, f"{BYTES} -DWIDE=0"),
-    "int8_avx2_float32": ("x86_64_v3", 8, f"{WORDS} -DWIDE=1"),
-    "int8_avx2_bfloat16": ("x86_64_v3", 8, f"{WORDS} -DWIDE=0"),
+# No product is contracted with a sum but where the file says so: rounding is where torch has it.
+_PRODUCT = "-ffp-contract=off -DVECTORS={} -DROWS={} -DKIND={} -DWIDE={}"
+PRODUCT_VARIANTS = {
+    "bytes_vnni_float32": ("x86_64_v4+avx512vnni", 16, _PRODUCT.format(4, 6, "BYTES", 1)),
+    "bytes_vnni_bfloat16": ("x86_64_v4+avx512vnni", 16, _PRODUCT.format(4, 6, "BYTES", 0)),
+    "words_avx2_float32": ("x86_64_v3", 8, _PRODUCT.format(2, 6, "WORDS", 1)),
+    "words_avx2_bfloat16": ("x86_64_v3", 8, _PRODUCT.format(2, 6, "WORDS", 0)),
+    "pairs_avx512_bf16": ("x86_64_v4+avx512bf16", 16, _PRODUCT.format(4, 6, "PAIRS", 0)),
+    "pairs_avx512": ("x86_64_v4", 16, _PRODUCT.format(4, 4, "PAIRS", 0)),
+    "pairs_avx2": ("x86_64_v3", 8, _PRODUCT.format(2, 4, "PAIRS", 0)),
+    "reals_avx512": ("x86_64_v4", 16, _PRODUCT.format(4, 6, "REALS", 1)),
+    "reals_avx2": ("x86_64_v3", 8, _PRODUCT.format(2, 6, "REALS", 1)),
 }
 # A function of each name; see the file.
 LAYER_VARIANTS = {
@@ -86,7 +91,7 @@ class BuildKernel(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
 
-KERNELS = {"attention": VARIANTS, "int8": INT8_VARIANTS, "layer": LAYER_VARIANTS}
+KERNELS = {"attention": VARIANTS, "product": PRODUCT_VARIANTS, "layer": LAYER_VARIANTS}
 EXTENSIONS = [Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], optional=True) for name in KERNELS]
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 

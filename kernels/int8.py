@@ -9,32 +9,24 @@ Maths: for a weight W [out, in] and a row x [in],
 with sums of integers, which are exact: a row comes to the same beside whatever other rows. A row's largest value sets
 the step of all others, so columns that are far larger than the rest have to be evened out before (`even_out`).
 
-There are three ways, and they agree but for the last bit of the rescaling: the kernel in `int8_c.c`; oneDNN, on
+There are three ways, and they agree but for the last bit of the rescaling: the kernel of `product_c`; oneDNN, on
 processors that add products of bytes in 32 bits (VNNI); and float32 products of the integers, slow, for all others.
 Without VNNI oneDNN is not used: it adds pairs of products in 16 bits, which overflow (found with torch 2.13 on AVX2).
 """
 
-import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, silu
 
-from holdfast.kernels import native
+from holdfast.kernels import product_c
 
 log = logging.getLogger(__name__)
 
 MOST = 127  # the largest integer of a weight or a value; -128 has no counterpart
-SOURCE, LIBRARY = "int8_c.c", "libint8.so"
-_VNNI = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_cd", "avx512_vnni")
-# What a processor needs for each of the kernel's ways, as torch names it; 32-bit lanes, vectors of a block, and bytes
-# of a quantised value. The fastest first.
-_WAYS = {"vnni": (_VNNI, 16, 4, 1), "avx2": (("avx2", "fma3"), 8, 2, 2)}
 ONEDNN, FLOATS = "onednn", "floats"
 _CHUNK = 1 << 20  # weights that are turned into float32 at once
 
@@ -59,8 +51,12 @@ class Int8Matrix:
         self.outputs = rows // 2 if gated else rows
         numbers, scales = quantise(weight)
         bias = torch.zeros(rows) if bias is None else bias.float()
-        make = {ONEDNN: _by_onednn, FLOATS: _by_floats}.get(self.way) or functools.partial(_by_kernel, self.way)
-        self._product: Product = make(numbers, scales[:, 0], bias, gated)
+        self._product: Product
+        if self.way in (ONEDNN, FLOATS):
+            self._product = (_by_onednn if self.way == ONEDNN else _by_floats)(numbers, scales[:, 0], bias, gated)
+        else:
+            kernel = next(each for each in product_c.WAYS if each.name == self.way)
+            self._product = product_c.Product(kernel, numbers, bias, gated, scales[:, 0])
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         """x [..., in], float32 or bfloat16 -> [..., out] in its dtype; `plus` [..., out] is added in float32.
@@ -115,15 +111,11 @@ def int8_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
 @functools.cache
 def available() -> tuple[str, ...]:
     """The ways that processor and installation have, the fastest first. Says once if the kernel is missing."""
-    has = torch.cpu.get_capabilities()
-    ways = [name for name, (needs, *_) in _WAYS.items() if all(has.get(need) for need in needs)]
-    missing = library_missing()
-    if missing and ways:
+    ours = tuple(way.name for way in product_c.available() if way.kind in product_c.INTEGERS)
+    if missing := product_c.library_missing():
         log.warning("int8 products run in torch, which is slower: %s", missing)
-    found = () if missing else tuple(ways)
-    if "vnni" in ways and torch._C._has_mkldnn:
-        found = (*found, ONEDNN)
-    return (*found, FLOATS)
+    vnni = torch.cpu.get_capabilities().get("avx512_vnni") and torch._C._has_mkldnn
+    return (*ours, *((ONEDNN,) if vnni else ()), FLOATS)
 
 
 # ---- torch's ways
@@ -164,89 +156,3 @@ def _by_onednn(numbers: Tensor, scales: Tensor, bias: Tensor, gated: bool) -> Pr
         return _rescale(y * s, x, bias, gated, plus)
 
     return product
-
-
-# ---- the kernel
-
-
-class _Weights(ctypes.Structure):
-    """`Weights` in int8_c.c."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("parallel", "weight", "scale", "bias", "offset")),
-        *((name, ctypes.c_int64) for name in ("inner", "padded", "outputs", "gated")),
-    ]
-
-
-def _by_kernel(way: str, numbers: Tensor, scales: Tensor, bias: Tensor, gated: bool) -> Product:
-    _, lanes, vectors, size = _WAYS[way]
-    step = 4 // size
-    rows, inner = numbers.shape
-    padded = -(-inner // step) * step
-    order = _order(rows, lanes * vectors, gated)
-
-    def placed(x: Tensor) -> Tensor:
-        """The rows of x in the order of blocks, zeros where there is none."""
-        return pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[order].contiguous()
-
-    blocks = placed(pad(numbers, (0, padded - inner))).view(-1, vectors, lanes, padded // step, step)
-    weight = blocks.permute(0, 3, 1, 2, 4).contiguous()
-    offset = -128 * (2 - size) * numbers.sum(1, dtype=torch.int32)
-    held = (weight, placed(scales), placed(bias), placed(offset))
-    outputs = rows // 2 if gated else rows
-    told = _Weights(native.team(), *(tensor.data_ptr() for tensor in held), inner, padded, outputs, int(gated))
-    functions = {torch.float32: _function(f"int8_{way}_float32"), torch.bfloat16: _function(f"int8_{way}_bfloat16")}
-
-    def product(x: Tensor, plus: Tensor | None, held: Any = (told, *held)) -> Tensor:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        count = len(x)
-        y = torch.empty(count, outputs, dtype=x.dtype)
-        room = torch.empty(count * (padded * size + 4) + 64, dtype=torch.uint8)
-        added, added_row = (None, 0) if plus is None else (plus.contiguous(), outputs)
-        functions[x.dtype](
-            ctypes.addressof(told),
-            x.data_ptr(),
-            x.stride(0),
-            None if added is None else added.data_ptr(),
-            added_row,
-            y.data_ptr(),
-            count,
-            room.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return y
-
-    return product
-
-
-def _order(rows: int, block: int, gated: bool) -> Tensor:
-    """Which row of the weight stands where in the blocks; `rows`, which is none, where they are not full."""
-    if not gated:
-        order = torch.arange(-(-rows // block) * block)
-        return order.clamp_max(rows)
-    half, outputs = block // 2, rows // 2
-    gates = torch.arange(-(-outputs // half) * half).view(-1, half)
-    both = torch.stack((gates, gates + outputs), dim=1)  # [blocks, 2, half]
-    return torch.where(gates.unsqueeze(1) < outputs, both, rows).flatten()
-
-
-@functools.cache
-def library_missing() -> str:
-    """Why there is no kernel, or ""."""
-    return native.missing(_library)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The kernel as it was built. Raises OSError where it was not, or from another source than lies beside it."""
-    return native.load(Path(__file__).with_name(SOURCE), LIBRARY, "int8_source")
-
-
-@functools.cache
-def _function(name: str) -> Callable[..., None]:
-    function = _library()[name]
-    pointer, long = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, long, pointer, long, pointer, long, pointer, ctypes.c_int32]
-    function.restype = None
-    return function

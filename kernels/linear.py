@@ -1,13 +1,14 @@
-"""Products with matrices that stay, the weights of a model: packed once for a CPU, plain elsewhere; on a GPU few rows
-may go another way, where that was measured to be faster (`stream_gpu`).
+"""Products with matrices that stay, the weights of a model: reordered once for a CPU, plain elsewhere; on a GPU few
+rows may go another way, where that was measured to be faster (`stream_gpu`).
 
 Maths: y = x W^T + b, and a gated pair's y = silu(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in], b [out],
 y [..., out].
 
 A step streams every weight through the cores. A plain product on a CPU does that at half the memory's bandwidth: with
-one row it walks the matrix badly, with more of them it reorders the matrix in every call. oneDNN's own layout, made
-once, is 1.4 times faster at one row and up to 3 times at eight, and what follows a product runs in its registers
-(docs/performance.md). Products of small matrices wait for no memory; they are left as they are.
+one row it walks the matrix badly, with more of them it reorders the matrix in every call. Our own kernel has the order
+in which it reads (`product_c`); where that is not, oneDNN's layout is 1.4 times faster than none at one row and up to 3
+times at eight, and what follows a product runs in its registers (docs/performance.md). Products of small matrices wait
+for no memory; they are left as they are.
 
 Where int8 is asked for, all matrices are, whatever their size (`int8`).
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from holdfast.kernels import product_c
 from holdfast.kernels.int8 import Int8Matrix
 
 PACKED_BYTES = 1 << 20  # smaller matrices stay in a cache
@@ -30,14 +32,14 @@ class Matrix:
     Drop the plain weight after making one of it: where it was packed, or in `int8`, this is a second copy.
     """
 
-    __slots__ = ("_bias", "_int8", "_packed", "_plain", "_streamed")
+    __slots__ = ("_bias", "_ours", "_outputs", "_packed", "_plain", "_streamed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
         """Raises ValueError for `int8` of a weight that is not on a CPU."""
-        self._bias = bias
-        self._int8 = Int8Matrix(weight, bias) if int8 else None
-        self._packed = _pack(weight) if not int8 and can_pack(weight) else None
-        self._plain = weight if self._packed is None and not int8 else None
+        self._bias, self._outputs = bias, len(weight)
+        self._ours = _ours(weight, bias, int8=int8)
+        self._packed = _pack(weight) if self._ours is None and can_pack(weight) else None
+        self._plain = weight if self._packed is None and self._ours is None else None
         self._streamed: Container[int] = ()
 
     @property
@@ -58,8 +60,11 @@ class Matrix:
 
         In int8 x has whichever dtype, float32 or bfloat16, and y has it, too.
         """
-        if self._int8 is not None:
-            return self._int8(x, plus)
+        if self._ours is not None:
+            if x.ndim == 2:
+                return self._ours(x, plus)
+            added = None if plus is None else plus.reshape(-1, self._outputs)
+            return self._ours(x.reshape(-1, x.shape[-1]), added).view(*x.shape[:-1], self._outputs)
         if self._plain is not None:
             y = _by_either(x, self._plain, self._bias, self._streamed)
             return y if plus is None else plus + y
@@ -71,15 +76,15 @@ class Matrix:
 class GatedMatrix:
     """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first."""
 
-    __slots__ = ("_gate", "_int8", "_plain", "_streamed", "_up")
+    __slots__ = ("_gate", "_ours", "_plain", "_streamed", "_up")
 
     def __init__(self, gate_up: Tensor, int8: bool = False) -> None:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
         self._plain: Tensor | None = None
         self._streamed: Container[int] = ()
-        self._int8 = Int8Matrix(gate_up, gated=True) if int8 else None
+        self._ours = _ours(gate_up, gated=True, int8=int8)
         gate, up = gate_up.chunk(2)
-        if int8:
+        if self._ours is not None:
             return
         if can_pack(gate):
             self._gate, self._up = _pack(gate), _pack(up)
@@ -97,8 +102,8 @@ class GatedMatrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        if self._int8 is not None:
-            return self._int8(x)
+        if self._ours is not None:
+            return self._ours(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
         if self._plain is None:
             return _then(x, _times(x, self._gate, None, "swish"), self._up, None, "mul")
         gate, up = self.both(x).chunk(2, dim=-1)
@@ -135,6 +140,16 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _ours(
+    weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False
+) -> Int8Matrix | product_c.Product | None:
+    """What multiplies with the weight where our kernel can, and should."""
+    if int8:
+        return Int8Matrix(weight, bias, gated)
+    way = product_c.way_for(weight) if weight.nbytes >= PACKED_BYTES else None
+    return None if way is None else product_c.Product(way, weight, bias, gated)
 
 
 def _by_either(x: Tensor, weight: Tensor, bias: Tensor | None, streamed: Container[int]) -> Tensor:

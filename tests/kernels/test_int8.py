@@ -6,6 +6,7 @@ which the development install brings.
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import c_kernels
 import pytest
@@ -14,19 +15,19 @@ from c_kernels import ABLE, BUILD
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import int8
+from holdfast.kernels import int8, product_c
 from holdfast.kernels.int8 import FLOATS, Int8Matrix, available, even_out, int8_reference, quantise
 from holdfast.kernels.linear import GatedMatrix, Matrix, gated_reference, matrix_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # relative to the largest value
-KERNEL_WAYS = tuple(int8._WAYS)
+KERNEL_WAYS = tuple(way.name for way in product_c.WAYS if way.kind in product_c.INTEGERS)
 WAYS = tuple(dict.fromkeys((*available(), *(KERNEL_WAYS if ABLE else ()))))
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(192, 576), (130, 1025)])
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return c_kernels.emulated(int8.SOURCE, BUILD["INT8_VARIANTS"], tmp_path_factory.mktemp("emulated"))
+    return c_kernels.emulated(product_c.SOURCE, BUILD["PRODUCT_VARIANTS"], tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture(params=WAYS)
@@ -35,12 +36,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     name: str = request.param
     if name not in available():
         library = request.getfixturevalue("emulated")
-        monkeypatch.setattr(int8, "_library", lambda: library)
+        monkeypatch.setattr(product_c, "_library", lambda: library)
         monkeypatch.setattr(int8, "available", lambda: WAYS)
-        int8._function.cache_clear()
+        product_c._function.cache_clear()
     yield name
     monkeypatch.undo()
-    int8._function.cache_clear()
+    product_c._function.cache_clear()
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -168,12 +169,16 @@ def test_what_is_refused():
 
 
 def test_without_the_kernel_torch_computes(monkeypatch):
-    monkeypatch.setattr(int8, "library_missing", lambda: "it is not built")
-    int8.available.cache_clear()
+    caches = [int8.available, product_c.available, product_c.library_missing]
+    monkeypatch.setattr(product_c, "_library", lambda: product_c.native.load(Path("nowhere.c"), "no.so", "none"))
     try:
-        ways = available()
+        for each in caches:
+            each.cache_clear()
+        ways, floats = available(), product_c.way_for(torch.zeros(4, 4))
     finally:
         monkeypatch.undo()
-        int8.available.cache_clear()
+        for each in caches:
+            each.cache_clear()
     assert ways[-1] == FLOATS
-    assert not set(ways) & {"avx2", "vnni"}
+    assert not set(ways) & set(KERNEL_WAYS)
+    assert floats is None

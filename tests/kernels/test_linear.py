@@ -1,21 +1,31 @@
-"""Packed and plain products against float64, on both sides of the size from which a matrix is packed."""
+"""Packed and plain products against float64, on both sides of the size from which a matrix is packed.
+
+Each by our kernel, where it is, and by oneDNN.
+"""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.kernels import product_c
 from holdfast.kernels.linear import PACKED_BYTES, GatedMatrix, Matrix, can_pack, gated_reference, matrix_reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative to the largest value: an element may cancel out
 DTYPES = st.sampled_from(list(TOLERANCE))
 
 
+@pytest.fixture(params=["ours", "onednn"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "onednn":
+        monkeypatch.setattr(product_c, "available", tuple)
+
+
 def agree(found: torch.Tensor, exact: torch.Tensor, roundings: int = 1) -> None:
     assert (found.double() - exact).abs().max() <= roundings * TOLERANCE[found.dtype] * exact.abs().max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.integers(1, 40), min_size=1, max_size=2),
     size=st.sampled_from([(8, 24), (512, 1024), (700, 800)]),
@@ -34,7 +44,7 @@ def test_a_matrix_is_its_reference(rows, size, dtype, bias, plus, seed):
     assert p is None or torch.equal(p, before)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 40), size=st.sampled_from([(16, 24), (1100, 1000)]), dtype=DTYPES, seed=st.integers(0, 100))
 def test_a_gated_pair_is_its_reference(rows, size, dtype, seed):
     torch.manual_seed(seed)

@@ -1,0 +1,343 @@
+// Products with the matrices of a model on the cores of a CPU: the maths of linear.py and int8.py, for what product_c.py
+// packs.
+//
+// For a row x of `inner` values and an output o:
+//
+//     y_o = sum_k x_k W_ok + bias_o
+//
+// A gated matrix gives silu(y_gate) * y_up. `plus` is added last; all of that is float32, then it is rounded once. With
+// weights in int8, W_ok = scale_o w_ok, and rows become integers, too:
+//
+//     s = max |x_k| / 127,  q_k = round(x_k / s),  y_o = (sum_k q_k w_ok) * (s * scale_o) + bias_o
+//
+// An output's sum is taken by one thread from the first k to the last, whatever rows are beside it: a row comes to the
+// same in any batch, to the last bit.
+//
+// Work. A block is VECTORS * LANES outputs; its weights lie together in the order in which they are read. A thread
+// draws blocks from a counter and multiplies each with all rows, up to ROWS at a time, whose sums stay in registers.
+// Few rows wait for memory, which is read once from front to back; many rows wait for the multipliers.
+//
+// This file is compiled once for each kind of processor, each kind of weights and each dtype of x and y:
+//
+//     LANES     8 or 16: 32-bit values of a vector
+//     VECTORS   of a block
+//     ROWS      of a tile: as many as the registers hold
+//     KIND      BYTES   weights in int8, q is a byte with 128 added, and four products are added to a lane by one
+//                       instruction (VNNI)
+//               WORDS   weights in int8, q has two bytes, and two products are: AVX2 multiplies bytes only with sums of
+//                       16 bits, which overflow
+//               PAIRS   weights and x in bfloat16, two products are added to a lane by one instruction (AVX512-BF16), or
+//                       one after the other as float32
+//               REALS   weights and x in float32
+//     WIDE      x and y are float32, else bfloat16
+//     NAME      of the function
+//
+// Where a processor lacks an instruction it is spelt out, which is how one without it tests all the rest.
+
+#include <stdint.h>
+#include <string.h>
+#include <immintrin.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#ifdef SOURCE  // compiled once besides: the digest of this file
+const uint64_t product_source = SOURCE;
+#else
+
+#define BYTES 1
+#define WORDS 2
+#define PAIRS 3
+#define REALS 4
+#define INTEGERS (KIND <= WORDS)
+
+enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2, SHARE = 1 << 16 };  // SHARE: bytes that
+                                                                                                   // are drawn at once
+#if KIND == BYTES
+typedef int8_t weight;
+typedef uint8_t quantum;  // of a row as it is multiplied
+#elif KIND == WORDS
+typedef int8_t weight;
+typedef int16_t quantum;
+#elif KIND == PAIRS
+typedef uint16_t weight, quantum;
+#else
+typedef float weight, quantum;
+#endif
+
+// Mirrored by product_c.py.
+typedef struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
+    const weight *weights;  // [blocks][padded / STEP][VECTORS][LANES][STEP]
+    const float *bias;      // [blocks][BLOCK]
+    const float *scale;     // [blocks][BLOCK]; of integers
+    const int32_t *offset;  // [blocks][BLOCK]; with bytes -128 times the sum of an output's weights, with words 0
+    int64_t inner, padded;  // columns, and with zeros to a multiple of STEP; of floats there are none
+    int64_t outputs;        // of y
+    int64_t gated;          // the first half of a block are gates, the second their partners
+} Matrix;
+
+#if WIDE
+typedef float value;
+#else
+typedef uint16_t value;
+#endif
+
+typedef struct {
+    const Matrix *matrix;
+    const value *x, *plus;
+    value *y;
+    int64_t x_row, plus_row, rows;  // strides in values
+    const quantum *q;               // [rows][q_row]: x itself, or its integers
+    int64_t q_row;
+    float *s;                       // [rows]: of integers
+    int64_t blocks, at_once, next, next_row;
+} Job;
+
+// ---- vectors ----
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t vi_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+INLINE vf splat(float x) { return (vf){0} + x; }
+INLINE vf muladd(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
+INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf larger(vf a, vf b) { return either(a > b, a, b); }
+
+INLINE vf get(const value *p) {
+#if WIDE
+    return *(const vf_at *)p;
+#else
+    return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16);
+#endif
+}
+
+INLINE void put(value *p, vf x) {
+#if WIDE
+    *(vf_at *)p = x;
+#else
+    vu bits = (vu)x;
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
+    bits = (vu)either(x == x, (vf)bits, (vf)((vu){0} + 0x7fc0));
+    *(vh_at *)p = __builtin_convertvector(bits, vh);
+#endif
+}
+
+// 2^x in [-126, 126], and their values beyond. Relative error 1e-7.
+INLINE vf exp2_of(vf x) {
+    x = larger(splat(-126.f), x);
+    x = -larger(splat(-126.f), -x);
+    vf shifted = x + 12583039.f;  // 1.5 * 2^23 + 127: the rounded exponent ends up in the last bits, biased
+    vf f = x - (shifted - 12583039.f);
+    vf p = splat(1.5345811e-4f) * f + 1.3399931e-3f;
+    p = p * f + 9.6184890e-3f;
+    p = p * f + 5.5503288e-2f;
+    p = p * f + 2.4022647e-1f;
+    p = p * f + 6.9314721e-1f;
+    p = p * f + 1.f;
+    return p * (vf)((vi)shifted << 23);
+}
+
+INLINE vf silu(vf x) { return x / (1.f + exp2_of(x * -1.44269504f)); }
+
+// ---- integers of a row ----
+
+#if INTEGERS
+typedef quantum vq __attribute__((vector_size(sizeof(quantum) * LANES)));
+typedef quantum vq_at __attribute__((vector_size(sizeof(quantum) * LANES), aligned(1), may_alias));
+
+static void quantise(const Job *job, int64_t row) {
+    const int64_t inner = job->matrix->inner, whole = inner / LANES * LANES;
+    const value *x = job->x + row * job->x_row;
+    quantum *q = (quantum *)job->q + row * job->q_row;
+    value rest[LANES] = {0};
+    memcpy(rest, x + whole, (inner - whole) * sizeof(value));
+    vf most = {0};
+    vi bad = {0};
+    for (int64_t k = 0; k < inner; k += LANES) {
+        vf v = get(k < whole ? x + k : rest);
+        vf size = (vf)((vi)v & 0x7fffffff);
+        most = larger(size, most);
+        bad |= v != v;
+    }
+    float top = 0.f;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) {
+        top = most[i] > top ? most[i] : top;
+        any |= bad[i];
+    }
+    job->s[row] = any ? __builtin_nanf("") : top / 127.f;  // a row with a NaN is NaN, not a guess
+    const vf inverse = splat(top > 0.f ? 127.f / top : 0.f);
+    for (int64_t k = 0; k < inner; k += LANES) {
+        vf v = get(k < whole ? x + k : rest) * inverse;
+        vi bits = (vi)(v + 12582912.f) - 0x4b400000;  // 1.5 * 2^23: rounded, ties to even
+        vq found = __builtin_convertvector(bits + (KIND == BYTES ? 128 : 0), vq);
+        if (k < whole) *(vq_at *)(q + k) = found;
+        else memcpy(q + k, &found, (inner - whole) * sizeof(quantum));
+    }
+    for (int64_t k = inner; k < job->matrix->padded; k++) q[k] = 0;  // those weights are zero
+}
+#endif
+
+// ---- four bytes of each of LANES outputs, times the same of a row ----
+
+#if KIND == BYTES
+typedef vi sum, some;
+INLINE some widen(const weight *p) { return *(const vi_at *)p; }
+INLINE some spread(int32_t of_row) { return (vi){0} + of_row; }
+INLINE sum dot(sum s, some q, some w) {
+#ifdef __AVX512VNNI__
+    return (vi)_mm512_dpbusd_epi32((__m512i)s, (__m512i)q, (__m512i)w);
+#else
+    typedef uint8_t vq4 __attribute__((vector_size(4 * LANES)));
+    typedef int8_t vw4 __attribute__((vector_size(4 * LANES)));
+    const vq4 a = (vq4)q;
+    const vw4 b = (vw4)w;
+    for (int i = 0; i < 4 * LANES; i++) s[i / 4] += (int32_t)a[i] * b[i];
+    return s;
+#endif
+}
+#elif KIND == WORDS
+typedef vi sum, some;
+INLINE some widen(const weight *p) { return (vi)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+INLINE some spread(int32_t of_row) { return (vi){0} + of_row; }
+INLINE sum dot(sum s, some q, some w) { return s + (vi)_mm256_madd_epi16((__m256i)q, (__m256i)w); }
+#elif KIND == PAIRS && defined __AVX512BF16__
+typedef vf sum, some;
+INLINE some widen(const weight *p) { return *(const vf_at *)p; }
+INLINE some spread(int32_t of_row) { return (vf)((vi){0} + of_row); }
+INLINE sum dot(sum s, some x, some w) { return (vf)_mm512_dpbf16_ps((__m512)s, (__m512bh)x, (__m512bh)w); }
+#elif KIND == PAIRS
+typedef vf sum;
+typedef struct {
+    vf even, odd;
+} some;
+INLINE some halves(vu pairs) { return (some){(vf)(pairs << 16), (vf)(pairs & 0xffff0000u)}; }
+INLINE some widen(const weight *p) { return halves((vu)*(const vi_at *)p); }
+INLINE some spread(int32_t of_row) { return halves((vu){0} + (uint32_t)of_row); }
+INLINE sum dot(sum s, some x, some w) { return muladd(x.even, w.even, muladd(x.odd, w.odd, s)); }
+#else
+typedef vf sum, some;
+INLINE some widen(const weight *p) { return *(const vf_at *)p; }
+INLINE some spread(int32_t of_row) { return (vf)((vi){0} + of_row); }
+INLINE sum dot(sum s, some x, some w) { return muladd(x, w, s); }
+#endif
+
+// ---- tiles ----
+
+// One block for `count` rows from `row` on. `count` is a constant wherever this is called.
+INLINE void tile(const Job *job, int64_t block, int64_t row, const int count) {
+    const Matrix *matrix = job->matrix;
+    const weight *w = matrix->weights + block * BLOCK * matrix->padded;
+    const quantum *q = job->q + row * job->q_row;
+    sum sums[ROWS][VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+#if INTEGERS
+        const sum first = *(const vi_at *)(matrix->offset + block * BLOCK + v * LANES);
+#else
+        const sum first = {0};
+#endif
+        for (int r = 0; r < count; r++) sums[r][v] = first;
+    }
+    for (int64_t k = 0; k < matrix->padded; k += STEP, w += BLOCK * STEP) {
+        some part[VECTORS];
+        for (int v = 0; v < VECTORS; v++) part[v] = widen(w + v * LANES * STEP);
+        for (int r = 0; r < count; r++) {
+            int32_t together;
+            memcpy(&together, q + r * job->q_row + k, 4);
+            const some each = spread(together);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = dot(sums[r][v], each, part[v]);
+        }
+    }
+    const int vectors = matrix->gated ? VECTORS / 2 : VECTORS;
+    const int64_t first = block * vectors * LANES;
+    for (int r = 0; r < count; r++) {
+        vf found[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            const int64_t at = block * BLOCK + v * LANES;
+            const vf bias = *(const vf_at *)(matrix->bias + at);
+#if INTEGERS
+            const vf scale = *(const vf_at *)(matrix->scale + at);
+            found[v] = __builtin_convertvector(sums[r][v], vf) * (scale * job->s[row + r]) + bias;
+#else
+            found[v] = sums[r][v] + bias;
+#endif
+        }
+        for (int v = 0; v < vectors; v++) {
+            const vf out = matrix->gated ? silu(found[v]) * found[v + VECTORS / 2] : found[v];
+            const int64_t at = first + v * LANES;
+            const int64_t left = matrix->outputs - at;
+            value *y = job->y + (row + r) * matrix->outputs + at;
+            const value *plus = job->plus ? job->plus + (row + r) * job->plus_row + at : 0;
+            if (left >= LANES) {
+                put(y, plus ? out + get(plus) : out);
+            } else if (left > 0) {
+                value rest[LANES] = {0}, added[LANES] = {0};
+                if (plus) memcpy(added, plus, left * sizeof(value));
+                put(rest, plus ? out + get(added) : out);
+                memcpy(y, rest, left * sizeof(value));
+            }
+        }
+    }
+}
+
+static void work(void *argument) {
+    Job *job = argument;
+    for (;;) {
+        const int64_t first = __atomic_fetch_add(&job->next, job->at_once, __ATOMIC_RELAXED);
+        if (first >= job->blocks) return;
+        const int64_t end = first + job->at_once < job->blocks ? first + job->at_once : job->blocks;
+        for (int64_t block = first; block < end; block++) {
+            int64_t row = 0;
+            for (; row + ROWS <= job->rows; row += ROWS) tile(job, block, row, ROWS);
+            switch (job->rows - row) {
+                case 1: tile(job, block, row, 1); break;
+                case 2: tile(job, block, row, 2); break;
+                case 3: tile(job, block, row, 3); break;
+#if ROWS > 4
+                case 4: tile(job, block, row, 4); break;
+                case 5: tile(job, block, row, 5); break;
+#endif
+            }
+        }
+    }
+}
+
+#if INTEGERS
+static void work_on_rows(void *argument) {
+    Job *job = argument;
+    for (;;) {
+        const int64_t row = __atomic_fetch_add(&job->next_row, 1, __ATOMIC_RELAXED);
+        if (row >= job->rows) return;
+        quantise(job, row);
+    }
+}
+#endif
+
+// `room`, of integers: for the rows as they are multiplied, [rows][padded], and after them their scales.
+void NAME(const Matrix *matrix, const void *x, int64_t x_row, const void *plus, int64_t plus_row, void *y, int64_t rows,
+          void *room, int32_t threads) {
+    Job job = {.matrix = matrix, .x = x, .x_row = x_row, .plus = plus, .plus_row = plus_row, .y = y, .rows = rows};
+    const int64_t outputs = matrix->gated ? 2 * matrix->outputs : matrix->outputs;
+    job.blocks = (outputs + BLOCK - 1) / BLOCK;
+    job.at_once = SHARE / (BLOCK * matrix->padded * (int64_t)sizeof(weight));
+    if (!job.at_once) job.at_once = 1;
+#if INTEGERS
+    job.q = room;
+    job.q_row = matrix->padded;
+    job.s = (float *)((char *)room + (rows * matrix->padded * (int64_t)sizeof(quantum) + 63) / 64 * 64);
+    if (threads > 1 && rows * matrix->inner > SHARE) matrix->parallel(work_on_rows, &job, threads, 0);
+    else work_on_rows(&job);
+#else
+    (void)room;
+    job.q = x;
+    job.q_row = x_row;
+#endif
+    if (threads > 1 && job.blocks > job.at_once) matrix->parallel(work, &job, threads, 0);
+    else work(&job);
+}
+#endif

@@ -195,7 +195,9 @@ def _library() -> ctypes.CDLL:
 def _function(what: str, way: str, dtype: torch.dtype) -> Callable[..., Any]:
     function = _library()[f"{what}_{way}_{_DTYPES[dtype]}"]
     pointer, long = ctypes.c_void_p, ctypes.c_int64
-    norm = [pointer, pointer, long, pointer, pointer, long, long, ctypes.c_float, ctypes.c_int32]
-    function.argtypes = norm if what == "norm" else [pointer] * 6
+    if what == "norm":
+        function.argtypes = [pointer, pointer, long, pointer, pointer, long, long, ctypes.c_float, ctypes.c_int32]
+    else:
+        function.argtypes = [pointer] * 6
     function.restype = None
     return function

@@ -9,10 +9,10 @@ them, with many it multiplies as fast as oneDNN does, so weights are kept in its
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ class Product:
 class _Matrix(ctypes.Structure):
     """`Matrix` in product_c.c."""
 
-    _fields_: Sequence[tuple[str, Any]] = [
+    _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parallel", "weights", "bias", "scale", "offset")),
         *((name, ctypes.c_int64) for name in ("inner", "padded", "outputs", "gated")),
     ]

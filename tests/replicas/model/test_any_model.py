@@ -44,7 +44,7 @@ def test_logits_of_every_position_are_the_plain_models(tiny, family, page_size):
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 def test_on_a_gpu_its_attention_is_the_kernel_that_our_decoder_has(tiny, family, monkeypatch):
-    def by_the_kernel(q, k, v, kv, layer, batch, scale, window=None, softcap=None):
+    def by_the_kernel(q, kv, layer, batch, scale, window=None, softcap=None):
         return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
 
     prompt = tiny.prompt(30)

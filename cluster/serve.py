@@ -231,7 +231,8 @@ def _quiet(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Ray reports every process that it is told to stop as lost."""
+    """Ray reports every process that it is told to stop as lost, and Serve that it is not told of it."""
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 

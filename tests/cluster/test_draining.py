@@ -84,3 +84,8 @@ def test_who_comes_meanwhile_is_told_when_to_come_again(stopped: Stopped) -> Non
     for status, headers, text in stopped.late:
         assert (status, json.loads(text)["error"]["code"]) == (503, "unavailable")
         assert int(headers["retry-after"]) > 0
+
+
+def test_the_console_says_that_it_stops_and_nothing_of_errors(stopped: Stopped) -> None:
+    assert "stopping" in stopped.said
+    assert "ERROR" not in stopped.said

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from stub_server import DONE, Answer, Asked, call, models, stub_server, usage
 
 from holdfast.cluster.config_file import parse
 from holdfast.loadgen import scheduling
+from holdfast.loadgen.options import Options
 from holdfast.loadgen.programs import Program
 from holdfast.loadgen.scheduling import PAIR, engine, faster
 from holdfast.loadgen.simulator.policies import POLICIES, policy
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
+UNPAUSED = partial(Options, pause_s=0.0)  # the servers here look for no work in busy loops
 SMALL = Sizes(jobs=2, rate=1000.0, prompt_tokens=4)
 
 
@@ -102,6 +105,7 @@ def test_where_requests_fail_the_status_says_so(
             yield stub.url
 
     monkeypatch.setattr(scheduling, "serving", pretending)
+    monkeypatch.setattr(scheduling, "Options", UNPAUSED)
     monkeypatch.setattr(scheduling, "TARGETS", {"small": 0.0, "large": 0.0})
     asked = scheduling.Asked(workload="arrivals", sizes=SMALL, caches=("small",), repetitions=2, folder=tmp_path)
     assert scheduling.main(asked, tmp_path / "ratios.json") == 1
@@ -122,6 +126,7 @@ def test_both_caches_are_measured_and_the_ratios_written(
             yield stub.url
 
     monkeypatch.setattr(scheduling, "serving", pretending)
+    monkeypatch.setattr(scheduling, "Options", UNPAUSED)
     asked = scheduling.Asked(workload="arrivals", sizes=SMALL, cells=(64, 128), repetitions=2, folder=tmp_path)
     scheduling.main(asked, tmp_path / "ratios.json")
     assert [(each["order"], each["cells"]) for each in started] == [

@@ -7,8 +7,8 @@ y [..., out].
 A step streams every weight through the cores. A plain product on a CPU does that at half the memory's bandwidth: with
 one row it walks the matrix badly, with more of them it reorders the matrix in every call. Our own kernel has the order
 in which it reads (`product_c`); where that is not, oneDNN's layout is 1.4 times faster than none at one row and up to 3
-times at eight, and what follows a product runs in its registers (docs/performance.md). Products of small matrices wait
-for no memory; they are left as they are.
+times at eight, and what follows a product runs in its registers (docs/performance.md). Small matrices, which stay in a
+cache, gain nothing by oneDNN's.
 
 Where int8 is asked for, all matrices are, whatever their size (`int8`).
 """
@@ -29,16 +29,17 @@ _ROWS = 4  # oneDNN asks for how many rows to pack; its answer for 4 is good fro
 class Matrix:
     """A weight [out, in] with an optional bias [out]; calling it multiplies.
 
-    Drop the plain weight after making one of it: where it was packed, or in `int8`, this is a second copy.
+    Drop the plain weight after making one of it: where it was packed, or in `int8`, this is a second copy. `leave`: it
+    is not, because another kernel reads it.
     """
 
     __slots__ = ("_bias", "_ours", "_outputs", "_packed", "_plain", "_streamed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False, leave: bool = False) -> None:
         """Raises ValueError for `int8` of a weight that is not on a CPU."""
         self._bias, self._outputs = bias, len(weight)
-        self._ours = _ours(weight, bias, int8=int8)
-        self._packed = _pack(weight) if self._ours is None and can_pack(weight) else None
+        self._ours = None if leave else _ours(weight, bias, int8=int8)
+        self._packed = _pack(weight) if not leave and self._ours is None and can_pack(weight) else None
         self._plain = weight if self._packed is None and self._ours is None else None
         self._streamed: Container[int] = ()
 
@@ -74,19 +75,22 @@ class Matrix:
 
 
 class GatedMatrix:
-    """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first."""
+    """The two matrices in front of a gated activation, given one above the other: [2 * out, in], the gate's first.
+
+    `int8`, `leave`: as of a `Matrix`.
+    """
 
     __slots__ = ("_gate", "_ours", "_plain", "_streamed", "_up")
 
-    def __init__(self, gate_up: Tensor, int8: bool = False) -> None:
+    def __init__(self, gate_up: Tensor, int8: bool = False, leave: bool = False) -> None:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
         self._plain: Tensor | None = None
         self._streamed: Container[int] = ()
-        self._ours = _ours(gate_up, gated=True, int8=int8)
+        self._ours = None if leave else _ours(gate_up, gated=True, int8=int8)
         gate, up = gate_up.chunk(2)
         if self._ours is not None:
             return
-        if can_pack(gate):
+        if not leave and can_pack(gate):
             self._gate, self._up = _pack(gate), _pack(up)
         else:
             self._plain = gate_up
@@ -145,10 +149,10 @@ def can_pack(weight: Tensor) -> bool:
 def _ours(
     weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False
 ) -> Int8Matrix | product_c.Product | None:
-    """What multiplies with the weight where our kernel can, and should."""
+    """What multiplies with the weight where our kernel can."""
     if int8:
         return Int8Matrix(weight, bias, gated)
-    way = product_c.way_for(weight) if weight.nbytes >= PACKED_BYTES else None
+    way = product_c.way_for(weight)
     return None if way is None else product_c.Product(way, weight, bias, gated)
 
 

@@ -79,21 +79,23 @@ class Layer:
     window: int | None
 
 
-def _layer(weights: LayerWeights, window: int | None, int8: bool) -> Layer:
+def _layer(weights: LayerWeights, window: int | None, int8: bool, leave: bool) -> Layer:
     return Layer(
         input_norm=weights.input_norm,
-        qkv=Matrix(weights.qkv, weights.qkv_bias, int8),
+        qkv=Matrix(weights.qkv, weights.qkv_bias, int8, leave),
         norms=None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm),
-        out=Matrix(weights.out, None, int8),
+        out=Matrix(weights.out, None, int8, leave),
         post_norm=weights.post_norm,
-        gate_up=GatedMatrix(weights.gate_up, int8),
-        down=Matrix(weights.down, None, int8),
+        gate_up=GatedMatrix(weights.gate_up, int8, leave),
+        down=Matrix(weights.down, None, int8, leave),
         window=window,
     )
 
 
 class Decoder:
     """Weights and layers; stateless but for the KV store it writes. A `batch.Model`."""
+
+    leave = False  # weights as they are, for kernels that read them so
 
     def __init__(
         self,
@@ -106,8 +108,8 @@ class Decoder:
         """Takes over `weights`, whose layers are gone then: on a CPU each is packed in turn, or becomes `int8`."""
         self._shape = shape
         self._embedding, self._norm = weights.embedding, weights.norm
-        self._layers = [_layer(weights.layers.pop(0), window, int8) for window in shape.window]
-        self._head = Matrix(weights.head, None, int8)
+        self._layers = [_layer(weights.layers.pop(0), window, int8, self.leave) for window in shape.window]
+        self._head = Matrix(weights.head, None, int8, self.leave)
         angles = torch.float32 if kv.data.device.type == "cpu" else self._norm.dtype
         self._cos, self._sin = (table.to(angles) for table in rotary)
         self._kv = kv

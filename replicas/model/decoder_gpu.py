@@ -43,6 +43,7 @@ _CLOSE = 0.03  # relative error between two ways in 16 bits
 class GpuDecoder(Decoder):
     """`Decoder` with another forward."""
 
+    leave = True
     _fused: Container[int] = ()
 
     def fuse(self, rows: Container[int]) -> None:

@@ -19,7 +19,8 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
 
     rows = []
     monkeypatch.setattr(stream_gpu, "streamed", lambda x, w, b=None: rows.append(len(x)) or x @ w.T)
-    first, second, gated = Matrix(torch.randn(24, 16)), Matrix(torch.randn(24, 16)), GatedMatrix(torch.randn(64, 16))
+    first, second = (Matrix(torch.randn(24, 16), leave=True) for _ in range(2))
+    gated = GatedMatrix(torch.randn(64, 16), leave=True)
     timed = choose_products([first, second, gated], clock(1.0, 2.0, 3.0, 1.0, 1.0, 2.0, 1.0, 1.01, 1.0, 3.0, 3.0, 1.0))
     assert [each.rows for each in timed] == [1, 8, 16] * 2
     assert (timed[0].outputs, timed[0].inputs) == (24, 16)
@@ -37,7 +38,7 @@ def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
 
     calls = []
     monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w: calls.append(w) or x @ w.T)
-    alike = [Matrix(torch.randn(24, 16)) for _ in range(10)]
+    alike = [Matrix(torch.randn(24, 16), leave=True) for _ in range(10)]
     timed = choose_products(alike, clock(*[8.0, 4.0] * 3))
     assert [(each.ours_s, each.torchs_s) for each in timed] == [(1.0, 0.5)] * 3
     assert [w is each.plain for w, each in zip(calls[:8], alike, strict=False)] == [True] * 8

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_decoder import CONTEXT, VOCABULARY, decoder
 
+from holdfast.kernels import attention_c, product_c
 from holdfast.kernels.sampling import gumbel_noise, row_keys
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -111,6 +112,15 @@ def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model,
                 assert found[mine.token] == max(found.values())
                 assert found[mine.token] - found[other.token] <= 2 * MOVES[dtype] / (temperature or 1.0)
                 break
+
+
+@pytest.mark.skipif(attention_c.way() == "torch" or not product_c.available(), reason="no kernels of our own here")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", MOVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_by_our_own_kernels_other_company_changes_no_bit(model, dtype, temperature):
+    together = served(model, dtype).replies(list(range(8)), temperature)
+    assert alone(model, dtype, temperature) == [together[number] for number in range(8)]
 
 
 @pytest.mark.parametrize("dtype", MOVES)

@@ -123,6 +123,7 @@ class EngineConfig:
     max_sequences: int = 64  # rows of the sequence pool
     session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
     session_idle_s: float = 600.0  # a session without an operation for this long is closed
+    tenant_sessions: int = 0  # open sessions of one tenant; 0: as many as there may be
     session_questions: int = 8  # standing questions of a session; 0: none
     tenant_questions: int = 64  # and of all sessions of a tenant
     question_tokens: int = 256  # tokens that an answer to one may have
@@ -210,7 +211,7 @@ class EngineConfig:
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
         _check(self, _NOT_NEGATIVE, "preposition_after_s")
         _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")
-        _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions")
+        _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property

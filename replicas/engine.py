@@ -91,7 +91,9 @@ class Engine:
         self._beginnings = Beginnings()
         self._events: list[Event] = []
         self._open_books()
-        self._sessions = Sessions(self.scheduler.rows, self._events, config.session_rows, config.session_idle_s)
+        self._sessions = Sessions(
+            self.scheduler.rows, self._events, config.session_rows, config.session_idle_s, config.tenant_sessions
+        )
 
     @property
     def busy(self) -> bool:

@@ -81,15 +81,17 @@ class SessionFacts:
 
 
 class Sessions:
-    """At most `most` sessions at once, each closed after `idle_s` seconds without an operation.
+    """At most `most` sessions at once, `most_of_tenant` of one tenant, 0: all of them; each is closed after `idle_s`
+    seconds without an operation.
 
     `events` belongs to the engine; what happens here is added to it. `rows` are those of its present books.
     """
 
-    def __init__(self, rows: Rows, events: list[Event], most: int, idle_s: float) -> None:
+    def __init__(self, rows: Rows, events: list[Event], most: int, idle_s: float, most_of_tenant: int = 0) -> None:
         self.rows = rows
         self._events = events
         self._most = most
+        self._most_of_tenant = most_of_tenant or most
         self._idle_s = idle_s
         self._sessions: dict[Owner, Session] = {}
         self._queued: dict[str, Session] = {}  # by the request id of an operation that has not begun
@@ -218,6 +220,8 @@ class Sessions:
             raise SessionExistsError(f"session {owner.name!r} is open already", "session_id")
         if len(self._sessions) >= self._most:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
+        if sum(other.scope == owner.scope for other in self._sessions) >= self._most_of_tenant:
+            raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
         session = self._sessions[owner] = Session(owner, now, now)
         return session
 

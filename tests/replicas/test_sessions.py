@@ -219,6 +219,16 @@ def test_what_a_session_cannot_do_names_the_field():
         assert (world.end(name).error.kind, world.end(name).error.field) == (kind, field)
 
 
+def test_one_tenant_does_not_take_every_session():
+    world = make(tenant_sessions=2)
+    own = [world.open(f"s{i}", scope="one") for i in range(3)]
+    other = world.open("s0", scope="other")
+    world.run()
+    assert [isinstance(world.end(name), Rejected) for name in (*own, other)] == [False, False, True, False]
+    assert world.end(own[2]).error.kind is ErrorKind.OVERLOADED
+    assert "at most 2 sessions" in world.end(own[2]).error.message
+
+
 def test_a_session_that_nobody_uses_is_closed_and_says_so():
     world = make(session_idle_s=50.0)
     world.open("s")

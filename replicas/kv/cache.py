@@ -190,7 +190,7 @@ class KVCache:
                 row[slot] = fresh[0]
         n_pages = self.pool.pages_for(prefix.length)
         if labels is not UNLABELLED:
-            relabel(node, labels, who, self.page_size)
+            relabel(node, labels, who, self.page_size, self.tree.sharing)
         holding = Holding(scope, node, prefix.length, n_shared, self.page_size, row, n_pages, labels=labels, who=who)
         self._live.add(holding)
         self._lookups += 1

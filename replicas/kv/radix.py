@@ -26,6 +26,7 @@ from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 _LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
 _EMPTY_ROOTS = 64  # scopes without cells that are remembered, beyond as many as there are nodes
+_REMEMBERED, _TENANTS = 64, 4096  # beginnings of a tenant that count, the latest more, and tenants
 _SLACK = 64  # entries of nodes in use, or gone, that may stay in a heap of any size
 
 
@@ -53,7 +54,7 @@ class Node:
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
     lasts: float = math.inf  # seconds after its last use for which a tier above 0 counts
-    by: str = ""  # who computed it
+    by: str = ""  # who computed it; "": nobody in particular, or others have used it since
     leases: int = 0  # holders of this node or one below it
     soft: int = 0  # of these, soft pins
     children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
@@ -119,6 +120,7 @@ class RadixTree:
     def __init__(self, pool: PagePool, share: float = 0.5, evicted: dict[str, int] | None = None) -> None:
         self.roots: dict[str, Node] = {}
         self.queue = EvictionQueue(int(pool.total * share))
+        self.sharing = Sharing()
         self.nodes = 0  # without roots
         self.pages = 0
         self.evictable = 0
@@ -172,7 +174,11 @@ class RadixTree:
             return parent
         others = parent.leases - (1 if parent is held else 0)
         leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, tag=label.tag, by=by)
-        leaf.priority, leaf.lasts = 0 if label.learns else label.priority, label.lasts
+        leaf.priority, leaf.lasts = label.priority, label.lasts
+        if label.learns:
+            tenant = tenant_of(parent.root.tag)
+            leaf.priority = label.priority if self.sharing.likely(tenant) else 0
+            self.sharing.computed(tenant)
         if parent.end % self._pool.page_size and not others:
             self._replace_last_page(parent, leaf)
         parent.children[int(tokens[0])] = leaf
@@ -346,7 +352,8 @@ class RadixTree:
             and leaf.leases == 1
             and leaf.end % self._pool.page_size == 0
             and len(leaf.tokens) + more <= _GROWN
-            and (leaf.priority, leaf.lasts) == (0 if label.learns else label.priority, label.lasts)
+            and not label.learns
+            and (leaf.priority, leaf.lasts) == (label.priority, label.lasts)
         )
 
     def _split(self, node: Node, at: int) -> Node:
@@ -378,16 +385,42 @@ class RadixTree:
         return upper
 
 
-def relabel(node: Node, labels: Labels, who: str, page_size: int) -> None:
+class Sharing:
+    """Which tenants' beginnings turn out to be shared, of those that were computed lately: half of them, or fewer."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[float, float]] = {}  # by tenant: how many were computed, how many others then used
+
+    def computed(self, tenant: str) -> None:
+        computed, used = self._of.pop(tenant, (0.0, 0.0))
+        if computed >= _REMEMBERED:
+            computed, used = computed / 2, used / 2
+        self._of[tenant] = computed + 1, used
+        if len(self._of) > _TENANTS:
+            del self._of[next(iter(self._of))]
+
+    def used(self, tenant: str) -> None:
+        computed, used = self._of.get(tenant, (0.0, 0.0))
+        self._of[tenant] = computed, min(used + 1, computed)
+
+    def likely(self, tenant: str) -> bool:
+        computed, used = self._of.get(tenant, (0.0, 0.0))
+        return used > 0 and 2 * used >= computed
+
+
+def relabel(node: Node, labels: Labels, who: str, page_size: int, sharing: Sharing) -> None:
     """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use says what it is worth.
 
     What has no tier above or below 0 is left as it is, but for what was computed ahead. A label that learns counts for
-    what somebody else computed.
+    what somebody else computed, and has then been shared for good.
     """
     for step in node.path():
         label = labels.at(step.start, page_size)
         if label.learns and step.by == who:
             continue
+        if label.learns and step.by:
+            sharing.used(tenant_of(step.root.tag))
+            step.by = ""
         if label.priority or step.tag == AHEAD:
             step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
 

@@ -140,15 +140,28 @@ HIGH = Label(priority=100)
 def test_a_beginning_is_kept_once_another_program_has_used_it() -> None:
     cache = KVCache(24, SIZE)
     shared, own = ids(0, 16), ids(500, 16)
+    run(cache, np.concatenate((own, ids(600, SIZE))), system(16), "r", 0.0)
+    run(cache, np.concatenate((own, ids(600, SIZE), ids(700, 1))), system(16), "r", 1.0)
     for n, who in enumerate("pq"):
-        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, float(n))
-    run(cache, np.concatenate((own, ids(600, SIZE))), system(16), "r", 3.0)
-    run(cache, np.concatenate((own, ids(600, SIZE), ids(700, 1))), system(16), "r", 4.0)
+        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, 2.0 + n)
     for n in range(8):
         run(cache, ids(1000 + 100 * n, 32), UNLABELLED, f"x{n}", 10.0 + n)
     assert cache.peek("", np.append(shared, 1)) == 16
     assert cache.peek("", np.append(own, 1)) == 0, "its own next turn shows no sharing"
     assert cache.tree.queue.raised == 4
+
+
+def test_a_tenant_that_shares_its_beginnings_has_new_ones_kept_at_once() -> None:
+    for shares in (True, False):
+        cache = KVCache(400, SIZE)
+        for n in range(8):
+            beginning = ids(1000 * n if n % 2 == 0 or not shares else 1000 * (n - 1), 16)
+            run(cache, np.concatenate((beginning, ids(100 * n, SIZE))), system(16), f"p{n}", float(n), "a")
+        before = cache.tree.queue.raised
+        run(cache, np.concatenate((ids(90_000, 16), ids(1, SIZE))), system(16), "new", 9.0, "a")
+        assert (before, cache.tree.queue.raised) == ((16, 20) if shares else (0, 0))
+        run(cache, np.concatenate((ids(95_000, 16), ids(1, SIZE))), system(16), "new", 10.0, "b")
+        assert cache.tree.queue.raised == (20 if shares else 0), "another tenant's are another's"
 
 
 def test_what_stands_above_the_others_lapses_with_time() -> None:

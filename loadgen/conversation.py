@@ -72,7 +72,7 @@ class Conversation:
     turns_done: int = 0
 
     def __post_init__(self) -> None:
-        self.messages.append({"role": "system", "content": self.script.system})
+        self.messages.append({"role": "system", "content": self.script.system_of(0)})
         self._user()
 
     @property
@@ -109,6 +109,7 @@ class Conversation:
             self.messages.append({"role": "tool", "tool_call_id": call.call_id, "content": self._result(call, share)})
         self.calls_done += len(kept.calls)
         self.turns_done += 1
+        self.messages[0] = {"role": "system", "content": self.script.system_of(self.turns_done)}
         if not kept.calls or self.calls_done > len(self._step.calls):
             self.steps_done, self.calls_done = self.steps_done + 1, 0
             self._user(0 if kept.calls else words)

@@ -59,8 +59,11 @@ class Summary:
     tool: Estimate | None = None  # mean seconds of tools in a program
     bubble: Estimate | None = None  # mean seconds in which its requests waited to be scheduled; None: not told
     programs_per_s: Estimate | None = None  # mean over repetitions
+    tool_share: Estimate | None = None  # median, of the time to a program's last first token
+    cached_by_turn: tuple[float | None, ...] = ()  # of prompt tokens, of programs' first turns, second, and so on
 
 
+DEPTHS = 4  # turns that are told apart; the last stands for all after it
 _STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
 
 
@@ -141,6 +144,8 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, i
         tool=estimate([program.tool for program in programs], mean, seed),
         bubble=estimate(_told(programs, lambda program: program.bubble), mean, seed),
         programs_per_s=estimate([done[repetition] / s for repetition, s in wall.items() if s > 0], mean, seed),
+        tool_share=estimate([p.tool / p.last_first_token for p in programs if p.last_first_token], median, seed),
+        cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
     )
 
 

@@ -39,10 +39,13 @@ PROGRAM_HEADS = (
     "job s p50",
     "job s p90",
     "job s p99",
-    "last answer's 1st token",
+    "FTR s p50",
+    "p90",
+    "tools / FTR",
     "tools s",
     "bubble s",
     "programs/s",
+    "cached, turn 1, 2, 3, later",
 )
 
 
@@ -126,8 +129,10 @@ def program_figures(summary: Summary) -> list[str]:
     """A server's cells under `PROGRAM_HEADS`."""
     turns = "-" if summary.turns is None else brief(summary.turns.value)
     times = [summary.job[name] for name in ("mean", "p50", "p90", "p99")]
-    rest = (summary.last_first_token["p50"], summary.tool, summary.bubble, summary.programs_per_s)
-    return [f"{summary.programs}", turns, *(_cell(estimate) for estimate in (*times, *rest))]
+    first = (summary.last_first_token["p50"], summary.last_first_token["p90"], summary.tool_share)
+    rest = (*first, summary.tool, summary.bubble, summary.programs_per_s)
+    found = " ".join(_share(share) for share in summary.cached_by_turn)
+    return [f"{summary.programs}", turns, *(_cell(estimate) for estimate in (*times, *rest)), found]
 
 
 def program_ratios(summary: Summary) -> list[str]:

@@ -154,6 +154,7 @@ class EngineConfig:
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
+    kv_tags: bool = True  # cells are evicted by what they are, as requests say or as their roles do; off: by age alone
     preposition: bool = True  # while tools run the next prompt is computed up to their results, in idle steps
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
@@ -165,6 +166,8 @@ class EngineConfig:
     forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
     render_cache: int = 256  # prompts whose rendering is remembered; 0: none
     tokenize_cache: int = 64  # characters a cell whose tokens are remembered, one tenant's at most half; 0: none
+
+    kv_tags_share: float = 0.5  # of all cells that may stand above the others by what they are, of all tenants together
 
     # Evicted cells go to host memory, and come back from there.
     host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
@@ -206,6 +209,7 @@ class EngineConfig:
             self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor", "question_tokens"
         )
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
+        _check(self, _SHARE, "kv_tags_share")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")

@@ -41,6 +41,7 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.beginnings import Beginnings
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.retention.policy import Learned
 from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
@@ -203,7 +204,10 @@ class Engine:
             history = session.history if session is not None else NO_TOKENS
             tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
             began = session.opened if session is not None else arrived
-            submit = replace(submit, tokens=tokens, program_arrival=self._arrivals.of(submit, arrived, began))
+            # A session's tokens stand behind its history, and are pinned.
+            labels = submit.labels if self.config.kv_tags and session is None else UNLABELLED
+            arrival = self._arrivals.of(submit, arrived, began)
+            submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
             check_submit(submit, self.config, self._vocabulary)
             if session is not None:
                 room = self.scheduler.admission.room_for_sessions - self._sessions.promised
@@ -278,7 +282,7 @@ class Engine:
         config = self.config
         size = config.page_size
         host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
-        self.cache = KVCache(config.cells // size, size, host)
+        self.cache = KVCache(config.cells // size, size, host, config.kv_tags_share, self.stats.evicted_by_tag)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self.scheduler = Scheduler(
             config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.kv.tags import UNLABELLED, Labels
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.token_counts import TokenCounts
@@ -125,7 +126,8 @@ class Submit:
     `program_end`: it has none after this one.
     `weight` is the tenant's, for an order that shares. `prefixes` are a router's digests of what
     it begins with. `background`: it is work ahead, with `sampling.max_tokens` 0; it ends sooner, with reason "stop",
-    where the turn comes that it is for, or no cells are free for it.
+    where the turn comes that it is for, or no cells are free for it. `labels` say what its tokens are, a session's
+    excepted: they have none.
     """
 
     request_id: str
@@ -147,6 +149,12 @@ class Submit:
     background: PartialPrefill | None = None
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)
     standing: bool = False
+    labels: Labels = UNLABELLED
+
+    @property
+    def who(self) -> str:
+        """Whose the cells are that are computed for it: its program's, or its own."""
+        return self.program_id or self.request_id
 
 
 @dataclass(frozen=True, slots=True)

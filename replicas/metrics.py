@@ -156,6 +156,14 @@ TOKENS = (
         lambda r: r.stats.prompt_cached,
     ),
     counter(
+        "cached_tokens_by_tag",
+        "tokens",
+        "Prompt tokens that a request found cached when it began, by what they are; sessions' are `other`",
+        "Little of `system_prompt` beside many new programs: their prompts do not begin alike",
+        lambda r: r.stats.hits_by_tag,
+        "tag",
+    ),
+    counter(
         "prompt_tokens_grouped",
         "tokens",
         "Of the cached ones, those computed by another request while this one waited for it",
@@ -225,11 +233,27 @@ CELLS = (
         lambda r: r.now.cells_pinned,
     ),
     gauge(
+        "cells_raised",
+        "cells",
+        "Cells in nobody's use that are evicted after others, by what they are: mostly system prompts",
+        "At `engine.kv_tags_share` of the capacity: clients mark more than that, or share many beginnings",
+        lambda r: r.now.cells_raised,
+    ),
+    gauge(
         "programs_pinned",
         "",
         "Programs whose cells are kept until their next turn",
         "Compare it with the programs that wait for a tool",
         lambda r: r.now.pins,
+    ),
+    counter(
+        "evicted_cells",
+        "cells",
+        "Evicted cells by what most of their node was: `system_prompt`, `user_query`, `tool_output`, `response`, "
+        "`partial_prefill`, `other`",
+        "Many of `system_prompt`: more beginnings are shared than fit, see `engine.kv_tags_share`",
+        lambda r: r.stats.evicted_by_tag,
+        "tag",
     ),
     gauge(
         "host_cells",

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import PartialPrefill, Sampling, Timing, Usage
+from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -73,6 +74,7 @@ class GenerateRequest:
     of a new program begins with.
     `background`: of the prompt, a chat, what the program's next one is sure to begin with is computed ahead; the reply
     is empty, with reason "length" where all of it is, "stop" where as much as there was time and room for.
+    `hints`: what the client says its prompt's parts are worth; where it says nothing their roles decide.
     With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing.
@@ -94,6 +96,7 @@ class GenerateRequest:
     background: PartialPrefill | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
     session: SessionTurn | None = None
+    hints: tuple[Hint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ from holdfast.replicas.events import (
     TurnEnded,
     Usage,
 )
+from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.preposition import PrePositioning
 from holdfast.replicas.questions import Questions
@@ -233,6 +234,7 @@ class Service:
             prefixes=request.prefixes,
             closing=closing,
             standing=turn.standing,
+            labels=_labels(request, encoded),
         )
         return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent)
 
@@ -302,6 +304,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
         weight=request.weight,
         prefixes=request.prefixes,
         background=request.background,
+        labels=_labels(request, encoded),
     )
     last: Event | None = None
     async with aclosing(bridge.run(submit)) as steps:
@@ -546,6 +549,19 @@ def _sampling(request: GenerateRequest, n_prompt: int, config: EngineConfig) -> 
     if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
         sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
     return sampling
+
+
+def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
+    """What the tokens of a prompt are: as the request says, else by the roles of its messages."""
+    prompt, ahead = request.prompt, request.background
+    roles = [message["role"] for message in prompt.messages] if isinstance(prompt, ChatPrompt) else []
+    if ahead is None:
+        return labels_of(roles[: len(encoded.starts)], encoded.starts, len(encoded.tokens), request.hints)
+    # What a client asks for is kept above all else until it comes for it; what the engine does by itself is not.
+    system = [role for role in roles[: len(encoded.starts)] if role in SYSTEM_ROLES]
+    label = Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s) if ahead.handle else Label(AHEAD)
+    length = encoded.starts[len(system)] if len(system) < len(encoded.starts) else 0
+    return labels_of(system, encoded.starts[: len(system)], length, rest=label)
 
 
 def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from holdfast.replicas.kv.tags import OTHER, TAGS
+
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -57,6 +59,10 @@ class DraftCounts:
     withheld: int = 0
 
 
+def _by_tag() -> dict[str, int]:
+    return dict.fromkeys((*TAGS, OTHER), 0)
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the start, written by the engine thread alone."""
@@ -93,6 +99,8 @@ class EngineStats:
     pages_in: int = 0  # and pages that were copied back
     tokens_reloaded: int = 0  # tokens that came back instead of being computed again
     failed_moves: int = 0  # steps whose copies between the tiers failed: the host tier began anew
+    hits_by_tag: dict[str, int] = field(default_factory=_by_tag)  # of `prompt_cached`, tokens
+    evicted_by_tag: dict[str, int] = field(default_factory=_by_tag)  # cells
     drafts: DraftCounts = field(default_factory=DraftCounts)
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
@@ -117,6 +125,7 @@ class Occupancy:
     reload_cells_per_s: float = 0.0  # how fast they came back lately; 0: none has
     pins: int = 0  # programs whose cells are kept between turns
     cells_pinned: int = 0  # of `cells_tree`, those that they keep
+    cells_raised: int = 0  # of `cells_tree`, those in nobody's use that stand above the others by what they are
     cells_host_total: int = 0  # room in host memory; 0: no second tier
     tokens_waiting: int = 0  # in the prompts of the `waiting`; some of them may be found in the cache
 

@@ -195,6 +195,7 @@ class Turns:
             weight=accepted.tenant.weight,
             fits=accepted.turn.fits,
             session=accepted.turn.session,
+            hints=accepted.turn.hints,
         )
         command = accepted.report.asking(command)
         place = await self._place(accepted, served.begun)

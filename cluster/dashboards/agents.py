@@ -162,6 +162,29 @@ BOARD = Board(
             ),
         ),
         Row(
+            "What prompts are",
+            (
+                Panel(
+                    "Cached prompt tokens by what they are",
+                    "As requests say, else by the roles of their messages.",
+                    Unit.RATE,
+                    (Query(WHO.rate("holdfast_cached_tokens_by_tag_total", "tag"), "{{tag}}"),),
+                ),
+                Panel(
+                    "Evicted cells by what they were",
+                    "System prompts that programs share go last.",
+                    Unit.RATE,
+                    (Query(WHO.rate("holdfast_evicted_cells_total", "tag"), "{{tag}}"),),
+                ),
+                Panel(
+                    "Cells that go last",
+                    "Of those in nobody's use; `engine.kv_tags_share` bounds them.",
+                    Unit.PLAIN,
+                    (Query(WHO.total("holdfast_cells_raised"), "cells"),),
+                ),
+            ),
+        ),
+        Row(
             "Ahead of time",
             (
                 Panel(

@@ -87,6 +87,7 @@ VARIANTS = (
     Variant("cost_gate", speculation={"cost_gate": False}),
     Variant("shared_budget", speculation={"shared_budget": False}),
     Variant("early_stop", {"early_stop": False}, same_output=False),
+    Variant("kv_tags", {"kv_tags": False}),  # cells are evicted by their age alone
     Variant("preposition", {"preposition": False}, pauses=True),
     Variant("own_decoder", {"decoder": "transformers"}),
     Variant("device_sampling", {"device_sampling": False}, gpu=True),

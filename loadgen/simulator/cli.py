@@ -1,4 +1,4 @@
-"""`holdfast simulate` and `holdfast simulate-placement`: their arguments; the work is `loadgen.simulator`'s."""
+"""`holdfast simulate`, `simulate-placement`, `simulate-orchestrator`: arguments; the work is `loadgen.simulator`'s."""
 
 import argparse
 from pathlib import Path
@@ -7,9 +7,10 @@ from holdfast.loadgen.cli import Commands, counts, numbers
 
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:
-    """Add `simulate` and `simulate-placement`."""
+    """Add `simulate`, `simulate-placement` and `simulate-orchestrator`."""
     _add_policies(commands)
     _add_placement(commands)
+    _add_orchestrator(commands)
 
 
 def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -54,6 +55,32 @@ def _add_placement(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--json", type=Path, metavar="FILE", help="write every run, one by one")
     add("--with", action="append", type=Path, dest="told", metavar="FILE", help="runs of such a file, in the table too")
     command.set_defaults(run=_placement)
+
+
+def _add_orchestrator(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "What prompts sent ahead, tools that begin as calls close, tags of cells and pre-positioning are worth to "
+    text += "agents, one after another, simulated: the real engine over a cost model."
+    command = commands.add_parser("simulate-orchestrator", help=text, description=text)
+    add = command.add_argument
+    add("--workload", default="fan-out", help="fan-out or append-only (default: fan-out)")
+    add("--agents", type=int, default=120, help="of one run (default: 120)")
+    add("--rate", type=float, default=0.0075, help="agents a second, for the table (default: 0.0075)")
+    add("--rates", type=numbers, default=(), metavar="R,R,..", help="for FTR against load (default: no such table)")
+    add("--profile", default="14b-a100", help="as for simulate (default: 14b-a100)")
+    add("--cells", type=int, help="KV cells (default: what the profile has room for)")
+    add("--tools", type=float, default=1.0, help="times the tools' seconds (default: 1)")
+    add("--seed", type=int, default=0, help="of the first run (default: 0)")
+    add("--seeds", type=int, default=5, help="how many, one after another (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="write every run")
+    command.set_defaults(run=_orchestrator)
+
+
+def _orchestrator(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.simulator import orchestration
+
+    names = ("workload", "agents", "rate", "rates", "profile", "cells", "tools", "seed", "seeds")
+    asked = orchestration.Options(**{name: getattr(options, name) for name in names})
+    return orchestration.main(asked, options.json)
 
 
 def _simulate(options: argparse.Namespace) -> int:

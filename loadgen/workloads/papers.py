@@ -21,9 +21,9 @@ from holdfast.loadgen.workloads.words import filler
 
 _FIFTEEN = tools.TRAVEL + tools.REVIEW + tools.DATA
 _TOOL_MEDIAN_S = 1.0  # of a sutradhara tool; its traces tell only the percentiles' quotients
-_KNOWN = (0.5, 0.8)  # of the next prompt, before the tools return
-_FAN_OUT, _ITERATIONS = (2, 21), (2, 7)  # median and 99th percentile; none is above that
-_LONGEST = 3  # times the usual prompt
+KNOWN = (0.5, 0.8)  # of the next prompt, before the tools return
+FAN_OUT, ITERATIONS = (2, 21), (2, 7)  # median and 99th percentile; none is above that
+LONGEST = 3  # times the usual prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +98,39 @@ def _one_by_one(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], 
 def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) -> Script:
     """A query whose answer takes some iterations: calls at once in all but the last, which is text.
 
-    The first prompt has three quarters of ``prompt`` words, half of them in a system prompt that all programs share.
-    Results make up 20 to 50 % of the prompt after them, and no prompt of more than one iteration gets longer than
-    three times ``prompt``.
+    The first prompt has three quarters of ``prompt`` words, half of them in a system prompt that all programs share. In
+    later ones that is another, as the tool says that was called first: a quarter of it is in all of them. Results make
+    up 20 to 50 % of the prompt after them, and no prompt of more than one iteration gets longer than three times
+    ``prompt``.
     """
     rng = draw.rng(name)
-    turns = _long_tailed(rng, *_ITERATIONS)
-    fans = tuple(_long_tailed(rng, *_FAN_OUT) for _ in range(turns - 1))
+    turns = long_tailed(rng, *ITERATIONS)
+    fans = tuple(long_tailed(rng, *FAN_OUT) for _ in range(turns - 1))
     chosen = [[rng.choice(_FIFTEEN) for _ in range(fan)] for fan in fans]
     first, length, pauses = prompt * 3 // 4, prompt * 3 / 4, []
     for turn, called in enumerate(chosen):
-        least = max(_KNOWN[0], (first / (_LONGEST * prompt)) ** (1 / len(fans)))
-        longer = length / rng.uniform(least, _KNOWN[1])
+        least = max(KNOWN[0], (first / (LONGEST * prompt)) ** (1 / len(fans)))
+        longer = length / rng.uniform(least, KNOWN[1])
         seconds = [times[tool.name].draw(draw.rng(f"{name}/tool/{turn}/{n}")) for n, tool in enumerate(called)]
         pauses.append(Pause(max(seconds), round(longer - length)))
         length = longer
-    system = f"You are an assistant. {filler(f'{draw.session}/system', first // 2)}"
     script = agent_script(draw, name, "an assistant", _FIFTEEN, turns, 1)
+    kinds = ["", *(called[0].name for called in chosen)]
+    systems = tuple(_system(draw, script.system, kind, first // 2) for kind in kinds)
     return replace(
         script,
-        system=script.system.replace("You are an assistant.", system),
+        system=systems[0],
+        systems=systems,
         steps=(_query(rng, script.session, chosen, fans, first - first // 2), *script.steps),
         pauses=tuple(pauses),
     )
+
+
+def _system(draw: Draw, plain: str, kind: str, words: int) -> str:
+    """A system prompt of so many words: what all begin with, and how to read what a tool of this kind has told."""
+    head = words // 4
+    said = f"{filler(f'{draw.session}/system', head)} {filler(f'{draw.session}/system/{kind}', words - head)}"
+    return plain.replace("You are an assistant.", f"You are an assistant. {said}")
 
 
 def _query(
@@ -133,7 +143,7 @@ def _query(
     return replace(asked, user=f"{brought}\n\n{asked.user}", together=fans)
 
 
-def _long_tailed(rng: random.Random, median: int, most: int) -> int:
+def long_tailed(rng: random.Random, median: int, most: int) -> int:
     """A count with this median whose 99th percentile is ``most``; nothing is above."""
     spread = math.log(most / median) / 2.326
     return min(most, max(1, round(rng.lognormvariate(math.log(median), spread))))

@@ -65,6 +65,11 @@ class Script:
     steps: tuple[Step, ...]
     pauses: tuple[Pause, ...] = ()  # after each turn but the last; empty: none
     tenant: str = ""  # whose key it is sent with; up to a dash, under what name it is reported
+    systems: tuple[str, ...] = ()  # of each request, where it changes; empty: `system`
+
+    def system_of(self, turn: int) -> str:
+        """The system prompt of request ``turn``."""
+        return self.systems[turn] if turn < len(self.systems) else self.system
 
     def pause(self, turn: int) -> Pause:
         """What follows request ``turn``."""

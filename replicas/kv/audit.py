@@ -41,6 +41,9 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
     _audit_soft_pins(tree, nodes, pins)
     leased = {page for node in nodes if node.leases for page in node.pages.tolist()}
     assert tree.evictable == len({page for node in idle for page in node.pages.tolist()} - leased)
+    raised = sum(node.owned for node in idle if node.priority > 0)
+    assert tree.queue.raised == raised, "pages above the others are miscounted"
+    assert raised <= tree.queue.most, "more pages stand above the others than may"
     for node in nodes:
         leaf = not node.children
         assert node.leases == 0 or node not in tree.queue, "a leased node could be evicted"

@@ -16,7 +16,8 @@ from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import PLAIN, Label, Node, Prefix, RadixTree
+from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel
+from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
 from holdfast.replicas.types import TokenIds
 
 Args = ParamSpec("Args")
@@ -113,13 +114,21 @@ class KVCache:
     `cells`: how many are in use, and by whom.
     `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
     With a `host` tier what is evicted goes there; `host.Reloads` brings it back.
+    `share`: of all pages, how many may stand above the others by their labels. `evicted`: cells by tag, counted on.
     """
 
-    def __init__(self, n_pages: int, page_size: int, host: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        n_pages: int,
+        page_size: int,
+        host: HostTier | None = None,
+        share: float = 0.5,
+        evicted: dict[str, int] | None = None,
+    ) -> None:
         if n_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
-        self.tree = RadixTree(self.pool)
+        self.tree = RadixTree(self.pool, share, evicted)
         self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
         self.sound = True
@@ -143,6 +152,8 @@ class KVCache:
         reuse: bool = True,
         continues: bool = False,
         prefix: Prefix | None = None,
+        labels: Labels = UNLABELLED,
+        who: str = "",
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
@@ -152,7 +163,8 @@ class KVCache:
         Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
-        `prefix` is what `find` says of these tokens now, where that is known.
+        `prefix` is what `find` says of these tokens now, where that is known. `labels` say what the tokens are worth to
+        `who` they are for, those that are found and those that come.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
@@ -177,7 +189,9 @@ class KVCache:
                 copies = (PageCopy(int(row[slot]), int(fresh[0]), cells=n_shared % self.page_size),)
                 row[slot] = fresh[0]
         n_pages = self.pool.pages_for(prefix.length)
-        holding = Holding(scope, node, prefix.length, n_shared, self.page_size, row, n_pages)
+        if labels is not UNLABELLED:
+            relabel(node, labels, who, self.page_size, self.tree.sharing)
+        holding = Holding(scope, node, prefix.length, n_shared, self.page_size, row, n_pages, labels=labels, who=who)
         self._live.add(holding)
         self._lookups += 1
         self._hits += prefix.length > 0
@@ -208,7 +222,7 @@ class KVCache:
         return pages
 
     @_change
-    def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, label: Label = PLAIN) -> None:
+    def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float) -> None:
         """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
 
         For a sequence that goes on. Its row stays as it is; a page still being filled stays its own. Each call may
@@ -222,22 +236,15 @@ class KVCache:
         first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
         if known > first:
             holding.duplicates = np.concatenate([holding.duplicates, holding.row[first:known]])
-        node = self._save(prefix, tokens[:length], holding, label)
+        node = self._save(prefix, tokens[:length], holding)
         self.tree.lease(node, now, held=holding.node)
         holding.node, holding.n_shared = node, length
 
     @_change
     def finish(
-        self,
-        holding: Holding,
-        tokens: TokenIds,
-        n_computed: int,
-        now: float,
-        label: Label = PLAIN,
-        *,
-        pin: bool = False,
+        self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, *, pin: bool = False
     ) -> Pin | None:
-        """End a sequence and keep its first `n_computed` cells: those the tree lacks become a node under `label`.
+        """End a sequence and keep its first `n_computed` cells: those the tree lacks become nodes under their labels.
 
         For completion and for preemption. Pages that hold nothing new are freed. With `pin` what is kept stays
         protected from eviction by what is returned, a soft pin.
@@ -254,7 +261,7 @@ class KVCache:
         kept = self.pool.pages_for(n_computed) if prefix.length < n_computed else known
         node = prefix.node
         if prefix.length < n_computed:
-            node = self._save(prefix, tokens[:n_computed], holding, label)
+            node = self._save(prefix, tokens[:n_computed], holding)
         self.tree.lease(node, now, held=holding.node)
         if not (pin and node.end == n_computed):
             self.tree.release(node)
@@ -290,6 +297,22 @@ class KVCache:
         if pin.soft:
             self.tree.harden(pin.node)
         self.tree.release(pin.node)
+
+    @_change
+    def let_go(self, scope: str, tokens: TokenIds, who: str) -> None:
+        """Nobody comes back for `tokens`: what `who` computed of them, and no other uses or goes on from, goes first.
+
+        A system prompt is not among that: the next program may begin with it.
+        """
+        root = self.tree.roots.get(scope)
+        if root is None:
+            return
+        prefix = self.tree.walk(root, tokens)
+        node, below = prefix.node, prefix.node.end > prefix.length
+        while node.parent is not None and not (node.leases or below or node.by != who or node.tag == SYSTEM):
+            self.tree.queue.let_go(node)
+            node = node.parent
+            below = len(node.children) > 1
 
     # ---- looking ----
 
@@ -354,13 +377,19 @@ class KVCache:
         self._pins.add(pin)
         return pin
 
-    def _save(self, prefix: Prefix, tokens: TokenIds, holding: Holding, label: Label) -> Node:
-        """A node at the end of `tokens`: what lies beyond `prefix` is added, with the holding's own pages."""
-        parent = self.tree.node_at(prefix)
-        if prefix.length == len(tokens):
-            return parent
-        slots = slice(prefix.length // self.page_size, self.pool.pages_for(len(tokens)))
-        return self.tree.add(parent, tokens[prefix.length :], holding.row[slots], label, held=holding.node)
+    def _save(self, prefix: Prefix, tokens: TokenIds, holding: Holding) -> Node:
+        """A node at the end of `tokens`: what lies beyond `prefix` is added, with the holding's own pages.
+
+        As one node, or as several where its parts are not kept alike.
+        """
+        node, begun, size = self.tree.node_at(prefix), prefix.length, self.page_size
+        if begun == len(tokens):
+            return node
+        for end, label in holding.labels.pieces(begun, len(tokens), size):
+            pages = holding.row[begun // size : self.pool.pages_for(end)]
+            node = self.tree.add(node, tokens[begun:end], pages, label, held=holding.node, by=holding.who)
+            begun = end
+        return node
 
     def _take(self, n: int, after: int | None = None) -> PageIds | None:
         """`n` fresh pages, those behind page `after` first. Evicts as many as are missing, and none in vain.

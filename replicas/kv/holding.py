@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds
 from holdfast.replicas.kv.radix import Node
+from holdfast.replicas.kv.tags import UNLABELLED, Labels
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,8 @@ class Holding:
     # Own pages below `n_shared`: the tree had their tokens already when they were published. The row goes on reading
     # them; they are freed at the end.
     duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
+    labels: Labels = UNLABELLED  # of its tokens, the reply's included
+    who: str = ""  # whose sequence it is: what others computed is told from what it did itself
 
     @property
     def pages(self) -> PageIds:

@@ -9,6 +9,7 @@ when something is brought back. Whatever goes wrong here costs the time to compu
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from holdfast.replicas.kv.audit import audit
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves, PagePool
-from holdfast.replicas.kv.radix import Label, Node, Prefix, RadixTree
+from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
+from holdfast.replicas.kv.tags import Label
 from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ class HostTier:
             return node
         pages = self._take(self.pool.pages_for(length) - first)
         self._saves.update(zip(pages.tolist(), self._row(leaf)[first:].tolist(), strict=False))
-        label = Label(leaf.tag, leaf.priority)
+        label = Label(leaf.tag, leaf.priority if leaf.lasts == math.inf else 0)  # uses are counted here, not timed
         added = self.tree.add(node, tokens[prefix.length : length], pages, label, held=node)
         self.tree.lease(added, self._tick(), held=node)
         return added

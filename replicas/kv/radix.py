@@ -8,31 +8,26 @@ a node may go, and how many pages could be had, is known without a search. A wal
 node plus a fraction of a nanosecond a token.
 """
 
+import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
+from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, Label, Labels
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 
 _LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
 _EMPTY_ROOTS = 64  # scopes without cells that are remembered, beyond as many as there are nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a holder says of the tokens it saves: `tag` is for people and policies, `priority` is the eviction tier."""
-
-    tag: str = ""
-    priority: int = 0
-
-
-PLAIN = Label()
+_REMEMBERED, _TENANTS = 64, 4096  # beginnings of a tenant that count, the latest more, and tenants
+_SLACK = 64  # entries of nodes in use, or gone, that may stay in a heap of any size
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +53,8 @@ class Node:
     touched: float = 0.0
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
+    lasts: float = math.inf  # seconds after its last use for which a tier above 0 counts
+    by: str = ""  # who computed it; "": nobody in particular, or others have used it since
     leases: int = 0  # holders of this node or one below it
     soft: int = 0  # of these, soft pins
     children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
@@ -116,11 +113,14 @@ class RadixTree:
         leases = soft > 0    kept by soft pins alone:                  `soft_only` as well
 
     No page comes to a node with a soft pin, and none goes: it is only cut in two, and both halves have the pin then.
+
+    `share`: of all pages, how many nodes without leases may have in tiers above 0. `evicted`: cells by tag, counted on.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, share: float = 0.5, evicted: dict[str, int] | None = None) -> None:
         self.roots: dict[str, Node] = {}
-        self.queue = EvictionQueue()
+        self.queue = EvictionQueue(int(pool.total * share))
+        self.sharing = Sharing()
         self.nodes = 0  # without roots
         self.pages = 0
         self.evictable = 0
@@ -128,6 +128,7 @@ class RadixTree:
         self.soft_pages_of: dict[str, int] = {}
         self.soft_only = 0
         self._pool = pool
+        self._evicted = {} if evicted is None else evicted
 
     def root(self, scope: str) -> Node:
         """The root of `scope`, made on first use. It holds no tokens, is never evicted, and its tag is the scope."""
@@ -157,11 +158,13 @@ class RadixTree:
         """A node that ends exactly where `prefix` does, by a split where needed. The caller leases it, or one below."""
         return prefix.node if prefix.node.end == prefix.length else self._split(prefix.node, prefix.length)
 
-    def add(self, parent: Node, tokens: TokenIds, pages: PageIds, label: Label, held: Node | None = None) -> Node:
+    def add(
+        self, parent: Node, tokens: TokenIds, pages: PageIds, label: Label, held: Node | None = None, by: str = ""
+    ) -> Node:
         """A leaf with `tokens` below `parent`; takes `pages` over from their one owner. The caller leases it.
 
         `held` is the node the caller has a lease on, if any. A short leaf that nobody else holds grows in place
-        instead, so that a history which comes in small pieces does not become a long path.
+        instead, so that a history which comes in small pieces does not become a long path. `by`: who computed it.
         """
         if parent is held and self._may_grow(parent, len(tokens), label):
             parent.tokens = np.concatenate((parent.tokens, tokens))
@@ -170,7 +173,12 @@ class RadixTree:
             self.pages += len(pages)
             return parent
         others = parent.leases - (1 if parent is held else 0)
-        leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, tag=label.tag, priority=label.priority)
+        leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, tag=label.tag, by=by)
+        leaf.priority, leaf.lasts = label.priority, label.lasts
+        if label.learns:
+            tenant = tenant_of(parent.root.tag)
+            leaf.priority = label.priority if self.sharing.likely(tenant) else 0
+            self.sharing.computed(tenant)
         if parent.end % self._pool.page_size and not others:
             self._replace_last_page(parent, leaf)
         parent.children[int(tokens[0])] = leaf
@@ -193,6 +201,7 @@ class RadixTree:
             elif step.leases == step.soft + 1:
                 self.soft_only -= step.owned
             step = step.parent
+        self.queue.now = now
         step = node
         while step is not None:
             step.touched = now
@@ -265,9 +274,14 @@ class RadixTree:
         if leaving is not None:
             leaving(leaf)
         if n < leaf.owned:
-            return self._pool.release(self._shorten(leaf, n))
-        self._detach(leaf, leaf.parent)
-        return self._pool.release(leaf.pages)
+            gone = self._shorten(leaf, n)
+        else:
+            gone = leaf.pages
+            self._detach(leaf, leaf.parent)
+        freed = self._pool.release(gone)
+        tag = leaf.tag or OTHER
+        self._evicted[tag] = self._evicted.get(tag, 0) + freed * self._pool.page_size
+        return freed
 
     def take_last_page(self, prefix: Prefix) -> tuple[Node, PageIds] | None:
         """Take the last, partly filled page of `prefix` out of the tree, for a writer that goes on from there.
@@ -308,6 +322,7 @@ class RadixTree:
         leaf.owned -= n
         self.pages -= n
         self.evictable -= n
+        self.queue.recount(leaf)
         return gone
 
     def _count_soft(self, pages: int, tenant: str) -> None:
@@ -337,7 +352,8 @@ class RadixTree:
             and leaf.leases == 1
             and leaf.end % self._pool.page_size == 0
             and len(leaf.tokens) + more <= _GROWN
-            and (leaf.tag, leaf.priority) == (label.tag, label.priority)
+            and not label.learns
+            and (leaf.priority, leaf.lasts) == (label.priority, label.lasts)
         )
 
     def _split(self, node: Node, at: int) -> Node:
@@ -357,14 +373,64 @@ class RadixTree:
         if at % size:
             self._pool.retain(lower[:1])
         upper.owned = node.owned_before(at, size)
-        upper.touched, upper.tag, upper.priority = node.touched, node.tag, node.priority
+        upper.touched, upper.tag, upper.by = node.touched, node.tag, node.by
+        upper.priority, upper.lasts = node.priority, node.lasts
         upper.leases, upper.soft = node.leases, node.soft
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[cut])] = node
         node.tokens, node.start, node.pages, node.parent = node.tokens[cut:].copy(), at, lower, upper
         node.owned = len(lower) - (1 if at % size else 0)
         self.nodes += 1
+        self.queue.recount(node)
         return upper
+
+
+class Sharing:
+    """Which tenants' beginnings turn out to be shared, of those that were computed lately: half of them, or fewer."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, tuple[float, float]] = {}  # by tenant: how many were computed, how many others then used
+
+    def computed(self, tenant: str) -> None:
+        computed, used = self._of.pop(tenant, (0.0, 0.0))
+        if computed >= _REMEMBERED:
+            computed, used = computed / 2, used / 2
+        self._of[tenant] = computed + 1, used
+        if len(self._of) > _TENANTS:
+            del self._of[next(iter(self._of))]
+
+    def used(self, tenant: str) -> None:
+        computed, used = self._of.get(tenant, (0.0, 0.0))
+        self._of[tenant] = computed, min(used + 1, computed)
+
+    def likely(self, tenant: str) -> bool:
+        computed, used = self._of.get(tenant, (0.0, 0.0))
+        return used > 0 and 2 * used >= computed
+
+
+def relabel(node: Node, labels: Labels, who: str, page_size: int, sharing: Sharing) -> None:
+    """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use says what it is worth.
+
+    What has no tier above or below 0 is left as it is, but for what was computed ahead. A label that learns counts for
+    what somebody else computed, and has then been shared for good.
+    """
+    for step in node.path():
+        label = labels.at(step.start, page_size)
+        if label.learns and step.by == who:
+            continue
+        if label.learns and step.by:
+            sharing.used(tenant_of(step.root.tag))
+            step.by = ""
+        if label.priority or step.tag == AHEAD:
+            step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
+
+
+@dataclass(slots=True)
+class _Above:
+    """What a tenant has in tiers above 0, of nodes without leases: the oldest use first in each tier."""
+
+    tiers: dict[int, OrderedDict[Node, int]] = field(default_factory=dict)  # with the pages that are counted
+    pages: int = 0
 
 
 class EvictionQueue:
@@ -373,24 +439,62 @@ class EvictionQueue:
     A use ends when the last lease on a node is released, and releasing goes from a leaf towards the root. So within a
     tier every node stands behind all its descendants, the head of a tier is a leaf unless more valuable nodes hang from
     it, and no search is needed: every operation takes constant time, amortised.
+
+    At most `most` pages are in tiers above 0, and as many of each tenant with pages there. Beyond that a tenant's
+    lapse: lowest tier first, then oldest use first, they count as tier 0 from then on, with their age. So does a node
+    whose label has lasted. `now` is the time of the last use of any node.
     """
 
-    def __init__(self) -> None:
-        self._tiers: dict[int, OrderedDict[Node, None]] = {}
+    def __init__(self, most: int) -> None:
+        self.now = 0.0
+        self.most = most
+        self._tiers: dict[int, OrderedDict[Node, None]] = {0: OrderedDict()}
+        self._lapsed: OrderedDict[Node, None] = OrderedDict()  # of tier 0 as well, in the order of their uses
+        self._above: dict[str, _Above] = {}  # by tenant
+        self._tenants: dict[Node, str] = {}  # of the nodes in there
+        self._until: list[tuple[float, int, Node]] = []  # a heap of when their labels have lasted
+        self._numbers = count()
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._tiers.get(node.priority, ())
+        return node in self._tiers.get(node.priority, ()) or node in self._lapsed
+
+    @property
+    def raised(self) -> int:
+        """Pages in tiers above 0."""
+        return sum(above.pages for above in self._above.values())
 
     def append(self, node: Node) -> None:
         """`node` was just used, after all its descendants in the queue were."""
         tier = self._tiers.setdefault(node.priority, OrderedDict())
         tier[node] = None
         tier.move_to_end(node)
+        if node.priority > 0:
+            self._raise(node)
 
     def discard(self, node: Node) -> None:
         """`node` is in use, or gone; it may have been missing here (see `head`)."""
         if (tier := self._tiers.get(node.priority)) is not None:
             tier.pop(node, None)
+            if not tier and node.priority:
+                del self._tiers[node.priority]
+        if not node.priority:
+            self._lapsed.pop(node, None)
+        elif node in self._tenants:
+            self._lower(node)
+
+    def let_go(self, node: Node) -> None:
+        """Nobody comes back for `node`, which is in nobody's use: it goes before the others, after its descendants."""
+        self.discard(node)
+        node.priority, node.lasts = RELEASED, math.inf
+        self.append(node)
+
+    def recount(self, node: Node) -> None:
+        """`node` owns another number of pages than before."""
+        if node in self._tenants:
+            above = self._above[self._tenants[node]]
+            tier = above.tiers[node.priority]
+            above.pages += node.owned - tier[node]
+            tier[node] = node.owned
 
     def head(self) -> Node | None:
         """The leaf to evict next, which stays where it is; None when there is none.
@@ -398,21 +502,72 @@ class EvictionQueue:
         Inner nodes met on the way wait for descendants in a higher tier. They leave the queue, so that they are met
         only once, and `lost_last_child` brings them back.
         """
+        while self._until and self._until[0][0] <= self.now:
+            _, _, node = heapq.heappop(self._until)
+            if node in self._tenants and node.touched + node.lasts <= self.now:
+                self._lapse(node)
         for priority in sorted(self._tiers):
-            tier = self._tiers[priority]
-            while tier:
-                node = next(iter(tier))
-                if not node.children:
-                    return node
-                del tier[node]
+            leaf = _first_leaf(self._tiers[priority])
+            if priority == 0 and (lapsed := _first_leaf(self._lapsed)) is not None:
+                leaf = lapsed if leaf is None or lapsed.touched < leaf.touched else leaf
+            if leaf is not None:
+                return leaf
         return None
 
     def lost_last_child(self, node: Node) -> None:
         """`node` is a leaf now. If `head` had passed it over it goes to the front, where it was then."""
         tier = self._tiers.setdefault(node.priority, OrderedDict())
-        if node not in tier:
+        if node not in tier and node not in self._lapsed:
             tier[node] = None
             tier.move_to_end(node, last=False)
+
+    def _raise(self, node: Node) -> None:
+        tenant = tenant_of(node.root.tag)
+        new = tenant not in self._above
+        above = self._above.setdefault(tenant, _Above())
+        above.tiers.setdefault(node.priority, OrderedDict())[node] = node.owned
+        above.pages += node.owned
+        self._tenants[node] = tenant
+        if node.lasts < math.inf:
+            heapq.heappush(self._until, (node.touched + node.lasts, next(self._numbers), node))
+            if len(self._until) > 2 * len(self._tenants) + _SLACK:  # most have been used, or have gone, since
+                live = (each for each in self._tenants if each.lasts < math.inf)
+                self._until = [(each.touched + each.lasts, next(self._numbers), each) for each in live]
+                heapq.heapify(self._until)
+        for each in list(self._above) if new else (tenant,):
+            self._keep_within_share(each)
+
+    def _keep_within_share(self, tenant: str) -> None:
+        while (above := self._above.get(tenant)) is not None and above.pages > self.most // len(self._above):
+            self._lapse(next(iter(above.tiers[min(above.tiers)])))
+
+    def _lapse(self, node: Node) -> None:
+        """Its tier does not count any more. One that `head` has passed over comes back as a leaf of tier 0."""
+        listed = node in self._tiers.get(node.priority, ())
+        self.discard(node)
+        node.priority, node.lasts = 0, math.inf
+        if listed:
+            self._lapsed[node] = None
+
+    def _lower(self, node: Node) -> None:
+        tenant = self._tenants.pop(node)
+        above = self._above[tenant]
+        tier = above.tiers[node.priority]
+        above.pages -= tier.pop(node)
+        if not tier:
+            del above.tiers[node.priority]
+        if not above.tiers:
+            del self._above[tenant]
+
+
+def _first_leaf(tier: OrderedDict[Node, None]) -> Node | None:
+    """The first leaf of a tier; the inner nodes before it leave."""
+    while tier:
+        node = next(iter(tier))
+        if not node.children:
+            return node
+        del tier[node]
+    return None
 
 
 def _head(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:

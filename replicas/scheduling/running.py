@@ -24,7 +24,7 @@ from holdfast.replicas.scheduling.queue import Key, Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.types import TokenIds, common_prefix
+from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,9 @@ class Running:
         stats: EngineStats,
         retention: Retention,
         ahead: WorkAhead,
+        tags: bool = True,
     ) -> None:
+        self._tags = tags
         self.rows = rows
         self.retention = retention
         self.ahead = ahead
@@ -112,6 +114,8 @@ class Running:
                 reuse=sequence.reuse,
                 continues=pinned or last is not None,
                 prefix=prefix,
+                labels=sequence.submit.labels,
+                who=sequence.submit.who,
             )
         except Exception:
             self.rows.release(row)
@@ -193,6 +197,8 @@ class Running:
             pinned = self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED, pin=pin)
             if pinned is not None:
                 self.retention.paused(sequence, pinned, now)
+            if sequence.submit.program_end and leaving is Leaving.FINISHED:
+                self._let_go(sequence.cache_scope, computed, sequence.submit.who)
             if sequence.background and leaving is not Leaving.PREEMPTED:
                 self.ahead.computed(sequence, len(computed))
             if owner is not None and owner.is_handle:
@@ -204,6 +210,14 @@ class Running:
                 self._park_row(sequence, owner, last, leaving, now)
         except Exception as failure:
             raise BooksError(f"{sequence.request_id} could not be taken out: {failure}") from failure
+
+    def ended(self, program: Owner) -> None:
+        """A program is over: what it alone has in the tree goes before all else."""
+        self._let_go(program.scope, self._histories.forget(program), program.name)
+
+    def _let_go(self, scope: str | None, tokens: TokenIds, who: str) -> None:
+        if self._tags and scope is not None:
+            self._cache.let_go(scope, tokens, who)
 
     def _park_row(self, sequence: Sequence, owner: Owner, last: ParkedRow, leaving: Leaving, now: float) -> None:
         if owner.session:
@@ -227,6 +241,8 @@ class Running:
     def _count(self, sequence: Sequence, last: ParkedRow | None) -> None:
         """A turn begins: how much of what its owner had is in place, and how much was in vain."""
         n_cached, owner = sequence.n_computed, sequence.owner
+        for tag, n in sequence.submit.labels.tokens(n_cached).items():
+            self._stats.hits_by_tag[tag] += n
         if last is not None and last.row is not None and n_cached >= last.n_tokens > 0:
             self._stats.turns_continued += 1
             self._stats.tokens_continued += n_cached
@@ -336,6 +352,12 @@ class Histories:
         self._remembered += len(tokens)
         while self._remembered > self._capacity:
             self._remembered -= len(self._tokens.popitem(last=False)[1])
+
+    def forget(self, owner: Owner) -> TokenIds:
+        """What `owner` had, which has no next turn."""
+        tokens = self._tokens.pop(owner, NO_TOKENS)
+        self._remembered -= len(tokens)
+        return tokens
 
     def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
         """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.

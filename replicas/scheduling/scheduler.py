@@ -58,7 +58,7 @@ class Scheduler:
         self.ahead = WorkAhead(stats)
         self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
-        self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead)
+        self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead, tags=config.kv_tags)
         self._drafts = Drafts(drafter)
         self.ends = Ends(self._running, waiting, self._drafts, stats, events)
         self.admission = Admission(config, cache, self._running, waiting, self.ends, stats)
@@ -82,6 +82,8 @@ class Scheduler:
         for sequence in self.ahead.meant(notice):
             self.ends.abort(sequence, now)
         self.retention.notice(notice, now)
+        if isinstance(notice, ProgramEnded):
+            self._running.ended(Owner(notice.scope, notice.program_id, session=False))
         if isinstance(notice, ProgramEnded) or (isinstance(notice, TurnEnded) and notice.last):
             self.ahead.over(Owner(notice.scope, notice.program_id, session=False))
 
@@ -103,6 +105,7 @@ class Scheduler:
             reload_cells_per_s=self._running.reloads.speed.cells_per_s,
             pins=len(self.retention.pins),
             cells_pinned=self.retention.pins.cells,
+            cells_raised=self._cache.tree.queue.raised * self._config.page_size,
             tokens_waiting=self.admission.tokens,
         )
 

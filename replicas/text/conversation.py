@@ -6,6 +6,7 @@ Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 import json
 import logging
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +30,10 @@ from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_for
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
-from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations
+from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
-from holdfast.replicas.text.token_cache import TokenCache, common_start
+from holdfast.replicas.text.token_cache import Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as int32 token ids; `text` is a chat prompt as rendered (`mark`: see `Rendered`), None for others."""
+    """A prompt as int32 token ids; `text` is a chat prompt as rendered (`mark`: see `Rendered`), None for others.
+
+    `starts`: the token at which each message of a chat begins, as far as the text shows that; see `message_starts`.
+    """
 
     tokens: TokenIds
     text: str | None = None
     mark: str = ""
+    starts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,8 @@ class TextSide:
             entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
             entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
-        return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark)
+        starts = self._starts(prompt, entry)
+        return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark, starts)
 
     async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
         """What every prompt begins with that goes on from this one, as far as its tokens are sure.
@@ -128,7 +134,7 @@ class TextSide:
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
-        return Encoded(tokens, text, mark)
+        return Encoded(tokens, text, mark, self._starts(prompt, entry))
 
     @property
     def longest_token(self) -> int:
@@ -273,6 +279,14 @@ class TextSide:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         begin = opening(encoded.text)
         return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
+
+    def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
+        """Where its messages begin, if cells are kept by what they are."""
+        if not self._config.kv_tags:
+            return ()
+        begins = message_starts(prompt.messages, entry.text)
+        places = (bisect_right(entry.chars, char) - 1 for char in begins)
+        return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))

@@ -27,6 +27,8 @@ _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 _BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
+_HEAD = 48  # characters by which a message is found in a prompt
+_NEAR = 65_536  # and how far behind the one before it
 # What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
 UNKNOWN = ("0", "{", "a", " ", "\n", "\u00e9")
 
@@ -176,6 +178,45 @@ def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
         return replace(prompt, messages=[*messages, *(more or [{"role": "user", "content": text}])])
 
     return [going_on(text) for text in UNKNOWN[:2]]
+
+
+def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
+    """Where in a rendered `text` the contents of `messages` begin, in their order, ascending; a guess, but a safe one.
+
+    Each is looked for behind the one before it, by its first characters. One that a template rewrites, or that says
+    nothing, begins with the one after it. Tools may stand before the first message that is no system prompt, so that
+    is looked for in the whole text; where a later one is not near, nothing is said of it and of those behind it.
+    """
+    starts: list[int] = []
+    place, silent, far = 0, 0, True
+    for message in messages:
+        head = _head(message)
+        found = text.find(head, place, len(text) if far else place + len(head) + _NEAR) if head else -1
+        if found < 0:
+            silent += 1
+            if head and not far:
+                break
+            continue
+        far = message.get("role") in ("system", "developer")
+        starts += [found] * (silent + 1)
+        content = message.get("content")
+        whole = content.strip() if isinstance(content, str) else ""
+        place, silent = found + (len(whole) if text.startswith(whole, found) else 0) + (0 if whole else len(head)), 0
+    return starts + [len(text)] * (len(messages) - len(starts))
+
+
+def _head(message: Mapping[str, Any]) -> str:
+    """What a message says first, as a template may write it; "" where that cannot be told."""
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str) and content:
+        first = content[0]
+        content = first.get("text") if isinstance(first, Mapping) else first
+    if isinstance(content, str) and (head := content.strip()[:_HEAD].rstrip()):
+        return head
+    calls = message.get("tool_calls") or ()
+    function = calls[0].get("function") if calls and isinstance(calls[0], Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pydantic import Field
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.protocol.body import decode, validate
+from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
 from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
 from holdfast.router.protocol.turn import (
@@ -39,6 +40,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
+    kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
 
 
 def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
@@ -66,7 +68,10 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         output=json_output(body.response_format),
     )
     turn = build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
-    return replace(turn, prefill_id=body.prefill_id or "")
+    hints = read_hints(body.kv_hints)
+    if body.prefill_id is None:
+        check_ranges(hints, len(body.messages))
+    return replace(turn, prefill_id=body.prefill_id or "", hints=hints)
 
 
 def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:

@@ -1,6 +1,7 @@
 """`/v1/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import orjson
@@ -9,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ModelCard, RawPrompt
 from holdfast.router.protocol.body import decode, one_or_many, validate
+from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.turn import (
     GenerationBody,
     TokenId,
@@ -29,6 +31,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Annotated[str, Tag("one")] | Annotated[list[TokenId], Tag("many")], Discriminator(one_or_many)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -50,7 +53,9 @@ def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:
     """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
     prompt = raw_prompt(body.prompt, card)
     sampling = build_sampling(body, card, body.logprobs, body.max_tokens, "max_tokens")
-    return build_turn(body, prompt, card, sampling)
+    hints = read_hints(body.kv_hints)
+    check_ranges(hints, 0)
+    return replace(build_turn(body, prompt, card, sampling), hints=hints)
 
 
 def raw_prompt(given: str | list[int], card: ModelCard) -> RawPrompt:

@@ -10,6 +10,7 @@ from pydantic import Field
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import Body, decode, validate
+from holdfast.router.protocol.kv_hints import check_ranges
 from holdfast.router.protocol.messages import Message, Tool, check_results, check_tools, plain_messages
 from holdfast.router.protocol.turn import ClaimedIds, Identifier, Turn, find_model
 
@@ -90,11 +91,13 @@ def continued(turn: Turn, prefill: Prefill) -> Turn:
     check_results(prefill.messages, prompt.messages)
     if turn.model.name != prefill.model:
         raise InvalidRequestError(f"'model' must be the handle's, {prefill.model!r}", "model")
+    messages = [*prefill.messages, *prompt.messages]
+    check_ranges(turn.hints, len(messages))
     return replace(
         turn,
         prompt=replace(
             prompt,
-            messages=[*prefill.messages, *prompt.messages],
+            messages=messages,
             tools=prompt.tools or tuple(prefill.tools),
             template_kwargs=prompt.template_kwargs or prefill.template_kwargs,
         ),

@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.events import Sampling
+from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
 from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, one_or_many
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -75,7 +76,7 @@ class ClaimedIds:
 class Turn:
     """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less.
 
-    `session`: it is an operation of that, which is its program.
+    `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth.
     """
 
     model: ModelCard
@@ -90,6 +91,7 @@ class Turn:
     fits: bool = False
     prefill_id: str = ""
     session: SessionTurn | None = None
+    hints: tuple[Hint, ...] = ()
 
 
 def check_length(turn: Turn) -> Turn:

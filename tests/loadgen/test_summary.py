@@ -98,6 +98,7 @@ def test_shares_are_of_tokens_and_of_requests() -> None:
     (told,) = summarize(rows, 0)
     assert told.cached_share == 0.5
     assert told.cold_cached_share == 0.0
+    assert told.cached_by_turn == (0.0, pytest.approx(2 / 3), None, None)
     assert (told.call_share, told.fitting_share, told.scripted_share) == pytest.approx((2 / 3, 1 / 2, 2 / 3))
     assert (told.cache_hits, told.prompt_tokens, told.output_tokens) == (1, (100, 900), 30)
 

@@ -26,6 +26,7 @@ from holdfast.replicas.events import (
     Terminal,
     Tokens,
 )
+from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.sequences import Region
 
 
@@ -73,7 +74,8 @@ class World:
         tokens = np.asarray(prompt, np.int32)
         submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
         submit = replace(submit, program_turns=turns, answered_turns=answered)
-        self.give(replace(submit, program_end=ends, weight=weight, background=background))
+        labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
+        self.give(replace(submit, program_end=ends, weight=weight, background=background, labels=labels))
 
     def ahead(self, name: str, prompt: list[int], program: str, handle: str = "", keep_s: float = 60.0, **more) -> None:
         """Let a prompt be computed ahead."""

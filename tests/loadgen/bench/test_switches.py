@@ -12,6 +12,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit, Tokens
+from holdfast.replicas.kv.tags import SYSTEM, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.stats import DraftSource, EngineStats
@@ -27,6 +28,7 @@ SAVED: dict[str, Callable[[EngineStats], float]] = {
     "kept_cells": lambda stats: stats.prompt_cached,
     "grouped_prefill": lambda stats: stats.prompt_grouped,
     "prompt_seed": lambda stats: stats.prompt_seeds,
+    "kv_tags": lambda stats: stats.hits_by_tag[SYSTEM],
     "speculation": lambda stats: stats.accepted,
     "prompt_lookup": lambda stats: stats.drafts.drafted[DraftSource.PROMPT_LOOKUP],
     "memory": lambda stats: stats.drafts.drafted[DraftSource.MEMORY],
@@ -45,10 +47,9 @@ def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float)
     """All prompts at once, each the next turn of a program of its own; their completions."""
     out: dict[str, list[int]] = {f"{turn}/{i}": [] for i in range(len(prompts))}
     for (name, _), prompt in zip(out.items(), prompts, strict=True):
-        sampling = Sampling(NEW, temperature, ignore_eos=True)
-        assert not engine.handle(
-            Submit(name, np.asarray(prompt, np.int32), sampling, program_id=name.split("/")[1]), float(turn)
-        )
+        submit = Submit(name, np.asarray(prompt, np.int32), Sampling(NEW, temperature, ignore_eos=True))
+        labels = labels_of(("system", "user"), (0, 120), len(prompt))
+        assert not engine.handle(replace(submit, program_id=name.split("/")[1], labels=labels), float(turn))
     while engine.busy:
         for event in engine.step(float(turn)):
             if isinstance(event, Tokens):

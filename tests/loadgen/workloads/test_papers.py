@@ -89,3 +89,19 @@ def test_a_round_says_what_it_drew() -> None:
     told = describe(drawn("bfcl", jobs=3))
     assert told.startswith("3 programs, ")
     assert "tools take" in told
+
+
+def test_sutradharas_system_prompts_change_with_the_tools_that_were_called() -> None:
+    scripts = [script for script in drawn("sutradhara", jobs=60, prompt_tokens=400).scripts if len(script.systems) > 2]
+    assert len({script.systems[0] for script in scripts}) == 1
+    for script in scripts:
+        talk = Conversation(script)
+        for turn in range(len(script.pauses)):
+            assert talk.messages[0] == {"role": "system", "content": script.systems[turn]}
+            talk.take(talk.scripted)
+        assert talk.messages[0]["content"] == script.systems[-1] != script.systems[0]
+        assert [message["role"] for message in talk.messages].count("system") == 1
+    later = {system for script in scripts for system in script.systems[1:]}
+    assert len(later) < sum(len(script.systems) - 1 for script in scripts), "programs share them"
+    head = 37  # words that all of them begin with
+    assert len({" ".join(system.split()[:head]) for script in scripts for system in script.systems}) == 1

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import KVCache, Label
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.kv.pages import PageCopy
-from holdfast.replicas.kv.radix import PLAIN
+from holdfast.replicas.kv.tags import PLAIN, Label, Labels
 from holdfast.replicas.types import TokenIds
 
 
@@ -24,9 +24,9 @@ def _count(start: int, n: int) -> TokenIds:
     return np.arange(start, start + n, dtype=np.int32)
 
 
-def _begin(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "") -> Holding:
+def _begin(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", label: Label = PLAIN) -> Holding:
     """A sequence with cells for all of `tokens`."""
-    holding = cache.acquire(scope, tokens, now).holding
+    holding = cache.acquire(scope, tokens, now, labels=Labels(rest=label)).holding
     assert cache.grow(holding, len(tokens)) is not None
     cache.check()
     return holding
@@ -34,8 +34,8 @@ def _begin(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "") 
 
 def _run(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", label: Label = PLAIN) -> int:
     """One whole request; returns how many tokens it found cached."""
-    holding = _begin(cache, tokens, now, scope)
-    cache.finish(holding, tokens, len(tokens), now, label)
+    holding = _begin(cache, tokens, now, scope, label)
+    cache.finish(holding, tokens, len(tokens), now)
     cache.check()
     return holding.n_cached
 

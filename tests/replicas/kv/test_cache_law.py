@@ -6,6 +6,7 @@ pages all the time.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,28 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from holdfast.replicas.kv.cache import KVCache, Label
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import HostTier, Reloads
+from holdfast.replicas.kv.tags import UNLABELLED, Label, Labels
 from holdfast.replicas.types import TokenIds
 
 GARBAGE = -1
 tails = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+kinds = st.builds(
+    Label,
+    st.sampled_from(["", "user_query"]),
+    st.sampled_from([-1, 0, 20, 80]),
+    st.sampled_from([3.0, inf]),
+    st.booleans(),
+)
+labels = st.builds(
+    lambda ends, parts, rest: Labels(ends[: len(parts)], parts[: len(ends)], rest),
+    st.lists(st.integers(1, 40), max_size=3, unique=True).map(lambda ends: tuple(sorted(ends))),
+    st.lists(kinds, max_size=3).map(tuple),
+    kinds,
+)
+people = st.sampled_from("pq")
 
 
 @dataclass(eq=False)
@@ -105,9 +121,13 @@ class CacheMachine(RuleBasedStateMachine):
         cut=st.integers(0, 40),
         tail=tails,
         continues=st.booleans(),
+        said=labels,
+        who=people,
     )
-    def begin(self, scope: str | None, back: int, cut: int, tail: tuple[int, ...], continues: bool) -> Agent:
-        return self._begin(scope, self._prompt(back, cut, tail), continues)
+    def begin(
+        self, scope: str | None, back: int, cut: int, tail: tuple[int, ...], continues: bool, said: Labels, who: str
+    ) -> Agent:
+        return self._begin(scope, self._prompt(back, cut, tail), continues, said, who)
 
     @rule(target=pins, scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), soft=st.booleans())
     def pin(self, scope: str, back: int, cut: int, soft: bool) -> tuple[Pin, str, list[int]]:
@@ -139,9 +159,13 @@ class CacheMachine(RuleBasedStateMachine):
             self._compute(agent, n, 0, token)
         return multiple(*twins)
 
-    def _begin(self, scope: str | None, tokens: list[int], continues: bool = False) -> Agent:
+    def _begin(
+        self, scope: str | None, tokens: list[int], continues: bool = False, said: Labels = UNLABELLED, who: str = ""
+    ) -> Agent:
         seen = self.cache.peek(scope, np.array(tokens, dtype=np.int32))
-        acquired = self.cache.acquire(scope, np.array(tokens, dtype=np.int32), self._tick(), continues=continues)
+        acquired = self.cache.acquire(
+            scope, np.array(tokens, dtype=np.int32), self._tick(), continues=continues, labels=said, who=who
+        )
         holding, copies = acquired.holding, acquired.copies
         self._evicted()
         assert holding.n_cached <= seen < len(tokens)
@@ -218,7 +242,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _compute_and_finish(self, scope: str, text: list[int]) -> None:
         agent = self._begin(scope, text)
         self._compute(agent, len(text), 0, 0)
-        self._finish(agent, 0)
+        self._finish(agent)
 
     @rule()
     def lose_the_host(self) -> None:
@@ -241,7 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
     def finish_with_a_pin(self, agent: Agent) -> object:
         if agent.ended:
             return multiple()
-        pin = self._finish(agent, 0, pin=True)
+        pin = self._finish(agent, pin=True)
         if agent.scope is None:
             assert pin is None
             return multiple()
@@ -250,15 +274,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.pinned.append((pin, agent.scope, agent.tokens[: pin.length]))
         return self.pinned[-1]
 
-    @rule(agent=consumes(agents), priority=st.integers(0, 2))
-    def finish(self, agent: Agent, priority: int) -> None:
-        if not agent.ended:
-            self._finish(agent, priority)
+    @rule(scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), who=people)
+    def let_go(self, scope: str, back: int, cut: int, who: str) -> None:
+        """Nothing goes by that, but it goes first."""
+        tokens = np.array([*self._prompt(back, cut, ()), 0], dtype=np.int32)
+        known = self.cache.peek(scope, tokens)
+        self.cache.let_go(scope, tokens[:-1], who)
+        assert self.cache.peek(scope, tokens) == known
 
-    def _finish(self, agent: Agent, priority: int, pin: bool = False) -> Pin | None:
+    @rule(agent=consumes(agents))
+    def finish(self, agent: Agent) -> None:
+        if not agent.ended:
+            self._finish(agent)
+
+    def _finish(self, agent: Agent, pin: bool = False) -> Pin | None:
         self.reloads.end(agent.holding)
-        label = Label(priority=priority)
-        pinned = self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), label, pin=pin)
+        pinned = self.cache.finish(agent.holding, agent.ids, agent.n_computed, self._tick(), pin=pin)
         self._end(agent)
         if agent.scope is not None:
             self.saved.add((agent.scope, tuple(agent.tokens[: agent.n_computed])))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import PLAIN, EvictionQueue, Label, Node, Prefix, RadixTree
+from holdfast.replicas.kv.radix import EvictionQueue, Node, Prefix, RadixTree
+from holdfast.replicas.kv.tags import PLAIN, Label
 from holdfast.replicas.types import TokenIds, common_prefix
 
 
@@ -298,7 +299,7 @@ def _cut(queue: EvictionQueue, node: Node | None) -> Node | None:
 
 def test_oldest_use_goes_first_and_a_use_moves_to_the_end() -> None:
     a, b, c = _node(), _node(), _node()
-    queue = EvictionQueue()
+    queue = EvictionQueue(most=32)
     for node in (a, b, c, a):
         queue.append(node)
     assert [_pop(queue) for _ in range(4)] == [b, c, a, None]
@@ -306,7 +307,7 @@ def test_oldest_use_goes_first_and_a_use_moves_to_the_end() -> None:
 
 def test_lower_tier_goes_first_whatever_its_age() -> None:
     old_valuable, young_cheap, old_cheap = _node(priority=1), _node(), _node()
-    queue = EvictionQueue()
+    queue = EvictionQueue(most=32)
     for node in (old_valuable, old_cheap, young_cheap):
         queue.append(node)
     assert [_pop(queue) for _ in range(3)] == [old_cheap, young_cheap, old_valuable]
@@ -314,7 +315,7 @@ def test_lower_tier_goes_first_whatever_its_age() -> None:
 
 def test_discarded_node_is_not_popped() -> None:
     a, b = _node(), _node()
-    queue = EvictionQueue()
+    queue = EvictionQueue(most=32)
     queue.discard(a)
     queue.append(a)
     queue.append(b)
@@ -327,7 +328,7 @@ def test_discarded_node_is_not_popped() -> None:
 def test_parent_follows_its_child_and_waits_for_one_in_a_higher_tier() -> None:
     parent, other = _node(), _node()
     child = _node(priority=1, parent=parent)
-    queue = EvictionQueue()
+    queue = EvictionQueue(most=32)
     for node in (child, parent, other):
         queue.append(node)
     assert _pop(queue) is other, "the parent is older, but no leaf"
@@ -341,7 +342,7 @@ def test_parent_follows_its_child_and_waits_for_one_in_a_higher_tier() -> None:
 def test_parent_passed_over_goes_first_once_it_is_a_leaf() -> None:
     parent, other = _node(), _node()
     child = _node(priority=1, parent=parent)
-    queue = EvictionQueue()
+    queue = EvictionQueue(most=32)
     for node in (child, parent, other):
         queue.append(node)
     assert _pop(queue) is other

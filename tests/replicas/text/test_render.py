@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.render import Renderer, normalised
+from holdfast.replicas.text.render import Renderer, message_starts, normalised
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -201,3 +203,39 @@ def test_a_template_that_cannot_go_on_is_named(qwen_like: Any) -> None:
         assert raised.value.field == "messages"
     finally:
         qwen_like.chat_template = before
+
+
+said = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=80)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), said), max_size=6), said, st.integers(0, 1))
+def test_where_messages_begin_in_a_prompt(qwen_like: Any, told: list[tuple[str, str]], system: str, tools: int) -> None:
+    """Whatever they say: as many places as messages, and ascending."""
+    messages = [{"role": "system", "content": system}, *({"role": role, "content": text} for role, text in told)]
+    text = Renderer(qwen_like).render(ChatPrompt(messages, [TOOL] * tools)).text
+    starts = message_starts(messages, text)
+    assert len(starts) == len(messages)
+    assert starts == sorted(starts)
+    assert all(0 <= start <= len(text) for start in starts)
+
+
+def test_messages_are_found_behind_the_tools_and_by_their_calls(qwen_like: Any) -> None:
+    long = "Read the file." * 20
+    messages = [
+        {"role": "system", "content": "You are brief."},
+        user(long),
+        call('{"a": 1}'),
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It rains."}]},
+        user("  and   \n"),
+    ]
+    text = Renderer(qwen_like).render(ChatPrompt(messages, [TOOL, {**TOOL, "note": "Read " * 30_000}])).text
+    starts = message_starts(messages, text)
+    heads = ["You are brief.", "Read the file.", 'f", "arguments"', "rain", "It rains.", "and"]
+    assert [text[start:].startswith(head) for start, head in zip(starts, heads, strict=True)] == [True] * 6
+
+
+def test_what_a_template_leaves_out_ends_the_search(qwen_like: Any) -> None:
+    text = "x" * 10_000_000
+    messages = [user("x"), *(user(f"not there {n}") for n in range(2_000))]
+    assert message_starts(messages, text) == [0] + [len(text)] * 2_000

@@ -1,0 +1,260 @@
+"""What tokens are, by role and by hint; and what follows for who is evicted: order, shares, learning, letting go."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.tags import (
+    AHEAD,
+    OTHER,
+    PLAIN,
+    RELEASED,
+    SHARED_S,
+    SYSTEM,
+    TAGS,
+    UNLABELLED,
+    Hint,
+    Label,
+    Labels,
+    labels_of,
+)
+from holdfast.replicas.types import TokenIds
+
+SIZE = 4
+roles = st.lists(st.sampled_from(["system", "user", "assistant", "tool", "odd"]), max_size=6)
+said = st.builds(Label, st.sampled_from(["", *TAGS]), st.sampled_from([RELEASED, 1, 20, 100]))
+hints = st.lists(
+    st.builds(
+        Hint,
+        st.sampled_from(["messages", "tokens", "reply"]),
+        said,
+        st.integers(0, 50),
+        st.one_of(st.none(), st.integers(0, 60)),
+    ),
+    max_size=6,
+)
+
+
+def ids(first: int, n: int) -> TokenIds:
+    return np.arange(first, first + n, dtype=np.int32)
+
+
+# ---- which label which token has ----
+
+
+def naive(who: list[str], starts: list[int], length: int, asked: list[Hint], position: int) -> tuple[str, int]:
+    """Tag and tier of one token, by looking at everything."""
+    starts = [0, *starts[1:]] if starts else []
+    ends = [*starts[1:], length] if starts else []
+    tag, tier = ("response", 0) if position >= length else ("", 0)
+    for role, begin, end in zip(who, starts, ends, strict=True):
+        if begin <= position < end:
+            tag = {"system": SYSTEM, "user": "user_query", "tool": "tool_output", "assistant": "response"}.get(role, "")
+            tier = 80 if role == "system" else 0
+    for hint in asked:
+        begin, past = hint.start, math.inf if hint.end is None else hint.end
+        if hint.where == "messages":
+            begin = starts[hint.start] if hint.start < len(starts) else length
+            past = math.inf if hint.end is None else starts[hint.end] if hint.end < len(starts) else length
+        elif hint.where == "reply":
+            begin, past = length, math.inf
+        else:
+            past = past if hint.end is None or past <= length else length
+        if begin <= position < past and (position < length or past == math.inf):
+            tag, tier = hint.label.tag or tag, hint.label.priority
+    return tag, tier
+
+
+@given(roles, st.data(), hints)
+def test_every_token_has_the_label_of_the_last_hint_or_of_its_role(
+    who: list[str], data: st.DataObject, asked: list[Hint]
+) -> None:
+    length = data.draw(st.integers(1, 40))
+    starts = sorted(data.draw(st.lists(st.integers(0, length), min_size=len(who), max_size=len(who))))
+    found = labels_of(who, starts, length, asked)
+    for position in range(length + 3):
+        label = found.at(position)
+        assert (label.tag, label.priority) == naive(who, starts, length, asked, position), position
+
+
+@given(roles, st.data(), hints, st.integers(1, 5))
+def test_pieces_cover_what_is_saved_and_are_cut_between_pages(
+    who: list[str], data: st.DataObject, asked: list[Hint], size: int
+) -> None:
+    length = data.draw(st.integers(1, 40))
+    starts = sorted(data.draw(st.lists(st.integers(0, length), min_size=len(who), max_size=len(who))))
+    labels = labels_of(who, starts, length, asked)
+    start = data.draw(st.integers(0, length + 4))
+    end = data.draw(st.integers(start + 1, start + 50))
+    pieces = labels.pieces(start, end, size)
+    ends = [piece for piece, _ in pieces]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == end
+    assert all(cut % size == 0 for cut in ends[:-1])
+    begun = start
+    for cut, label in pieces:
+        assert all(labels.at(position, size).alike(label) for position in range(begun, cut))
+        begun = cut
+    for (_, one), (_, other) in pairwise(pieces):
+        assert not one.alike(other), "a node more than is needed"
+    assert sum(labels.tokens(end).values()) == end
+
+
+def test_roles_decide_and_a_hint_without_a_tag_keeps_the_roles() -> None:
+    labels = labels_of(["system", "user", "tool"], [0, 8, 12], 20, [Hint("messages", Label(priority=50), 1, 3)])
+    assert [labels.at(p).tag for p in (0, 8, 12, 20)] == [SYSTEM, "user_query", "tool_output", "response"]
+    assert [labels.at(p).priority for p in (0, 8, 12, 20)] == [80, 50, 50, 0]
+    assert labels.tokens(14) == {SYSTEM: 8, "user_query": 4, "tool_output": 2}
+    assert UNLABELLED.tokens(5) == {OTHER: 5}
+
+
+# ---- what is evicted ----
+
+
+def run(cache: KVCache, tokens: TokenIds, labels: Labels, who: str, now: float, scope: str = "") -> int:
+    """A whole request; how much of it was cached."""
+    holding = cache.acquire(scope, tokens, now, labels=labels, who=who).holding
+    assert cache.grow(holding, len(tokens)) is not None
+    cache.finish(holding, tokens, len(tokens), now)
+    cache.check()
+    return holding.n_cached
+
+
+def only(label: Label) -> Labels:
+    return Labels(rest=label)
+
+
+def system(length: int) -> Labels:
+    return labels_of(["system", "user"], [0, length], length + SIZE)
+
+
+HIGH = Label(priority=100)
+
+
+def test_a_beginning_is_kept_once_another_program_has_used_it() -> None:
+    cache = KVCache(24, SIZE)
+    shared, own = ids(0, 16), ids(500, 16)
+    run(cache, np.concatenate((own, ids(600, SIZE))), system(16), "r", 0.0)
+    run(cache, np.concatenate((own, ids(600, SIZE), ids(700, 1))), system(16), "r", 1.0)
+    for n, who in enumerate("pq"):
+        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, 2.0 + n)
+    for n in range(8):
+        run(cache, ids(1000 + 100 * n, 32), UNLABELLED, f"x{n}", 10.0 + n)
+    assert cache.peek("", np.append(shared, 1)) == 16
+    assert cache.peek("", np.append(own, 1)) == 0, "its own next turn shows no sharing"
+    assert cache.tree.queue.raised == 4
+
+
+def test_a_tenant_that_shares_its_beginnings_has_new_ones_kept_at_once() -> None:
+    for shares in (True, False):
+        cache = KVCache(400, SIZE)
+        for n in range(8):
+            beginning = ids(1000 * n if n % 2 == 0 or not shares else 1000 * (n - 1), 16)
+            run(cache, np.concatenate((beginning, ids(100 * n, SIZE))), system(16), f"p{n}", float(n), "a")
+        before = cache.tree.queue.raised
+        run(cache, np.concatenate((ids(90_000, 16), ids(1, SIZE))), system(16), "new", 9.0, "a")
+        assert (before, cache.tree.queue.raised) == ((16, 20) if shares else (0, 0))
+        run(cache, np.concatenate((ids(95_000, 16), ids(1, SIZE))), system(16), "new", 10.0, "b")
+        assert cache.tree.queue.raised == (20 if shares else 0), "another tenant's are another's"
+
+
+def test_what_stands_above_the_others_lapses_with_time() -> None:
+    cache = KVCache(24, SIZE)
+    shared = ids(0, 16)
+    for n, who in enumerate("pq"):
+        run(cache, np.concatenate((shared, ids(100 * n + 100, SIZE))), system(16), who, float(n))
+    for n in range(8):
+        run(cache, ids(1000 + 100 * n, 32), UNLABELLED, "x", SHARED_S + 10.0 + n)
+    assert cache.peek("", np.append(shared, 1)) == 0
+    assert cache.tree.queue.raised == 0
+
+
+def test_everything_at_the_top_is_nothing_at_the_top() -> None:
+    """One who marks all it sends as most worth keeping has what age alone would keep."""
+    kept = []
+    for label in (HIGH, PLAIN):
+        cache = KVCache(24, SIZE)
+        for n in range(12):
+            run(cache, ids(100 * n, 16), only(label), f"p{n}", float(n))
+        kept.append([n for n in range(12) if cache.peek("", np.append(ids(100 * n, 16), 9))])
+    assert kept[0] == kept[1]
+
+
+def test_a_tenant_takes_no_more_of_the_others_than_its_share() -> None:
+    cache = KVCache(40, SIZE, share=0.5)
+    for n in range(20):
+        run(cache, ids(100 * n, 16), only(HIGH), f"greedy{n}", float(n), "greedy")
+    assert cache.tree.queue.raised <= 20
+    run(cache, ids(0, 16), only(HIGH), "modest", 30.0, "modest")
+    assert cache.tree.queue.raised <= 20
+    for n in range(20, 40):
+        run(cache, ids(100 * n, 16), only(HIGH), f"greedy{n}", 30.0 + n, "greedy")
+        assert cache.tree.queue.raised <= 20
+    assert cache.peek("modest", np.append(ids(0, 16), 9)) == 16, "what is the modest one's stays"
+    for n in range(10):
+        run(cache, ids(100 * n, 16), UNLABELLED, f"plain{n}", 100.0 + n, "plain")
+    found = [cache.peek("plain", np.append(ids(100 * n, 16), 9)) for n in range(10)]
+    assert sum(found) >= 64, "half of the cells go by age"
+
+
+def test_the_latest_use_says_what_it_is_worth_and_work_ahead_counts_until_then() -> None:
+    cache = KVCache(24, SIZE)
+    tokens = ids(0, 16)
+    run(cache, tokens, only(Label(AHEAD, 100)), "p", 0.0)
+    assert cache.tree.queue.raised == 4
+    run(cache, np.append(tokens, 99), labels_of(["user"], [0], 17), "p", 1.0)
+    assert cache.tree.queue.raised == 0
+    run(cache, np.append(tokens, 98), labels_of(["user"], [0], 17, [Hint("tokens", HIGH)]), "p", 2.0)
+    assert cache.tree.queue.raised == 5
+    run(cache, np.append(tokens, 97), UNLABELLED, "q", 3.0)
+    assert cache.tree.queue.raised == 5, "who says nothing changes nothing"
+
+
+def test_what_an_ended_program_alone_had_goes_first() -> None:
+    cache = KVCache(24, SIZE)
+    shared = ids(0, 16)
+    prompts = {who: np.concatenate((shared, ids(100 * n, 16))) for n, who in enumerate("pq", 1)}
+    for n, (who, prompt) in enumerate(prompts.items()):
+        run(cache, prompt, system(16), who, float(n))
+    cache.let_go("", prompts["q"], "q")
+    cache.check()
+    run(cache, ids(1000, 64), UNLABELLED, "x", 9.0)
+    assert cache.peek("", np.append(prompts["p"], 1)) == 32, "older, and still somebody's"
+    assert cache.peek("", np.append(prompts["q"], 1)) == 16, "the system prompt is not its alone"
+
+
+def test_an_ended_program_lets_nothing_go_that_others_use_or_go_on_from() -> None:
+    cache = KVCache(24, SIZE)
+    prompt = ids(0, 16)
+    run(cache, prompt, UNLABELLED, "p", 0.0)
+    run(cache, np.concatenate((prompt, ids(50, 8))), UNLABELLED, "child", 1.0)
+    pin = cache.pin("", np.concatenate((prompt, ids(50, 8))), 2.0)
+    cache.let_go("", prompt, "p")
+    cache.let_go("", np.concatenate((prompt, ids(50, 8))), "child")
+    cache.check()
+    cache.unpin(pin)
+    cache.let_go("nobody", prompt, "p")
+    assert all(node.priority == 0 for node in pin.node.path())
+
+
+def test_evicted_cells_are_counted_by_tag() -> None:
+    evicted: dict[str, int] = {}
+    cache = KVCache(8, SIZE, evicted=evicted)
+    run(cache, ids(0, 16), only(Label("tool_output")), "p", 0.0)
+    run(cache, ids(100, 16), UNLABELLED, "q", 1.0)
+    run(cache, ids(200, 32), UNLABELLED, "r", 2.0)
+    assert evicted == {"tool_output": 16, OTHER: 16}
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_share_may_be_nothing_or_all(share: float) -> None:
+    cache = KVCache(8, SIZE, share=share)
+    for n in range(6):
+        run(cache, ids(100 * n, 16), only(replace(HIGH, lasts=5.0)), "p", float(n))
+    assert cache.tree.queue.raised == (8 if share else 0)

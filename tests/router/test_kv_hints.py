@@ -1,0 +1,190 @@
+"""`kv_hints`: what is read of them, what is refused by name, and with the shipped model what they change and do not."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fake_backend import FakeBackend, World, chat_body
+from service_backend import ServiceBackend
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.kv.tags import PRIORITIES, Hint, Label
+from holdfast.router.config import RouterConfig
+from holdfast.router.protocol.kv_hints import MAX_ACTIONS, MAX_DIRECTIVES, MAX_DURATION_S
+
+MESSAGES: Any = [
+    {"role": "system", "content": "You are brief."},
+    {"role": "user", "content": "Rain?"},
+    {"role": "user", "content": "Snow?"},
+]
+
+
+def action(*directives: Any, **more: Any) -> dict[str, Any]:
+    payload = {"directives": list(directives)}
+    given = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": payload}
+    return given | more
+
+
+def envelope(*actions: Any, **more: Any) -> dict[str, Any]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions)} | more
+
+
+def ask(hints: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
+    world = World(FakeBackend())
+    body = chat_body(messages=MESSAGES) if "chat" in path else {"model": "pocket", "prompt": "hi"}
+    answer = world.call("POST", path, json=body | {"kv_hints": hints} | more)
+    return answer, world.backend.requests
+
+
+@pytest.mark.parametrize(
+    ("directive", "hint"),
+    [
+        ({"messages": [0, 1], "tag": "system_prompt"}, Hint("messages", Label("system_prompt", 80), 0, 1)),
+        (
+            {"messages": [1, 3], "tag": "user_query", "priority": 90, "duration": 7.5},
+            Hint("messages", Label("user_query", 90, 7.5), 1, 3),
+        ),
+        ({"start": 4, "end": 9, "priority": 1}, Hint("tokens", Label(priority=1), 4, 9)),
+        ({"end": None, "start": 4, "priority": 100, "duration": None}, Hint("tokens", Label(priority=100), 4)),
+        ({"priority": 0}, Hint("tokens", Label(priority=-1))),
+        ({"covers_output": True, "tag": "response"}, Hint("reply", Label("response", -1))),
+    ],
+)
+def test_what_a_directive_says(directive: Any, hint: Hint) -> None:
+    answer, (request,) = ask(envelope(action(directive, scope=None) if False else action(directive)))
+    assert answer.status_code == 200
+    assert request.hints == (hint,)
+
+
+def test_the_papers_order_is_that_of_the_tags() -> None:
+    assert sorted(PRIORITIES, key=lambda tag: PRIORITIES[tag]) == [
+        "response", "tool_output", "user_query", "system_prompt", "partial_prefill"
+    ]  # fmt: skip
+
+
+def test_others_actions_are_passed_over_and_tokens_may_be_named_in_a_plain_prompt() -> None:
+    other = action(action_type="kv.prefetch", action_version="7", payload={"anything": [1]})
+    answer, (request,) = ask(envelope(other), "/v1/completions")
+    assert answer.status_code == 200
+    assert request.hints == ()
+    answer, (request,) = ask(envelope(other, action({"start": 0, "end": 5, "priority": 3})), "/v1/completions")
+    assert request.hints == (Hint("tokens", Label(priority=3), 0, 5),)
+
+
+INSIDE = "kv_hints.actions.0.payload.directives"
+
+
+@pytest.mark.parametrize(
+    ("hints", "field"),
+    [
+        (5, "kv_hints"),
+        ({"protocol_version": "0.1", "actions": []}, "kv_hints.message_id"),
+        (envelope(extra=1), "kv_hints.extra"),
+        (envelope(*[action()] * (MAX_ACTIONS + 1)), "kv_hints.actions"),
+        (envelope(action(action_version="2.0")), "kv_hints.actions.0.action_version"),
+        (envelope(action(payload={})), INSIDE),
+        (envelope(action(payload={"directives": [], "scope": "other"})), "kv_hints.actions.0.payload.scope"),
+        (envelope(action(*[{"priority": 100}] * (MAX_DIRECTIVES + 1))), INSIDE),
+        (envelope(*[action(*[{"priority": 100}] * 100)] * 2), "kv_hints.actions.1.payload.directives"),
+        (envelope(action({"messages": [0, 1]})), f"{INSIDE}.0"),
+        (envelope(action({"messages": [0, 1], "tag": "gold"})), f"{INSIDE}.0.tag"),
+        (envelope(action({"priority": 101})), f"{INSIDE}.0.priority"),
+        (envelope(action({"priority": -1})), f"{INSIDE}.0.priority"),
+        (envelope(action({"priority": True})), f"{INSIDE}.0.priority"),
+        (envelope(action({"priority": 1, "duration": -0.1})), f"{INSIDE}.0.duration"),
+        (envelope(action({"priority": 1, "duration": 2 * MAX_DURATION_S})), f"{INSIDE}.0.duration"),
+        (envelope(action({"priority": 1, "messages": [-1, 1]})), f"{INSIDE}.0.messages.0"),
+        (envelope(action({"priority": 1, "messages": [1, 1]})), f"{INSIDE}.0"),
+        (envelope(action({"priority": 1, "messages": [0, 1, 2]})), f"{INSIDE}.0.messages"),
+        (envelope(action({"priority": 1, "messages": [0, 4]})), "kv_hints"),
+        (envelope(action({"priority": 1, "start": -1})), f"{INSIDE}.0.start"),
+        (envelope(action({"priority": 1, "start": 5, "end": 5})), f"{INSIDE}.0"),
+        (envelope(action({"priority": 1, "start": 5, "messages": [0, 1]})), f"{INSIDE}.0"),
+        (envelope(action({"priority": 1}, {"priority": 1, "why": ""})), f"{INSIDE}.1.why"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(hints: Any, field: str) -> None:
+    answer, requests = ask(hints)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+    assert not requests
+
+
+def test_messages_of_a_prompt_without_any_are_refused() -> None:
+    answer, _ = ask(envelope(action({"priority": 1, "messages": [0, 1]})), "/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_hints")
+
+
+def test_hints_are_no_part_of_what_decides_an_answer() -> None:
+    world = World(FakeBackend())
+    for hints in (None, envelope(action({"priority": 9})), envelope()):
+        answer = world.call("POST", "/v1/chat/completions", json=chat_body(temperature=0) | {"kv_hints": hints})
+        assert answer.status_code == 200
+    assert len(world.backend.requests) == 1
+
+
+# ---- with the shipped model ----
+
+SMALL = EngineConfig(cells=1024, threads=1, dtype="float32", preposition=False, context_length=512)
+ABUSE: dict[str, Any] = {
+    "nothing": None,
+    "all at the top": envelope(action({"priority": 100})),
+    "as many as there may be": envelope(
+        action(*[{"start": 3 * n, "end": 3 * n + 7, "priority": 1 + n % 100} for n in range(MAX_DIRECTIVES)])
+    ),
+    "beyond the end": envelope(action({"start": 10**9, "priority": 100}, {"start": 0, "end": 10**12, "priority": 7})),
+    "over at once": envelope(action({"priority": 100, "duration": 0})),
+    "all let go": envelope(action({"priority": 0})),
+    "each otherwise": envelope(action(*({"messages": [n, n + 1], "priority": 100 - 50 * n} for n in range(2)))),
+}
+
+
+def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
+    """What twelve short conversations of two turns answer, in a cache that is too small for them; and their engine."""
+
+    async def run() -> tuple[list[str], Any]:
+        backend = ServiceBackend(config)
+        world = World(backend, config=RouterConfig(response_cache=False))
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        told: list[str] = []
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
+            for turn in range(2):
+                for number in range(12):
+                    messages = [
+                        {"role": "system", "content": f"You are agent {number % 3}. " + "Be brief. " * 20},
+                        {"role": "user", "content": f"{number}: is it raining in Oslo today? " * 3},
+                    ]
+                    messages += [
+                        {"role": "assistant", "content": "It is."},
+                        {"role": "user", "content": "And tomorrow?"},
+                    ][: 2 * turn]
+                    body = chat_body(messages=messages, max_tokens=8, temperature=0, program_id=f"p{number}")
+                    answer = await client.post("/v1/chat/completions", json=body | {"kv_hints": hints})
+                    assert answer.status_code == 200, answer.text
+                    told.append(answer.json()["choices"][0]["message"]["content"])
+        engine = backend.service.engine
+        await backend.service.close()
+        engine.cache.check()
+        return told, engine
+
+    return asyncio.run(run())
+
+
+def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
+    plain, off = served(EngineConfig(**{**CONFIG, "kv_tags": False}), None)
+    assert sum(off.stats.evicted_by_tag.values()) == off.stats.evicted_by_tag["other"] > 0
+    for name, hints in ABUSE.items():
+        told, engine = served(SMALL, hints)
+        assert told == plain, name
+        raised = engine.occupancy().cells_raised
+        assert raised <= SMALL.cells * SMALL.kv_tags_share, name
+        assert sum(engine.stats.hits_by_tag.values()) > 0
+        if hints is None:
+            by_tag = engine.stats.evicted_by_tag
+            assert by_tag["user_query"] > 0
+            assert engine.stats.hits_by_tag["system_prompt"] > off.stats.hits_by_tag["system_prompt"] == 0
+            assert raised > 0
+
+
+CONFIG: Any = {"cells": 1024, "threads": 1, "dtype": "float32", "preposition": False, "context_length": 512}

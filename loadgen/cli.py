@@ -121,9 +121,10 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
         metavar="N,N,..",
         help="each of these in turn, as --programs and --burst",
     )
-    add("--turns-times", type=int, default=1, help="turns of swe and bfcl, multiplied (default: 1)")
-    text = "of sutradhara's prompts, of what swe's and bfcl's tools tell (default: 1000)"
+    add("--turns-times", type=int, default=1, help="turns of swe, mixed and bfcl, multiplied (default: 1)")
+    text = "of sutradhara's prompts, of what the tools of swe, mixed and bfcl tell (default: 1000)"
     add("--prompt-tokens", type=int, default=1000, help=text)
+    add("--scale", type=float, default=0.01, help="of the lengths of coding (default: 0.01)")
     add("--quiet", type=int, default=3, help="tenants beside the noisy one (default: 3)")
     add("--noise", type=int, default=8, help="times a quiet one's load that it sends (default: 8)")
     add("--record", type=Path, metavar="FILE", help="write the run as a mooncake_trace")
@@ -140,7 +141,7 @@ def _add_scheduling(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--cells", type=counts, default=(8192, 65536), metavar="N,N", help="of both caches (default: 8192,65536)")
     add("--model", default="pocket", help="as for serve (default: pocket)")
     add("--threads", type=int, default=1, help="of each engine (default: 1)")
-    add("--workload", default="swe", help="swe or bfcl (default: swe)")
+    add("--workload", default="swe", help="swe, mixed or bfcl (default: swe)")
     add("--cache", action="append", help="small or large (default: both)")
     add("--jobs", type=int, default=12, help="programs of a repetition (default: 12)")
     add("--rate", type=float, default=1.0, help="of those, a second (default: 1)")

@@ -20,7 +20,7 @@ Undeclared: TypeAlias = Literal["text", "regenerate"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
 CpuAttention: TypeAlias = Literal["auto", "avx512_bf16", "avx512", "avx2", "torch"]
 OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
-PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"]
+PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept", "gittins"]
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,7 +74,9 @@ class DraftConfig:
 class RetentionConfig:
     """`policy` says for how long; the constants after it belong to the policy named. Times in seconds."""
 
-    policy: PolicyName = "infercept"  # none: nothing is kept; infercept: while keeping wastes less than computing again
+    policy: PolicyName = (
+        "gittins"  # none: nothing is kept; gittins: while keeping is expected to waste less than losing
+    )
     most_s: float = 60.0  # no pin lasts longer, whatever the policy says
     settle_s: float = 1.0  # a turn's cells are kept so long until it is known what the turn called
     share: float = 1.0  # of all cells that pins may keep; who began earlier takes what it needs of them
@@ -83,7 +85,9 @@ class RetentionConfig:
     fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
 
     # bernstein (Continuum's first version; the paper leaves the values open)
-    delta: float = 0.05  # bernstein: the mean of a tool's times is above its bound with this probability at most
+    delta: float = (
+        0.05  # bernstein, gittins: the truth is beyond a bound drawn from samples with this probability at most
+    )
     tool_samples: int = 10  # bernstein: from so many calls on a tool's own bound counts
     overall_samples: int = 10  # bernstein: from so many calls on that of all tools counts
     unknown_s: float = 2.0  # bernstein: the bound until then
@@ -93,9 +97,12 @@ class RetentionConfig:
     trusted_samples: int = 100  # continuum: a tool with so many calls or fewer is taken for the average tool
     wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
 
+    prior_s: float = 1.0  # gittins: half of the calls of which nothing is known are over by then
+
     def __post_init__(self) -> None:
         _check(self, _one_of(get_args(PolicyName)), "policy")
         _check(self, _NOT_NEGATIVE, "fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
+        _check(self, _POSITIVE, "prior_s")
         _check(self, _AT_LEAST_ONE, "tool_samples", "overall_samples", "trusted_samples", "wait_window")
         _check(self, _SHARE, "share", "tenant_share")
         _check(self, _Rule("in (0, 1)", lambda value: 0 < value < 1), "delta")

@@ -374,7 +374,7 @@ SCHEDULING = (
         "pins_expired",
         "",
         "Pins dropped at their deadline",
-        "Many: tools take longer than keeping was worth",
+        "Many: tools take longer than `engine.retention.most_s`, or than keeping was worth",
         lambda r: r.stats.pins_expired,
     ),
     counter(

@@ -14,20 +14,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain, count, cycle
 from pathlib import Path
 from statistics import median
+from typing import get_args
 
 import numpy as np
 
 from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
-from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
+from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, PolicyName, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot
+from holdfast.replicas.retention.policy import Conditions, Pause, RestoreCost, policy_of
 from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -41,6 +44,9 @@ _ROUNDS = 5
 _RUNNING, _WAITING, _QUEUED = 64, 10_000, 1_000  # sequences
 _PROMPT, _PREAMBLE = 200, 2_000  # tokens
 _PINNED, _SESSIONS = 500, 16
+_SHORT = _PINNED * (_PROMPT + 8) + _RUNNING * (_PROMPT + 1024 + 2 * PAGE)  # cells; a reply is taken for 1,024 tokens
+_LEARNED_FROM = 400  # prompts
+_CALLS, _TOOLS = 5_000, 20  # of which statistics are kept
 _STEPS, _WARM_UP = 200, 40
 _VOCABULARY = 50_000
 _REPLY = 128  # tokens of a turn that are replayed
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     options = parser.parse_args(argv)
     figures = []
-    for figure in chain(restoring(), tree(), drafting(), scheduling(), text(), masks()):
+    for figure in chain(restoring(), tree(), drafting(), scheduling(), retention(), text(), masks()):
         figures.append(figure)
         bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'met' if figure.value <= figure.bar else 'MISSED'}"
         print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
@@ -125,8 +131,25 @@ def scheduling() -> Iterator[Figure]:
         "10,000 waiting, 16 open sessions": _Crowd(_WAITING, sessions=_SESSIONS),
         "1,000 waiting": _Crowd(_QUEUED),
         "1,000 waiting, 500 programs pinned": _Crowd(_QUEUED, pinned=_PINNED),
+        "the same, short of cells": _Crowd(_QUEUED, pinned=_PINNED, short=True),
+        "the same under gittins": _Crowd(_QUEUED, pinned=_PINNED, short=True, policy="gittins"),
     }.items():
         yield Figure(f"plan and commit, 64 decoding, {what}", _step_ms(crowd), "ms", 2.0)
+
+
+def retention() -> Iterator[Figure]:
+    """What each policy takes for a turn that ends, where it has just been told of the tools."""
+    rng, book = random.Random(0), LatencyBook()
+    for call in range(_CALLS):
+        book.record("", f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5))
+    known = book.snapshot()
+    pause = Pause("", "tool0", 20_000)
+    conditions = Conditions(1.0, 1.0, 5.0, 30_000, RestoreCost(1e-9, 1e-4, 0.02))
+    for name in get_args(PolicyName):
+        ttl = policy_of(RetentionConfig(policy=name)).ttl
+        news = iter([replace(known) for _ in range(_ROUNDS * 200)])
+        seconds = _best(partial(_ask, ttl, pause, news, conditions), 200)
+        yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 
 
 def text() -> Iterator[Figure]:
@@ -153,6 +176,15 @@ def masks() -> Iterator[Figure]:
     assert matcher is not None
     rows = np.zeros((1, matcher.words), np.int32)
     yield Figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
+
+
+def _ask(
+    ttl: Callable[[Pause, LatencySnapshot, Conditions], float],
+    pause: Pause,
+    news: Iterator[LatencySnapshot],
+    conditions: Conditions,
+) -> None:
+    ttl(pause, next(news), conditions)
 
 
 def _text_side(config: EngineConfig) -> TextSide:
@@ -221,12 +253,16 @@ class _Dice:
 
 @dataclass(frozen=True, slots=True)
 class _Crowd:
-    """Who is in the engine besides the sequences that decode; `preamble` tokens begin everybody's prompt."""
+    """Who is in the engine besides the sequences that decode; `preamble` tokens begin all prompts. `short`: cells
+    are what the next one waits for, and those that pins keep are not to be had.
+    """
 
     waiting: int = 0
     preamble: int = 0
     sessions: int = 0
     pinned: int = 0
+    short: bool = False
+    policy: PolicyName = "fixed"
 
 
 _NOBODY = _Crowd()
@@ -235,37 +271,45 @@ _NOBODY = _Crowd()
 def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
     """Milliseconds of planning and commit a step."""
     config = EngineConfig(
-        cells=1_000_000,
+        cells=_SHORT if crowd.short else 1_000_000,
         context_length=8192,
         max_sequences=_RUNNING + crowd.sessions,
         session_rows=crowd.sessions,
         max_waiting=2 * _WAITING,
         admission_ceiling=1.0,
         speculation=DraftConfig(enabled=drafts),
-        retention=RetentionConfig(policy="fixed", fixed_s=1e9, most_s=1e9),
+        retention=RetentionConfig(policy=crowd.policy, fixed_s=1e9, most_s=1e9),
     )
     engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
     rng = np.random.default_rng(0)
     shared = rng.integers(1, _VOCABULARY, crowd.preamble).astype(np.int32)
+    for i in range(_LEARNED_FROM):  # prompts take seconds: what is pinned is worth its cells under any policy
+        engine.handle(Submit(f"cost{i}", _prompt(rng, shared), Sampling(1)), 0.0)
+    for step in count(1):
+        if not engine.busy:
+            break
+        engine.step(step - 1.0, partial(float, step))
+    now = float(step)
     for i in range(crowd.sessions):
-        engine.handle(OpenSession(f"open{i}", f"s{i}"), 0.0)
-        engine.handle(Submit(f"append{i}", _prompt(rng, shared), Sampling(0), session_id=f"s{i}"), 0.0)
+        engine.handle(OpenSession(f"open{i}", f"s{i}"), now)
+        engine.handle(Submit(f"append{i}", _prompt(rng, shared), Sampling(0), session_id=f"s{i}"), now)
     for i in range(crowd.pinned):
-        engine.handle(Submit(f"turn{i}", _prompt(rng, shared), Sampling(1), program_id=f"p{i}"), 0.0)
+        engine.handle(Submit(f"turn{i}", _prompt(rng, shared), Sampling(1), program_id=f"p{i}"), now)
     while engine.busy:
-        for event in engine.step(0.0):
+        for event in engine.step(now):
             if isinstance(event, Finished) and event.request_id.startswith("turn"):
-                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
+                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), now)
     assert engine.occupancy().pins == crowd.pinned
     for i in range(_RUNNING + crowd.waiting):
-        engine.handle(Submit(f"r{i}", _prompt(rng, shared), Sampling(4000), program_arrival=1.0 + i), 1.0)
+        engine.handle(Submit(f"r{i}", _prompt(rng, shared), Sampling(4000), program_arrival=1.0 + i), now)
     costs = []
     for step in range(_WARM_UP + _STEPS):
         before = engine.stats.schedule_s + engine.stats.commit_s
-        engine.step(2.0)
+        engine.step(now)
         if step >= _WARM_UP:
             costs.append(engine.stats.schedule_s + engine.stats.commit_s - before)
     assert engine.occupancy().running == _RUNNING
+    assert engine.occupancy().pins == crowd.pinned
     return 1e3 * median(costs)
 
 

@@ -17,17 +17,17 @@ def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
     text = "Scheduling policies side by side on simulated replicas: the real engines over a cost model."
     command = commands.add_parser("simulate", help=text, description=text)
     add = command.add_argument
-    add("--workload", default="swe", help="swe or bfcl (default: swe)")
+    add("--workload", default="swe", help="swe, bfcl, mixed, mixed-shell or coding (default: swe)")
     add("--programs", type=int, default=100, help="of one run (default: 100)")
     add("--rates", type=numbers, default=(0.1,), metavar="R,R,..", help="programs a second (default: 0.1)")
     add("--turns-times", type=counts, default=(1,), metavar="N,N,..", help="turns multiplied, texts divided by it")
-    add("--scale", type=float, default=1.0, help="of what tools tell (default: 1)")
+    add("--scale", type=float, default=1.0, help="of all lengths; coding asks for 0.1 or so (default: 1)")
     add("--profile", default="8b-a100", help="MODEL-GPU: 8b, 14b or 70b (on 4) and a100, h200 or b200")
     add("--replicas", type=int, default=1, help="behind the router's placement (default: 1)")
     add("--cells", type=int, help="KV cells of a replica (default: what the profile has room for)")
-    add("--policy", action="append", help="request, plas, infercept, program, fixed, bernstein, restore-cost, "
-        "continuum or default; may come several times, the first is what the others are compared to (default: request, "
-        "plas, infercept, program, fixed and continuum)")  # fmt: skip
+    add("--policy", action="append", help="request, plas, infercept-request, infercept-program, infercept, program, "
+        "fixed, bernstein, restore-cost, continuum, gittins or default; may come several times, the first is what the "
+        "others are compared to (default: all but infercept-program, restore-cost and default)")  # fmt: skip
     add("--host-tier", choices=("off", "on", "both"), default="off", help="cells in host memory (default: off)")
     add("--seed", type=int, default=0, help="of the first run (default: 0)")
     add("--seeds", type=int, default=3, help="how many, one after another (default: 3)")

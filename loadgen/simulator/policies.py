@@ -25,15 +25,20 @@ _UNTOLD = EngineConfig()
 POLICIES = {
     "request": Policy("request", "none"),
     "plas": Policy("plas", "none"),
+    "infercept-request": Policy("request", "infercept"),
+    "infercept-program": Policy("program", "infercept"),
     "infercept": Policy("infercept", "infercept"),
     "program": Policy("program", "none"),
     "fixed": Policy("program", "fixed"),
     "bernstein": Policy("program", "bernstein"),
     "restore-cost": Policy("program", "restore-cost"),
     "continuum": Policy("program", "continuum"),
+    "gittins": Policy("program", "gittins"),
     "default": Policy(_UNTOLD.order, _UNTOLD.retention.policy),
 }
-USUAL = ("request", "plas", "infercept", "program", "fixed", "continuum")
+USUAL = (
+    "request", "plas", "infercept-request", "infercept", "program", "fixed", "bernstein", "continuum", "gittins"
+)  # fmt: skip
 
 
 def policy(name: str) -> Policy:

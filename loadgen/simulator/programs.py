@@ -1,7 +1,8 @@
 """Agent programs as numbers: when they arrive, how many tokens each turn adds and draws, how long its tools take.
 
 Turns and tool times are drawn to the figures of Sutradhara's traces, as those of `workloads.papers` are. Lengths are
-ours: neither paper tells them, but that a program fits a context of 128k and takes over 100 seconds alone. All that is
+ours: neither paper tells them, but that a program fits a context of 128k and takes over 100 seconds alone. `coding` is
+drawn to real coding sessions; in `mixed` and `mixed-shell` one tool of five is slow, and ours entirely. All that is
 drawn of a program depends on the seed and its number, so every policy meets the same programs and the same tools.
 
     tokens   |<- system, same for all ->|<- program ->|<- reply ->|<- result ->|<- reply ->| ...
@@ -17,14 +18,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from holdfast.loadgen.workloads.papers import BFCL, SWE, Figures
-from holdfast.loadgen.workloads.tooltime import log_normal
+from holdfast.loadgen.workloads.papers import BFCL, GROUP, SESSION, SUB_AGENT, SWE, Figures, Session
+from holdfast.loadgen.workloads.tooltime import QUICK, TIMES, Gaps, log_normal
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.types import TokenIds
 
 CONTEXT = 1 << 17  # no program has more tokens; texts of neighbouring programs are so far apart
 MAX_TOKENS = 2048  # of a reply, as the client asks for it; where it ends nobody knows beforehand
 PAGES = 64  # cells that a request needs beside its own, at most: pages that are not full
+_CHILD_S = 0.02  # from one sub-agent to the next
 _BASES, _NAMES, _PREAMBLES = 8191, 1 << 30, 3 << 29
 
 
@@ -66,6 +68,8 @@ class Kind:
     task: Length  # what the user asks for
     reply: Length
     result: Length
+    gaps: Gaps | None = None  # how long its tools take, where `figures` do not tell
+    group: Kind | None = None  # its sub-agents, about seven at once, that go on from what it has
 
     def times(self) -> Times:
         """Mean and variance over all tools are those of `figures`."""
@@ -76,15 +80,30 @@ class Kind:
 
     def tool(self, rng: random.Random, times: Times) -> tuple[str, float]:
         """A tool and the seconds it takes."""
+        if self.gaps is not None:
+            return self.tools[0].name, self.gaps.draw(rng)
         tool = rng.choices(self.tools, [tool.share for tool in self.tools])[0]
         return tool.name, tool.times / times.mean * log_normal(rng, self.figures.tool_s, times.within)
 
 
 _SHELL = (Tool("cat", 0.3, 0.35), Tool("sed", 0.25, 0.3), Tool("grep", 0.25, 0.4), Tool("python", 0.13, 2.0),
           Tool("pytest", 0.07, 7.0))  # fmt: skip
+_MIXED = Figures(SWE.most, SWE.share, 8.0, 285.0)  # 0.6 s and 37.5 s; each tool's deviation is half of its mean
+_QUICK_AND_SLOW = (Tool("edit", QUICK, 1.0), Tool("tests", 1.0 - QUICK, TIMES))
+_ONE_SHELL = tuple(replace(tool, name="shell") for tool in _QUICK_AND_SLOW)
+
+
+def _session(session: Session, group: Kind | None = None) -> Kind:
+    lengths = Length(session.task, 0.5), Length(session.reply, 0.8), Length(session.result, 1.0)
+    return Kind(session.figures, (Tool("shell", 1.0, 1.0),), session.shared, *lengths, Gaps(), group)
+
+
 KINDS = {
     "swe": Kind(SWE, _SHELL, 1500, Length(1000, 0.5), Length(300, 0.6), Length(900, 1.0)),
     "bfcl": Kind(BFCL, (Tool("web_search", 1.0, 1.0),), 1500, Length(200, 0.4), Length(400, 0.6), Length(8000, 0.7)),
+    "mixed": Kind(_MIXED, _QUICK_AND_SLOW, 1500, Length(1000, 0.5), Length(300, 0.6), Length(900, 1.0)),
+    "mixed-shell": Kind(_MIXED, _ONE_SHELL, 1500, Length(1000, 0.5), Length(300, 0.6), Length(900, 1.0)),
+    "coding": _session(SESSION, _session(SUB_AGENT)),
 }
 
 
@@ -193,9 +212,14 @@ class Workload:
             yield self._program(number, now, random.Random(f"{seed}/{self.kind}/{number}"))
 
     def _program(self, number: int, arrived: float, rng: random.Random) -> Program:
-        kind, times = KINDS[self.kind], self.turns_times
-        tool_times = kind.times()
-        shared = max(1, round(kind.shared * self.scale))
+        kind = KINDS[self.kind]
+        alone = self._alone(kind, number, arrived, rng, max(1, round(kind.shared * self.scale)))
+        return alone if kind.group is None else self._with_group(alone, kind.group, rng)
+
+    def _alone(self, kind: Kind, number: int, arrived: float, rng: random.Random, shared: int) -> Program:
+        """A program that begins with `shared` tokens which others have as well."""
+        times = self.turns_times
+        tool_times = kind.times() if kind.gaps is None else Times(1.0, 0.0)
         count = kind.figures.turns(rng) * times
         turns: list[Turn] = []
         room = self.context - MAX_TOKENS
@@ -212,3 +236,20 @@ class Workload:
             turns.append(Turn(prompt, reply, name, tool_s))
         turns[-1] = replace(turns[-1], tool="", tool_s=0.0)
         return Program(number, arrived, shared, tuple(turns))
+
+    def _with_group(self, alone: Program, kind: Kind, rng: random.Random) -> Program:
+        """The program with sub-agents after one of its turns but the last, where these have room."""
+        if len(alone.turns) < 2:
+            return alone
+        at = rng.randrange(len(alone.turns) - 1)
+        shared = sum(turn.prompt + turn.reply for turn in alone.turns[: at + 1])
+        if shared > self.context - 3 * MAX_TOKENS:
+            return alone
+        children = []
+        for i in range(rng.randint(*GROUP)):
+            number = self.programs + alone.number * GROUP[1] + i
+            child = self._alone(kind, number, i * _CHILD_S, rng, shared)
+            children.append(replace(child, parent=alone, fork=at))
+        turns = list(alone.turns)
+        turns[at] = replace(turns[at], tool="", tool_s=0.0, children=tuple(children))
+        return replace(alone, turns=tuple(turns))

@@ -1,22 +1,23 @@
-"""Workloads after the traces that Sutradhara tells of, and tenants beside a noisy one. Programs arrive by a schedule.
+"""Workloads after traces that papers tell of and after real coding sessions, and tenants beside a noisy one.
 
-What the papers give as figures is drawn to these figures; what the programs say is the other workloads'. Words of
-tools, counted as tokens, are common ones: about one token each for a large vocabulary.
+Programs arrive by a schedule. What is known in figures is drawn to these figures; what the programs say is the other
+workloads'. Words of tools, counted as tokens, are common ones: about one token each for a large vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from holdfast.loadgen.workloads import tools
 from holdfast.loadgen.workloads.drawing import BUGFIX_TURNS, Draw, agent_script, poisson
 from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Step, Turn
 from holdfast.loadgen.workloads.tools import Tool
-from holdfast.loadgen.workloads.tooltime import HeavyTailed, log_normal
+from holdfast.loadgen.workloads.tooltime import Gaps, HeavyTailed, log_normal, two_kinds
 from holdfast.loadgen.workloads.words import filler
 
 _FIFTEEN = tools.TRAVEL + tools.REVIEW + tools.DATA
@@ -44,14 +45,41 @@ SWE = Figures(1 + 38, 0.5, 0.29, 1.14)
 BFCL = Figures(1 + 8, 0.4, 1.09, 1.7)
 
 
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A coding session or a sub-agent of it, mean lengths in tokens before any scale.
+
+    ``shared``: what all begin with; ``task``: what else is in the first prompt; a ``reply`` and a ``result`` a turn.
+    """
+
+    figures: Figures
+    shared: int
+    task: int
+    reply: int
+    result: int
+
+
+_GAPS_S = 20.0  # mean of `tooltime.Gaps`
+SESSION = Session(Figures(1 + 38, 0.5, _GAPS_S, 0.0), 25_000, 87_000, 436, 9_000)
+SUB_AGENT = Session(Figures(1 + 4, 0.5, _GAPS_S, 0.0), 0, 3_000, 436, 9_000)
+GROUP = (5, 9)  # sub-agents at once
+"""Known of real sessions: 195,000 tokens in and 317 out (medians), the gaps (`tooltime.Gaps`), and that half of the
+requests come from groups of about seven. How these come about is ours: 20 turns that begin with 112,000 tokens."""
+
+
 def swe(draw: Draw, sizes: Sizes) -> Round:
     """Coding agents: about 20 turns with a command each (15 to 25, mostly), tools of 0.29 s, variance 1.14."""
-    return _one_by_one(draw, sizes, "a coding agent", (tools.COMMAND,), SWE)
+    return _one_by_one(draw, sizes, "a coding agent", (tools.COMMAND,), SWE, _seconds(SWE))
+
+
+def mixed(draw: Draw, sizes: Sizes) -> Round:
+    """Coding agents of as many turns, with commands of two kinds: four of five take 0.25 s, the others 15 s."""
+    return _one_by_one(draw, sizes, "a coding agent", (tools.COMMAND,), SWE, partial(two_kinds, quick_s=0.25))
 
 
 def bfcl(draw: Draw, sizes: Sizes) -> Round:
     """Web searching agents: 4.2 turns with a search each, tools of 1.09 s, variance 1.7."""
-    return _one_by_one(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), BFCL)
+    return _one_by_one(draw, sizes, "a research assistant", (tools.WEB_SEARCH,), BFCL, _seconds(BFCL))
 
 
 def sutradhara(draw: Draw, sizes: Sizes) -> Round:
@@ -77,7 +105,66 @@ def tenants(draw: Draw, sizes: Sizes) -> Round:
     return _arriving(tuple(scripts), tuple(due), BUGFIX_TURNS)
 
 
-def _one_by_one(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], figures: Figures) -> Round:
+def coding(draw: Draw, sizes: Sizes) -> Round:
+    """Coding sessions: 195,000 tokens in (median, times ``scale``), gaps of 2 s, 24 s and 11 min (p50, p90, p99).
+
+    Half of the requests come from sub-agents, about seven at once. Those of a group share a beginning that is as long
+    as what their session has by then; they are programs of their own, sent by the schedule, for nobody knows beforehand
+    when a server has come so far.
+    """
+    scripts: list[Script] = []
+    due: list[float] = []
+    for i, moment in enumerate(poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate)):
+        rng, name = draw.rng(f"job{i}/group"), f"job{i}"
+        session = _session(draw, name, SESSION, _text(draw, name, SESSION.task, sizes), sizes)
+        scripts.append(session)
+        due.append(moment)
+        if not session.pauses:
+            continue
+        at = rng.randrange(len(session.pauses))
+        begins = moment + sum(pause.seconds for pause in session.pauses[:at])
+        there = _text(draw, f"{name}/group", SESSION.task + at * (SESSION.result + SESSION.reply), sizes)
+        for k in range(rng.randint(*GROUP)):
+            agent = f"{name}-agent{k}"
+            told = f"{there}\n\n{_text(draw, agent, SUB_AGENT.task, sizes)}"
+            scripts.append(_session(draw, agent, SUB_AGENT, told, sizes))
+            due.append(begins)
+    order = sorted(range(len(due)), key=due.__getitem__)
+    return _arriving(tuple(scripts[i] for i in order), tuple(due[i] for i in order))
+
+
+def _session(draw: Draw, name: str, kind: Session, told: str, sizes: Sizes) -> Script:
+    """A coding agent whose first message begins with what it is ``told``."""
+    rng, gaps, mean = draw.rng(f"{name}/gaps"), Gaps(), kind.result * sizes.scale
+    turns = kind.figures.turns(rng)
+    script = agent_script(draw, name, "a coding agent", (tools.COMMAND,), turns, 1)
+    first, *others = script.steps
+    return replace(
+        script,
+        system=f"{script.system} {_text(draw, 'preamble', SESSION.shared, sizes)}",
+        steps=(replace(first, user=f"{told}\n\n{first.user}"), *others),
+        pauses=tuple(
+            Pause(gaps.draw(rng), round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for _ in range(turns - 1)
+        ),
+    )
+
+
+def _text(draw: Draw, about: str, words: int, sizes: Sizes) -> str:
+    return filler(f"{draw.session}/{about}", max(1, round(words * sizes.scale)))
+
+
+def _seconds(figures: Figures) -> Callable[[random.Random], float]:
+    return partial(log_normal, mean=figures.tool_s, variance=figures.tool_variance)
+
+
+def _one_by_one(
+    draw: Draw,
+    sizes: Sizes,
+    role: str,
+    offered: tuple[Tool, ...],
+    figures: Figures,
+    seconds: Callable[[random.Random], float],
+) -> Round:
     """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same."""
     scripts = []
     for i in range(sizes.jobs):
@@ -86,10 +173,7 @@ def _one_by_one(draw: Draw, sizes: Sizes, role: str, offered: tuple[Tool, ...], 
         between = count - 1
         ends = [sizes.prompt_tokens * n // max(between, 1) for n in range(between + 1)]
         each = [end - start for start, end in pairwise(ends)]
-        pauses = tuple(
-            Pause(log_normal(draw.rng(f"{name}/tool/{turn}"), figures.tool_s, figures.tool_variance), words)
-            for turn, words in enumerate(each)
-        )
+        pauses = tuple(Pause(seconds(draw.rng(f"{name}/tool/{turn}")), words) for turn, words in enumerate(each))
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))
     return _arriving(tuple(scripts), poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))

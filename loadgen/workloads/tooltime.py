@@ -16,6 +16,36 @@ def log_normal(rng: random.Random, mean: float, variance: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Gaps:
+    """Between the requests of real coding sessions, by three percentiles in seconds.
+
+    The logarithm goes straight, over the normal distribution's, from the median through the 90th percentile and from
+    there through the 99th, where it ends: nothing is known of what lies above. Below the median it goes on as above.
+    """
+
+    median: float = 2.0
+    p90: float = 24.0
+    p99: float = 660.0
+
+    def draw(self, rng: random.Random) -> float:
+        """Seconds of one gap."""
+        z, upper = min(rng.gauss(0, 1), _Z99), math.log(self.p90 / self.median)
+        if z <= _Z90:
+            return self.median * math.exp(z * upper / _Z90)
+        return self.p90 * math.exp((z - _Z90) * math.log(self.p99 / self.p90) / (_Z99 - _Z90))
+
+
+QUICK, TIMES = 0.8, 60.0
+"""Of tools of two kinds: how much of the calls go to the quick ones, and how many times as long the slow ones take."""
+
+
+def two_kinds(rng: random.Random, quick_s: float) -> float:
+    """Seconds of a call where most are quick, `quick_s` in the mean, and the others take 60 times as long."""
+    mean = quick_s if rng.random() < QUICK else quick_s * TIMES
+    return log_normal(rng, mean, (mean / 2) ** 2)
+
+
+@dataclass(frozen=True, slots=True)
 class HeavyTailed:
     """A distribution with this median, and these quotients of its 75th and 90th percentile to it.
 

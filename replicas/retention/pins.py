@@ -1,15 +1,17 @@
 """What is pinned for programs between their turns: whose cells are kept until when, and who gives way.
 
     a turn ends           pinned for a moment, until it is known what the turn called
-    what it called        known: pinned for what the policy says, or not at all
+    what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
     the next turn comes   kept past the deadline while it waits; given back as it begins
-    others need cells     programs behind them in order give way; where nothing runs, any
+    others need cells     what yields and is past its time gives way, then programs behind them in order; where nothing
+                          runs, any
 
 `Pins` is the book: at most one pin a program, deadlines, limits. `Retention` decides, as the engine tells it what
 happens to programs. Not here: for how long (`policy`), what sessions keep and who keeps a row (`rows`).
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -65,7 +67,8 @@ class ProgramPin:
     """What a turn left pinned, or work ahead for a handle, which is the `owner` then.
 
     `request_id` is the turn, `turn` its number in the program, `since` when it ended. `run_turn` counts from 1 after
-    the program's last answer. `arrival` is the program's; `live` until it is dropped.
+    the program's last answer. `arrival` is the program's; `live` until it is dropped. From `lapse` on it is worth less
+    than what it holds to whoever is short of that, as far as that was known when it was `paused`.
     """
 
     owner: Owner
@@ -78,6 +81,8 @@ class ProgramPin:
     since: float
     deadline: float
     live: bool = True
+    paused: Pause | None = None
+    lapse: float = math.inf
 
 
 class Pins:
@@ -96,6 +101,7 @@ class Pins:
         self._handles: dict[Owner, dict[ProgramPin, None]] = {}  # those of handles, by program
         self._due = _Heap()  # by deadline
         self._latest = _Heap()  # by arrival, the latest first
+        self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
 
     def __len__(self) -> int:
@@ -127,6 +133,28 @@ class Pins:
         for each in passed:
             self._latest.push(*each)
         return top[1] if top is not None else None
+
+    def lapses(self, pin: ProgramPin, when: float) -> None:
+        """From then on a pin is worth less than what it holds."""
+        pin.lapse = when
+        self._lapsing.push(when, pin)
+        self._lapsing.trim(2 * len(self))
+
+    def lapsed(self, now: float, besides: Owner | None = None) -> ProgramPin | None:
+        """That which lapsed first, but for `besides`; None where none has by `now`."""
+        passed, found = [], None
+        while found is None and (top := self._lapsing.top()) is not None and top[0] <= now:
+            when, pin = top
+            if pin.lapse != when:
+                self._lapsing.pop()  # it was given another time since
+            elif pin.program == besides:
+                passed.append(top)
+                self._lapsing.pop()
+            else:
+                found = pin
+        for each in passed:
+            self._lapsing.push(*each)
+        return found
 
     def add(self, sequence: Sequence, owner: Owner, pin: Pin, now: float, deadline: float) -> int:
         """Enter the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
@@ -178,6 +206,7 @@ class Pins:
         self._overdue.pop(pin, None)
         self._due.trim(len(self))
         self._latest.trim(len(self))
+        self._lapsing.trim(len(self))
         give_back(self._cache.unpin, pin.pin)
         self._mark(pin.owner, pinned=False)
 
@@ -275,6 +304,7 @@ class Retention:
         self._cache = cache
         self._rows = rows
         self._stats = stats
+        self._now = 0.0  # of the step, or of what was last heard
 
     # ---- turns come and go ----
 
@@ -365,18 +395,22 @@ class Retention:
             return
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
-        ttl = 0.0 if ended.last else self._ttl(ended, pin)
-        if ttl > 0.0:
+        pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
+        ttl = 0.0 if ended.last else self._ttl(pin.paused)
+        if self._policy.yielding and not ended.last:
+            self._stats.pins += 1
+            self.pins.until(pin, pin.since + self._config.most_s)
+            self.pins.lapses(pin, pin.since + ttl)
+        elif ttl > 0.0:
             self._stats.pins += 1
             self.pins.until(pin, pin.since + min(ttl, self._config.most_s))
         else:
             self.pins.drop(pin)
 
-    def _ttl(self, ended: TurnEnded, pin: ProgramPin) -> float:
-        """What the policy says of a turn that left a pin."""
+    def _ttl(self, pause: Pause) -> float:
+        """What the policy says of a pause, as things are now."""
         # What is kept for programs and for idle sessions waits for nobody.
         busy = max(self._cache.cells.active - self._rows.sessions.idle, 0)
-        pause = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
         return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))
 
     # ---- pins come to their end ----
@@ -388,18 +422,22 @@ class Retention:
 
     def expire(self, now: float) -> None:
         """Drop the pins whose time is over and whose program has no turn waiting."""
+        self._now = now
         for pin in self.pins.expired(now):
             self._stats.pins_expired += 1
             self.pins.drop(pin)
 
     def give_way(self, to: Sequence | None, besides: Owner | None = None) -> bool:
-        """Drop the pin of the program that comes last in order, if it comes behind `to`; None: wherever it comes.
+        """Drop a pin that has lapsed, if there is one; else that of the program that comes last in order, if it comes
+        behind `to`; None: wherever it comes.
 
         False where there is none to drop.
         """
-        pin = self._last(besides)
-        if pin is None or (to is not None and self._rank(pin) <= self._ranking.rank(to)):
-            return False
+        pin = self._lapsed(besides)
+        if pin is None:
+            pin = self._last(besides)
+            if pin is None or (to is not None and self._rank(pin) <= self._ranking.rank(to)):
+                return False
         self._stats.pins_given_way += 1
         self.pins.drop(pin)
         return True
@@ -415,6 +453,16 @@ class Retention:
             if not self.give_way(to):
                 return False
         return True
+
+    def _lapsed(self, besides: Owner | None) -> ProgramPin | None:
+        """A pin that has lapsed and, as things are now, would have."""
+        while (pin := self.pins.lapsed(self._now, besides)) is not None:
+            assert pin.paused is not None, "what nobody spoke of does not lapse"
+            lapse = pin.since + self._ttl(pin.paused)
+            if lapse <= self._now:
+                return pin
+            self.pins.lapses(pin, lapse)
+        return None
 
     def _last(self, besides: Owner | None) -> ProgramPin | None:
         if self._ranking.by_arrival:

@@ -1,25 +1,27 @@
 """For how long a program's cells are kept after a turn, and what a replica learns to decide it (Continuum, 4.3).
 
-Six policies behind one pure call. Source of the formulas: Continuum's first version (`bernstein`), its simplified one
-(`fixed`), its later one (`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure
-them against. Below them what they look at: the cost of having cells again, fitted to the steps that the engine runs,
-the turns of programs, the queue delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
+Seven policies behind one pure call. `gittins`, the default, weighs InferCept's waste by what is known of the tools.
+Source of the other formulas: Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one
+(`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure them against. Below them
+what they look at: the cost of having cells again, fitted to the steps that the engine runs, the turns of programs, the
+queue delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.config import PolicyName, RetentionConfig
-from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, ToolKey, ToolLatency
 
+Array: TypeAlias = npt.NDArray[np.float64]
 Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
 
 
@@ -64,6 +66,9 @@ class Conditions:
 
 
 class Policy(Protocol):
+    yielding: ClassVar[bool]
+    """What is kept past its time stays until somebody is short of cells, and goes first then. Else it goes at once."""
+
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         """Seconds from the turn's end; 0: not at all."""
         ...
@@ -78,12 +83,15 @@ def policy_of(config: RetentionConfig) -> Policy:
         "continuum": Continuum(config),
         "restore-cost": RestoreTime(),
         "infercept": InferCept(),
+        "gittins": Gittins(config),
     }
     return policies[config.policy]
 
 
 class NoRetention:
     """Nothing is kept beyond what the cache keeps anyway."""
+
+    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return 0.0
@@ -94,6 +102,7 @@ class Fixed:
     """The same for all tools whose mean interval is at most as long, and for those that nobody knows (section 4.5)."""
 
     config: RetentionConfig
+    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         limit = self.config.fixed_s
@@ -108,6 +117,7 @@ class Bernstein:
     """
 
     config: RetentionConfig
+    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         config, tool = self.config, latency.of(pause.tenant, pause.tools)
@@ -138,6 +148,7 @@ class Continuum:
     """Where keeping pays most: argmax over t of P(back within t) * (wait * eta + cost to restore) - t."""
 
     config: RetentionConfig
+    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         benefit = conditions.wait_s * conditions.eta + conditions.restore.seconds(pause.cells)
@@ -165,6 +176,8 @@ def best_time(tool: ToolLatency, benefit: float) -> float:
 class RestoreTime:
     """As long as having the cells again would take: at most twice the cost of who knew the interval beforehand."""
 
+    yielding: ClassVar[bool] = False
+
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return conditions.restore.seconds(pause.cells)
 
@@ -175,11 +188,18 @@ class InferCept:
     The time that a pause has lasted is taken for the time it will last.
     """
 
+    yielding: ClassVar[bool] = False
+
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        cost = conditions.restore
-        swap = math.inf if cost.reload is None else cost.reload * pause.cells
-        computed = replace(cost, reload=None).seconds(pause.cells)
-        return preserve_until(Interception(pause.cells, conditions.others, computed, swap, stalled=pause.cells))
+        return preserve_until(interception(pause, conditions))
+
+
+def interception(pause: Pause, conditions: Conditions) -> "Interception":
+    """What a pause costs under these conditions; copies overlap with steps."""
+    cost = conditions.restore
+    swap = math.inf if cost.reload is None else cost.reload * pause.cells
+    computed = replace(cost, reload=None).seconds(pause.cells)
+    return Interception(pause.cells, conditions.others, computed, swap, stalled=pause.cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +240,95 @@ def preserve_until(pause: Interception) -> float:
     InferCept takes the time that a pause has lasted for the time it will last.
     """
     return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
+
+
+class Gittins:
+    """While the expected waste of keeping on is less than that of losing the cells, which is InferCept's.
+
+    At age e of a pause T, keeping for t more holds its cells for E[min(T - e, t)] and saves their loss with
+    P(T <= e + t), both given T > e. So it pays where
+
+        loss * max over t of P(T - e <= t | T > e) / E[min(T - e, t) | T > e]  >=  cells
+
+    The maximum is Gittins' index of a job of age e: as a pause goes on it falls from that of the quick calls of a tool
+    to that of its slow ones. The first age at which it is too low is the time to stop. It does not matter when that is
+    asked: nothing but new conditions, or new statistics, changes the answer. A cell that nobody is short of costs
+    nothing to keep, so the policy is `yielding`.
+    """
+
+    yielding: ClassVar[bool] = True
+
+    def __init__(self, config: RetentionConfig) -> None:
+        self._prior_s = config.prior_s
+        self._delta = config.delta
+        self._known = LatencySnapshot()  # what the indices are of
+        self._indices: dict[ToolKey, Index] = {}
+
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        keep_s = preserve_until(interception(pause, conditions))
+        return self._index((pause.tenant, pause.tools), latency).falls_below(1.0 / keep_s) if keep_s > 0.0 else 0.0
+
+    def _index(self, key: ToolKey, latency: LatencySnapshot) -> "Index":
+        if self._known is not latency:
+            self._known = latency
+            self._indices.clear()
+        index = self._indices.get(key)
+        if index is None:
+            known = (latency.overall, latency.of(*key))
+            index = self._indices[key] = Index.of(survival(known, self._prior_s, self._delta))
+        return index
+
+
+AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))
+"""Ages of a pause that are told apart, in seconds: from one to the next three tenths more."""
+
+
+_WIDTHS, _LATER = np.diff(AGES), np.triu(np.ones((len(AGES), len(AGES)), dtype=bool), 1)
+
+
+def survival(known: Iterable[ToolLatency], prior_s: float, delta: float) -> Array:
+    """P(T > age) for each of `AGES`: what is `known`, the most general first, each with its `trust`; else the prior.
+
+    The prior is prior_s / (prior_s + age): half of all pauses are over by `prior_s`, and one that lasts is expected to
+    last as long again. Gittins' index of it is 1 / (prior_s + age), so with nothing known this is InferCept's rule.
+    """
+    alive: Array = prior_s / (prior_s + AGES)
+    for tool in known:
+        share = trust(tool.count, delta)
+        if share > 0.0:
+            over = np.searchsorted(np.asarray(tool.recent), AGES, side="right") / len(tool.recent)
+            alive = share * (1.0 - over) + (1.0 - share) * alive
+    return alive
+
+
+def trust(count: int, delta: float) -> float:
+    """How much the distribution of so many durations counts against what is known of others, from 0 to 1.
+
+    1 less Bernstein's bound (`upper_bound`) of how far a share of 1/2 among them may be from the truth.
+    """
+    if count < 2:
+        return 0.0
+    log = math.log(2.0 / delta)
+    return max(0.0, 1.0 - math.sqrt(log / (2.0 * count)) - 7.0 * log / (3.0 * (count - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Gittins' index of a pause at each of `AGES`, a second; `least` so far, negated, so that it ascends."""
+
+    least: list[float]
+
+    @classmethod
+    def of(cls, alive: Array) -> "Index":
+        """From P(T > age)."""
+        held = np.concatenate(([0.0], np.cumsum(_WIDTHS * (alive[1:] + alive[:-1]) / 2)))
+        held_until, back_until = held - held[:, None], alive[:, None] - alive
+        index = np.divide(back_until, held_until, out=np.zeros_like(held_until), where=_LATER & (held_until > 0.0))
+        return cls((-np.minimum.accumulate(index.max(axis=1))).tolist())
+
+    def falls_below(self, value: float) -> float:
+        """The first age at which the index is less; the last of all where it never is."""
+        return float(AGES[min(bisect_right(self.least, -value), len(AGES) - 1)])
 
 
 # ---- what is learned ----
@@ -347,9 +456,6 @@ class PrefillFit:
         if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
             a, b, c = (float(each) for each in not_negative(self._products, self._sums))
             self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
-
-
-Array: TypeAlias = npt.NDArray[np.float64]
 
 
 def not_negative(products: Array, sums: Array) -> Array:

@@ -8,7 +8,7 @@ from fake_runner import EOS, VOCABULARY, complete
 from late_runner import LateRunner
 from pinned_pages import pinned_pages
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import (
     Abort,
@@ -34,6 +34,8 @@ class World:
     """An engine, its fake runner, and what came out of it."""
 
     def __init__(self, **settings) -> None:
+        if settings.get("order") == "infercept":  # it goes with its own rule only
+            settings.setdefault("retention", RetentionConfig("infercept"))
         defaults = {
             "cells": 256,
             "page_size": 4,

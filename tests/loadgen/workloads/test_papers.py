@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -11,10 +12,10 @@ from holdfast.loadgen.workloads.drawing import Draw
 from holdfast.loadgen.workloads.script import Round, Sizes
 from holdfast.loadgen.workloads.tooltime import HeavyTailed, log_normal
 
-NAMED = dict(drawings(["swe", "bfcl", "sutradhara", "tenants"]))
+NAMED = dict(drawings(["swe", "mixed", "bfcl", "coding", "sutradhara", "tenants"]))
 
 
-def drawn(name: str, **sizes: int) -> Round:
+def drawn(name: str, **sizes: float) -> Round:
     return NAMED[name](Draw(0, name, 0), Sizes(**sizes))
 
 
@@ -49,6 +50,38 @@ def test_programs_are_as_long_as_told_and_keep_their_words_when_turns_are_multip
     assert statistics.mean(p.seconds for s in once.scripts for p in s.pauses) == pytest.approx(tool, rel=0.2)
     for script in once.scripts + thrice.scripts:
         assert sum(pause.words for pause in script.pauses) == (Sizes().prompt_tokens if script.pauses else 0)
+
+
+def test_commands_of_two_kinds_come_under_one_name() -> None:
+    round_ = drawn("mixed", jobs=150)
+    pauses = [pause.seconds for script in round_.scripts for pause in script.pauses]
+    quick = [seconds for seconds in pauses if seconds < 2.0]
+    assert len(quick) / len(pauses) == pytest.approx(0.8, abs=0.02)
+    assert statistics.mean(quick) == pytest.approx(0.25, rel=0.05)
+    assert statistics.mean(seconds for seconds in pauses if seconds > 2.0) == pytest.approx(15.0, rel=0.05)
+    assert {len(script.tools) for script in round_.scripts} == {1}
+
+
+def test_coding_sessions_are_as_those_that_were_seen() -> None:
+    scale = 0.01
+    round_ = drawn("coding", jobs=150, scale=scale)
+    assert round_.due == tuple(sorted(round_.due))
+    prompts, gaps, of_agents = [], [], 0
+    for script, lane in zip(round_.scripts, round_.waves[0], strict=True):
+        length = len(script.system.split()) + len(script.steps[0].user.split())
+        for turn in lane:
+            prompts.append(length)
+            length += script.pause(turn.index).words
+        gaps += [pause.seconds for pause in script.pauses]
+        of_agents += len(lane) if "agent" in script.name else 0
+    assert statistics.median(prompts) == pytest.approx(195_000 * scale, rel=0.1)
+    percentiles = statistics.quantiles(gaps, n=100)
+    assert [percentiles[at - 1] for at in (50, 90, 99)] == pytest.approx([2.0, 24.0, 660.0], rel=0.15)
+    assert of_agents / len(prompts) == pytest.approx(0.5, abs=0.04)
+    groups = Counter(script.name.split("-agent")[0] for script in round_.scripts if "-agent" in script.name)
+    assert statistics.mean(groups.values()) == pytest.approx(7, rel=0.1)
+    first, second = [script for script in round_.scripts if script.name.startswith(f"{next(iter(groups))}-agent")][:2]
+    assert first.steps[0].user[:2000] == second.steps[0].user[:2000], "a group begins alike"
 
 
 def test_sutradharas_programs_fan_out_as_told_and_their_prompts_are_known_by_half_or_more() -> None:

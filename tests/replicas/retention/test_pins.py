@@ -109,6 +109,20 @@ class PinsMachine(RuleBasedStateMachine):
         assert len(self.pins) == len(self.model)
         assert {pin.owner for pin in self.pins} == set(self.model)
 
+    @rule(name=names, age=st.floats(-3.0, 9.0))
+    def lapse(self, name: str, age: float) -> None:
+        pin = self.model.get(owner_of(name))
+        if pin is not None:
+            self.pins.lapses(pin, self.now + age)
+
+    @rule(besides=names)
+    def lapsed(self, besides: str) -> None:
+        for spared in (None, owner_of(besides)):
+            rest = [pin for pin in self.model.values() if pin.owner != spared and pin.lapse <= self.now]
+            found = self.pins.lapsed(self.now, spared)
+            assert (found is None) == (not rest)
+            assert found is None or (found in rest and found.lapse == min(pin.lapse for pin in rest))
+
     @rule()
     def count(self) -> None:
         assert self.pins.cells == self.pins.cells_of("t") == 4 * pinned_pages(pin.pin for pin in self.pins)
@@ -126,9 +140,11 @@ def test_pins_that_come_and_go_leave_nothing_behind():
     for i in range(5000):
         pin = book.add("p", float(i), 1e9)
         book.pins.until(pin, 2e9)
+        book.pins.lapses(pin, 2e9)
         book.pins.drop(pin)
     assert len(book.pins._due._heap) < 200
     assert len(book.pins._latest._heap) < 200
+    assert len(book.pins._lapsing._heap) < 200
     assert book.pins.expired(3e9) == []
     assert book.pins.cells == 0
 

@@ -206,6 +206,59 @@ def test_idle_sessions_wait_for_nobody():
     assert held.deadline - held.since == pytest.approx(0.01 * held.pin.length)
 
 
+def two_that_pause() -> World:
+    """Programs `early`, whose tool is a slow one, and `late`, whose tool takes 9 s, both pinned under gittins."""
+    world = make("gittins", cells=256)
+    tools = {
+        ("", "ls"): ToolLatency(1000, 9.0, 0.0, (9.0,)),
+        ("", "make"): ToolLatency(1000, 50.0, 0.0, (50.0,)),
+    }
+    world.give(ToolLatencies(LatencySnapshot(ToolLatency(2000, 25.0, 0.0, (9.0, 50.0)), tools)))
+    world.engine._learned._prefill.cost = RestoreCost(c=5.0)
+    turn(world, "early", words(1, 80), began=1.0, tools=("make",))
+    turn(world, "late", words(2, 80), began=2.0)
+    return world
+
+
+def test_under_gittins_cells_are_kept_past_their_time_while_nobody_is_short_of_them():
+    world = two_that_pause()
+    world.now += 30.0
+    world.submit("other", words(3, 20), 4, began=9.0)
+    world.run()
+    assert pinned(world) == {"early", "late"}
+    world.now += 60.0
+    world.idle()
+    assert pinned(world) == set(), "`most_s` bounds it"
+
+
+def test_under_gittins_what_is_worth_least_gives_way_first_though_its_program_came_first():
+    world = two_that_pause()
+    flood(world, 100, began=0.5)
+    world.run()
+    assert "late" in pinned(world)
+    assert "early" not in pinned(world)
+    assert world.engine.stats.pins_given_way == 1
+
+
+def test_under_gittins_what_has_lapsed_is_taken_by_programs_that_come_later_and_what_has_not_is_not():
+    world = two_that_pause()
+    world.submit("runs", talkative(20, 30), 30, began=0.1)
+    world.step()
+    name = flood(world, 60, began=99.0)
+    world.step()
+    assert pinned(world) == {"late"}, "the slow one gave way, the other did not"
+    world.run()
+    world.assert_right(name)
+
+
+def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
+    world = two_that_pause()
+    world.engine._learned._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
+    flood(world, 100, began=1.5)
+    world.run()
+    assert pinned(world) == {"early"}, "it is worth the wait now, and the other comes behind who is short"
+
+
 def test_a_notice_that_comes_late_changes_nothing():
     world = make()
     text = turn(world, "p", words(1, 20))

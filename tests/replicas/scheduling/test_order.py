@@ -116,7 +116,8 @@ def test_the_engine_serves_in_the_order_it_was_given():
 
 
 def test_intercepts_order_goes_with_its_own_rule_only():
-    assert EngineConfig(order="infercept").retention.policy == "infercept"
-    with pytest.raises(ConfigError, match="InferCept's own rule") as refused:
-        EngineConfig(order="infercept", retention=RetentionConfig(policy="none"))
-    assert refused.value.field == "retention.policy"
+    assert EngineConfig(order="infercept", retention=RetentionConfig("infercept")).order == "infercept"
+    for retention in (RetentionConfig(), RetentionConfig(policy="none")):
+        with pytest.raises(ConfigError, match="InferCept's own rule") as refused:
+            EngineConfig(order="infercept", retention=retention)
+        assert refused.value.field == "retention.policy"

@@ -1,0 +1,119 @@
+"""Gittins' index of a pause: it stops where the expected waste is least, and that needs no second look."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import RetentionConfig
+from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.policy import (
+    AGES,
+    Conditions,
+    Index,
+    Pause,
+    RestoreCost,
+    policy_of,
+    survival,
+    trust,
+)
+
+PAUSE = Pause("acme", "shell", cells=1000)
+COST = RestoreCost(c=1.0)  # a second, for the program's own 1,000 cells and those of the others
+
+durations = st.lists(st.sampled_from([0.1, 0.5, 3.0, 40.0, 600.0]) | st.floats(0.0, 5000.0), min_size=1, max_size=60)
+counts = st.sampled_from([1, 5, 20, 100, 10_000])
+
+
+def tool(seconds: list[float], count: int | None = None) -> ToolLatency:
+    return ToolLatency(count or len(seconds), float(np.mean(seconds)), float(np.var(seconds)), tuple(sorted(seconds)))
+
+
+def times(calls: int, *kinds: tuple[float, float]) -> list[float]:
+    """So many calls; of each kind of so many seconds this share."""
+    return [seconds for share, seconds in kinds for _ in range(round(share * calls))]
+
+
+def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None, pause: Pause = PAUSE) -> float:
+    snapshot = LatencySnapshot(overall or tools, {("acme", "shell"): tools})
+    return policy_of(RetentionConfig("gittins")).ttl(pause, snapshot, Conditions(others=others, restore=COST))
+
+
+def waste(alive: np.ndarray, first: int, keep_s: float) -> list[float]:
+    """Expected seconds in vain, by the age of `AGES` at which a pause of age `first` is given up: held, and lost."""
+    held, found = 0.0, [keep_s]
+    for age in range(first, len(AGES) - 1):
+        held += (AGES[age + 1] - AGES[age]) * (alive[age] + alive[age + 1]) / 2 / alive[first]
+        found.append(held + alive[age + 1] / alive[first] * keep_s)
+    return found
+
+
+@given(durations, counts, durations, counts, st.floats(0.01, 1000.0))
+def test_no_other_time_is_expected_to_waste_less(own, own_count, all_, all_count, keep_s):
+    alive = survival((tool(all_, all_count), tool(own, own_count)), 1.0, 0.05)
+    until = Index.of(alive).falls_below(1.0 / keep_s)
+    every = waste(alive, 0, keep_s)
+    assert every[int(np.searchsorted(AGES, until))] <= min(every) * (1 + 1e-9)
+
+
+@given(durations, counts, st.floats(0.01, 1000.0), st.data())
+def test_what_was_decided_at_the_beginning_holds_at_every_age(seconds, count, keep_s, data):
+    alive = survival((tool(seconds, count),), 1.0, 0.05)
+    until = int(np.searchsorted(AGES, Index.of(alive).falls_below(1.0 / keep_s)))
+    age = data.draw(st.integers(0, len(AGES) - 2))
+    every = waste(alive, age, keep_s)
+    if age < until:
+        assert min(every[1:]) <= every[0] * (1 + 1e-9), "going on is still worth it"
+    elif age == until:
+        assert min(every[1:]) >= every[0] * (1 - 1e-9), "it is not any more"
+
+
+@given(st.integers(1, 100_000), st.floats(0.1, 100.0), st.integers(0, 100_000))
+def test_with_nothing_known_it_is_infercepts_rule_less_the_prior(cells, seconds, others):
+    pause, conditions = Pause("", "", cells), Conditions(others=others, restore=RestoreCost(c=seconds))
+    infercept = policy_of(RetentionConfig("infercept")).ttl(pause, LatencySnapshot(), conditions)
+    found = policy_of(RetentionConfig("gittins", prior_s=0.01)).ttl(pause, LatencySnapshot(), conditions)
+    assert found == pytest.approx(min(infercept, AGES[-1]), rel=0.35, abs=0.05)
+
+
+def test_two_kinds_under_one_name_are_told_apart_by_how_long_a_pause_lasts():
+    shell = tool(times(1000, (0.8, 0.3), (0.2, 40.0)))
+    assert 0.3 <= ttl(shell) < 0.6, "what is not back then is a slow one"
+    assert ttl(shell, others=60_000) > 40.0, "with 61 s to lose it is worth the slow ones as well"
+
+
+def test_two_kinds_under_two_names():
+    slow, quick = tool([40.0] * 1000), tool([0.3] * 1000)
+    both = tool(times(2000, (0.5, 0.3), (0.5, 40.0)))
+    assert ttl(slow, others=9_000, overall=both) == 0.0, "10 s to lose, 40 s to wait"
+    assert ttl(quick, others=9_000, overall=both) > 0.3
+
+
+def test_a_tool_that_nobody_knows_is_taken_for_all_of_them():
+    everybody = tool([40.0] * 1000)
+    assert ttl(ToolLatency(), others=9_000, overall=everybody) == ttl(everybody, others=9_000)
+    assert ttl(tool([0.3] * 3), others=9_000, overall=everybody) == 0.0, "three calls say nothing yet"
+    assert ttl(tool([0.3] * 100), others=9_000, overall=everybody) > 0.3
+
+
+def test_trust_comes_with_samples():
+    shares = [trust(count, 0.05) for count in (0, 1, 2, 10, 20, 50, 100, 1000, 10**6)]
+    assert shares[:3] == [0.0, 0.0, 0.0]
+    assert shares == sorted(shares)
+    assert trust(20, 0.05) == pytest.approx(1 - 0.30368 - 0.45303, abs=1e-4)  # Bernstein's two terms
+    assert shares[-1] > 0.99
+
+
+def test_nothing_to_lose_is_not_kept_from_anybody():
+    assert policy_of(RetentionConfig("gittins")).ttl(PAUSE, LatencySnapshot(), Conditions()) == 0.0
+
+
+def test_new_statistics_are_looked_at():
+    book, policy = LatencyBook(), policy_of(RetentionConfig("gittins"))
+    conditions, found = Conditions(others=9_000, restore=COST), []
+    for seconds in (0.3, 40.0):
+        for _ in range(2000):
+            book.record("acme", "shell", seconds)
+        found.append(policy.ttl(PAUSE, book.snapshot(), conditions))
+    assert found[0] > 0.3
+    assert found[1] == 0.0

@@ -150,8 +150,10 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None
+    seen = sequence.count_all() if sampling.repetition_penalty != 1 else None
     masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
-    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks)
+    least = sequence.n_prompt - sequence.submit.n_generated + sampling.min_tokens if sampling.min_tokens else 0
+    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks, seen, least)
     if draw.plain:
         sequence.draw = draw
     return draw

@@ -17,12 +17,20 @@ from typing_extensions import TypedDict
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, validate
+from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, validate, word
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.messages import Parameters, Tool, check_tools
 from holdfast.router.protocol.output import tool_choice
-from holdfast.router.protocol.responses import MOST_WORDS, OPEN, Content, word
-from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody, Identifier, Turn, build_sampling, build_turn
+from holdfast.router.protocol.responses import OPEN, Content
+from holdfast.router.protocol.turn import (
+    MAX_STOPS,
+    GenerationBody,
+    Identifier,
+    Turn,
+    build_sampling,
+    build_turn,
+    with_defaults,
+)
 
 NONCE = re.compile(r"\bcch=[^;\s]*")
 BILLING = "x-anthropic-billing-header:"  # what a system prompt of Claude Code begins with
@@ -297,17 +305,17 @@ def _chat_choice(given: Choice) -> str | Mapping[str, Any]:
 def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Turn:
     """The turn that is asked for. Raises InvalidRequestError, naming the field."""
     user = body.metadata.get("user_id")
+    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k") if name in body.model_fields_set}
     plain = GenerationBody(
         model=body.model,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        **given,
         stop=body.stop_sequences,
         stream=body.stream,
         program_id=body.program_id,
         prompt_cache_key=user if isinstance(user, str) and len(user) <= 256 else None,
         program_end=body.program_end,
     )
+    plain = with_defaults(plain, card)
     sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")
     return replace(build_turn(plain, prompt, card, sampling), fits=True)
 

@@ -23,44 +23,91 @@ TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end
 
 IGNORED = frozenset(
     {
+        "cache_control",
+        "cache_salt",
         "client_metadata",
+        "extra_headers",
+        "include_reasoning",
+        "litellm_metadata",
+        "litellm_session_id",
+        "litellm_trace_id",
+        "max_retries",
         "metadata",
+        "num_retries",
         "prediction",
+        "priority",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "provider",
+        "request_id",
         "safety_identifier",
+        "separate_reasoning",
         "service_tier",
+        "session_id",
         "store",
+        "stream_reasoning",
+        "tags",
+        "timeout",
+        "trace_id",
+        "usage",
         "user",
     }
 )
-"""Fields of OpenAI's that do not change the answer and that Holdfast does nothing with."""
+"""Fields of OpenAI's, of other servers' and of gateways' that cannot change the answer: nothing is done with them."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1, 1.0),
     "conversation": (),
     "continue_final_message": (False,),
     "echo": (False,),
+    "enable_thinking": (),
     "function_call": (),
     "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "mirostat": (0,),
     "moderation": (),
     "n": (1, 1.0),
+    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
+    "regex": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "return_token_strs": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
     "suffix": ("",),
+    "thinking": (),
+    "top_a": (0, 0.0),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that would change the answer and are not supported, with the values that change nothing."""
+
+
+WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MOST_WORDS = 32  # that the header of what was skipped names
+
+
+def word(name: object) -> str:
+    """A type or a name as it may stand in a header, whatever a client has sent."""
+    return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
 
 
 def one_or_many(value: object) -> str:
@@ -83,6 +130,12 @@ class Body(BaseModel):
     """Base of every request body: no coercion (`"1"` is not a number), no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class OpenBody(Body):
+    """An object in which unknown fields change nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 def decode(raw: bytes) -> dict[str, Any]:

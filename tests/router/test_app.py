@@ -456,4 +456,4 @@ def test_a_prompt_that_cannot_fit_whatever_its_tokens_is_refused_by_the_router(p
         answer = world.call("POST", path, json={"model": "pocket", **body})
         assert answer.status_code == status, answer.text
         assert len(world.backend.requests) - before == (status == 200)
-    assert "context has room for 100" in answer.json()["error"]["message"]
+    assert "maximum context length is 100 tokens" in answer.json()["error"]["message"]

@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint format types check chart docs options clean
+.PHONY: serve test lint format types check chart docs fuzz options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -34,6 +34,10 @@ types: $(STAMP_DEV)
 	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p))
 
 check: lint types test
+
+# What schemathesis makes of /openapi.json, sent to a router over HTTP.
+fuzz: $(STAMP_DEV)
+	PYTHONPATH=tests/support $(BIN)/python tests/support/api_fuzz.py --cases $(or $(CASES),20000)
 
 # The site, into build/site; a dead link or a page that is not in its menu is an error.
 docs: $(STAMP_DEV)

@@ -103,7 +103,7 @@ class Sequence:
     ahead: int = 0
     awaited: int | None = None
     counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
-    seen: TokenCounts | None = None  # of `tokens`, likewise
+    seen: TokenCounts | None = None  # of `tokens`, as far as whoever asks has counted
     request_id: str = field(init=False)
     matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
 
@@ -145,13 +145,6 @@ class Sequence:
             self.counts = TokenCounts()
         self.counts.add(self.generated[self.counts.seen :])
         return self.counts
-
-    def count_all(self) -> TokenCounts:
-        """How often each token stands in prompt and completion so far. Only what is new is counted."""
-        if self.seen is None:
-            self.seen = TokenCounts()
-        self.seen.add(self.tokens[self.seen.seen :])
-        return self.seen
 
     @property
     def pending(self) -> int:

@@ -196,7 +196,7 @@ class Service:
             else:
                 encoded, closing = await self.sessions.part(request, request.session)
             spent = Spent(render_s=time.perf_counter() - began)
-            echo, begun = await self._echo(request, encoded), False
+            echo, begun = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded), False
             attempt: Attempt | None = await self._first(request, encoded, closing, spent)
             while attempt is not None:
                 async with aclosing(self._bridge.run(attempt.submit)) as steps:
@@ -212,38 +212,6 @@ class Service:
                 attempt = self._second(request, encoded, attempt, events[-1])
         except HoldfastError as error:
             yield (_errored(request, error.info),)
-
-    async def _echo(self, request: GenerateRequest, encoded: Encoded) -> TextDelta | None:
-        """The prompt, where the reply begins with it. Its log probabilities are those of a reply that must be it.
-
-        So it is computed like a reply whose every token is forced, verified many at a time, and its cells are in the
-        tree for the request itself.
-        """
-        prompt, wanted = request.prompt, request.sampling.logprobs
-        if not isinstance(prompt, RawPrompt) or not prompt.echo:
-            return None
-        logprobs: list[TokenLogprobs] = []
-        if wanted is not None and len(encoded.tokens) > 1:
-            given = GivenTokens(encoded.tokens[1:], self.card.vocabulary)
-            submit = Submit(
-                f"{request.request_id}/prompt",
-                encoded.tokens[:1],
-                Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
-                request.scope,
-                program_arrival=request.program_arrival,
-                matcher=given,
-                weight=request.weight,
-            )
-            last: Event | None = None
-            async with aclosing(self._bridge.run(submit)) as steps:
-                async for events in steps:
-                    logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
-                    last = events[-1]
-            if isinstance(last, Rejected | Failed):
-                raise error_of(last.error)
-            if not isinstance(last, Finished):
-                raise UnavailableError("the request was aborted")
-        return self._text.echoed(prompt, encoded, logprobs)
 
     # ---- the attempts of a request ----
 
@@ -350,6 +318,41 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     if isinstance(last, Rejected | Failed):
         return _errored(request, last.error)
     return Errored(_ABORTED)
+
+
+async def _echo(
+    text: TextSide, bridge: Bridge, vocabulary: int, request: GenerateRequest, encoded: Encoded
+) -> TextDelta | None:
+    """The prompt, where the reply begins with it. Its log probabilities are those of a reply that must be it.
+
+    So it is computed like a reply whose every token is forced, verified many at a time, and its cells are in the
+    tree for the request itself.
+    """
+    prompt, wanted = request.prompt, request.sampling.logprobs
+    if not isinstance(prompt, RawPrompt) or not prompt.echo:
+        return None
+    logprobs: list[TokenLogprobs] = []
+    if wanted is not None and len(encoded.tokens) > 1:
+        given = GivenTokens(encoded.tokens[1:], vocabulary)
+        submit = Submit(
+            f"{request.request_id}/prompt",
+            encoded.tokens[:1],
+            Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
+            request.scope,
+            program_arrival=request.program_arrival,
+            matcher=given,
+            weight=request.weight,
+        )
+        last: Event | None = None
+        async with aclosing(bridge.run(submit)) as steps:
+            async for events in steps:
+                logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+                last = events[-1]
+        if isinstance(last, Rejected | Failed):
+            raise error_of(last.error)
+        if not isinstance(last, Finished):
+            raise UnavailableError("the request was aborted")
+    return text.echoed(prompt, encoded, logprobs)
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
@@ -44,6 +44,7 @@ from holdfast.router.protocol.models import (
     model_reply,
     models_reply,
 )
+from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
@@ -134,6 +135,8 @@ def create_app(
         ("GET", "/v1/models/{name:path}", small.model),
         ("GET", "/version", small.version),
         ("GET", "/health", small.health),
+        ("GET", "/openapi.json", small.openapi),
+        ("GET", "/docs", small.docs),
         ("GET", "/metrics", told.all),
         ("GET", "/metrics/targets", told.targets),
         ("GET", "/metrics/processes/{process}", told.process),
@@ -196,6 +199,20 @@ class SmallEndpoints:
         if not await self._backend.healthy():
             raise UnavailableError("No replica is ready")
         return json_response(b'{"status":"ok"}')
+
+    async def openapi(self, request: Request) -> Response:
+        """Open to everybody; which models are served is told to callers with a key."""
+        return json_response(await self._document(request))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(page(await self._document(request)))
+
+    async def _document(self, request: Request) -> bytes:
+        try:
+            self._guard.authenticate(request)
+        except RefusedError:
+            return document()
+        return document(served(await self._backend.models()))
 
     async def _models(self) -> Sequence[ModelCard]:
         models = await self._backend.models()

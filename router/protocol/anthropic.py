@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
@@ -19,7 +19,7 @@ from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
 from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, validate, word
 from holdfast.router.protocol.errors import ApiError, api_error
-from holdfast.router.protocol.messages import Parameters, Tool, check_tools
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import tool_choice
 from holdfast.router.protocol.responses import OPEN, Content
 from holdfast.router.protocol.turn import (
@@ -47,10 +47,47 @@ TYPES: Mapping[int, str] = {
 """Anthropic's names of errors, by status; other ones of a request are the first, of a server `api_error`."""
 
 
+def _blocks(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """How the document shows content: a text, or blocks of these kinds."""
+    blocks = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind["type"]}, **kind["has"], "cache_control": {"type": "object"}},
+            "required": ["type", *kind["has"]],
+        }
+        for kind in kinds
+    ]
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": blocks}}]})
+
+
+_STRING = {"type": "string"}
+_TEXT = {"type": "text", "has": {"text": _STRING}}
+_SOURCE = {"type": "object", "properties": {"type": {"const": "text"}, "data": _STRING}, "required": ["type", "data"]}
+_DOCUMENT = {"type": "document", "has": {"source": _SOURCE}}
+_RESULT = {"type": "tool_result", "has": {"tool_use_id": _STRING, "content": _STRING}}
+_THINKING = {"type": "thinking", "has": {"thinking": _STRING}}
+_USE = {"type": "tool_use", "has": {"id": _STRING, "name": _STRING, "input": {"type": "object"}}}
+
+
 @with_config(OPEN)
-class MessageParam(TypedDict):
-    role: Literal["user", "assistant", "system"]
-    content: Content
+class UserParam(TypedDict):
+    role: Literal["user"]
+    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT, _RESULT)]
+
+
+@with_config(OPEN)
+class AssistantParam(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[Content, _blocks(_TEXT, _THINKING, _USE)]
+
+
+@with_config(OPEN)
+class SystemParam(TypedDict):
+    role: Literal["system"]
+    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT)]
+
+
+MessageParam: TypeAlias = Annotated[UserParam | AssistantParam | SystemParam, Field(discriminator="role")]
 
 
 @with_config(OPEN)
@@ -80,7 +117,7 @@ class OutputConfig(TypedDict):
 
 @with_config(OPEN)
 class CustomTool(TypedDict):
-    name: str
+    name: ToolName
     input_schema: Parameters
     type: NotRequired[Literal["custom"] | None]
     description: NotRequired[str | None]
@@ -104,7 +141,7 @@ class CountBody(Body):
 
     model: str
     messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1)]
-    system: Content = ""
+    system: Annotated[Content, _blocks(_TEXT, _DOCUMENT)] = ""
     tools: list[AnyTool] = Field(default_factory=list)
     tool_choice: Annotated[Choice, NULL_IS_ABSENT] = Field(default_factory=lambda: Choice(type="auto"))
     thinking: Thinking = Field(default_factory=lambda: Thinking(type="disabled"))

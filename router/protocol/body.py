@@ -4,6 +4,7 @@ the field as OpenAI's do (`messages.2.content`).
 The supported fields themselves are in `chat`, `completions` and `tokens`.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 Model = TypeVar("Model", bound="Body")
 T = TypeVar("T")
 
+EXACT = 2.0**53  # integers beyond it are no integers to everybody
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
 
 IGNORED = frozenset(
@@ -132,7 +134,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class OpenBody(Body):
+class Lenient(Body):
     """An object in which unknown fields change nothing."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -189,7 +191,20 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(given)
     except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
+            with contextlib.suppress(ValidationError):
+                return model.model_validate(_whole(given))  # to JSON, 5.0 is an integer as well
         raise _translate(model, error.errors(include_url=False, include_input=False), given) from None
+
+
+def _whole(value: Any) -> Any:
+    """`value` with integers for all numbers in it that are some."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return {name: _whole(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _require_neutral(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
@@ -146,14 +146,29 @@ def _without_null_keywords(parameters: Any) -> Any:
     return {name: value for name, value in parameters.items() if value is not None or name not in optional}
 
 
-Parameters: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_null_keywords)]
+Parameters: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_without_null_keywords),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "A JSON schema of type object",
+            "properties": {
+                "type": {"const": "object"},
+                "properties": {"type": "object"},
+                "required": {"type": "array", "items": {"type": "string"}},
+            },
+        }
+    ),
+]
+ToolName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"})]
 
 
 @with_config(OPEN)
 class FunctionTool(TypedDict):
     """A `strict` tool's arguments follow `parameters`."""
 
-    name: str
+    name: ToolName
     description: NotRequired[str | None]
     parameters: NotRequired[Parameters | None]
     strict: NotRequired[bool | None]

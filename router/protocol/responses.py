@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, one_or_many, validate, word
-from holdfast.router.protocol.messages import Parameters, Tool, check_tools
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import (
     EFFORTS,
     JsonObjectFormat,
@@ -42,13 +42,21 @@ SUMMARISE = (
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
 ]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": sorted(TEXT_PARTS)}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Texts: TypeAlias = Annotated[
+    Content, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
+]
 
 
 @with_config(OPEN)
 class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Texts
 
 
 @with_config(OPEN)
@@ -71,7 +79,7 @@ class CustomCallItem(TypedDict):
 class CallOutputItem(TypedDict):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: Texts
 
 
 @with_config(OPEN)
@@ -133,7 +141,7 @@ Item: TypeAlias = Annotated[
 @with_config(OPEN)
 class FunctionTool(TypedDict):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: NotRequired[str | None]
     parameters: NotRequired[Parameters | None]
     strict: NotRequired[bool | None]

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
 from holdfast.replicas.errors import InvalidRequestError, too_long
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, OpenBody, one_or_many, word
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
 MAX_STOPS = 16
@@ -24,21 +24,17 @@ INT64 = 2**63
 MAX_DIGITS = 19  # of an INT64; Python reads no number of thousands
 
 MAX_IDENTIFIER = 256
-
-
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Choices = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_CHOICES)]
-Identifier = Annotated[str, Field(min_length=1, max_length=MAX_IDENTIFIER)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+Identifier = Annotated[
+    str, Field(min_length=1, max_length=MAX_IDENTIFIER), WithJsonSchema({"type": "string", "pattern": "^[ -~]{1,256}$"})
+]
 TokenId = Annotated[int, Field(ge=0)]
 
 
 G = TypeVar("G", bound="GenerationBody")
 
 
-class StreamOptions(OpenBody):
+class StreamOptions(Lenient):
     include_usage: bool = False
     event_names: bool = False  # ours: a chunk that closes a call is an event with a name of its own
     include_obfuscation: bool = False  # accepted: chunks are not padded either way

@@ -163,7 +163,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(last):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/docs", 404)],
+    [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/redoc", 404)],
 )
 def test_what_is_not_served_is_refused_in_the_same_shape(method, path, status):
     answer = World().call(method, path)

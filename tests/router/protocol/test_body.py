@@ -252,3 +252,11 @@ def test_keywords_of_tools_that_are_null_are_passed_on_to_nobody(model):
 )
 def test_what_is_wrong_with_the_prompt_of_a_completion_is_named(change, field):
     assert refused({"model": "m", "prompt": "x", **change}, CompletionBody).field == field
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    assert validate(ChatBody, {**CHAT, "max_tokens": 5.0, "n": 2.0, "temperature": 1.0}) == validate(
+        ChatBody, {**CHAT, "max_tokens": 5, "n": 2, "temperature": 1}
+    )
+    assert refused({**CHAT, "max_tokens": 1e300}).field == "max_tokens"
+    assert refused({**CHAT, "max_tokens": True}).field == "max_tokens"

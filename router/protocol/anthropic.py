@@ -201,6 +201,8 @@ def chat_prompt(body: CountBody, *, steady: bool) -> Translated:
         reader.messages.append({"role": "system", "content": "\n".join(system)})
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
+    if not reader.messages:
+        raise InvalidRequestError("'messages' has nothing that a model can read", "messages")
     if body.messages[-1]["role"] == "assistant":
         where = f"messages.{len(body.messages) - 1}"
         raise InvalidRequestError(f"'{where}': a reply that is begun by its request is not supported", f"{where}.role")

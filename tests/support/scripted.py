@@ -1,4 +1,4 @@
-"""A model that does one tool task, whatever it is told: it calls a tool that the client has, and answers with the result.
+"""A model that does one tool task, whatever it is told: it calls a tool of the client's, and answers with the result.
 
 It stands behind the real router, over HTTP. What it calls depends on the tools that a request declares: each client has
 one that runs a command or reads a file. Requests without tools (titles, summaries) get a word.
@@ -7,9 +7,9 @@ one that runs a command or reads a file. Requests without tools (titles, summari
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fake_backend import FakeBackend, World
@@ -38,7 +38,6 @@ class Script:
 
     calls: Mapping[str, Mapping[str, Any]]
     said: str = "The file says: "
-    texts: list[str] = field(default_factory=list)
 
 
 class ScriptedBackend(FakeBackend):
@@ -91,7 +90,7 @@ def size(prompt: ChatPrompt | RawPrompt) -> int:
 
 
 @contextmanager
-def scripted(script: Script) -> Any:
+def scripted(script: Script) -> Iterator[tuple[str, ScriptedBackend]]:
     """The address of a router with this model, and the model."""
     backend = ScriptedBackend(script)
     with World(backend).served() as address:

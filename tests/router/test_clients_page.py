@@ -20,8 +20,8 @@ def rows() -> dict[str, list[str]]:
 
 def test_every_row_is_a_test_and_every_test_has_a_row() -> None:
     tests = set()
-    for name in ("test_clients.py", "test_clients_on_serve.py"):
-        tree = ast.parse((Path(__file__).parent / name).read_text())
+    for name in ("router/test_clients.py", "cluster/test_clients_on_serve.py"):
+        tree = ast.parse((ROOT / "tests" / name).read_text())
         tests |= {
             each.name for each in tree.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
         }

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import orjson
 import pytest
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
@@ -9,6 +10,8 @@ from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
 from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.prefills import read_prefill
+from holdfast.router.protocol.sessions import read_open
 from holdfast.router.protocol.tokens import DetokenizeBody, TokenizeBody, detokenize_tokens, tokenize_prompt
 from holdfast.router.protocol.turn import find_model
 
@@ -248,3 +251,16 @@ def test_detokenize_refuses_ids_the_model_does_not_have():
     with pytest.raises(InvalidRequestError) as refused:
         detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 50]}), MODEL)
     assert refused.value.field == "tokens.1"
+
+
+def test_a_template_sees_no_field_of_a_tool_that_is_not_known():
+    """So that a prompt that is tokenized or computed ahead is that of the turn."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d"}}
+    written = {**tool, "cache_control": {}, "function": {**tool["function"], "defer_loading": True}}
+    assert chat(tools=[written]).prompt.tools == (tool,)
+    body = validate(TokenizeBody, {"messages": MESSAGES, "tools": [written]})
+    assert tokenize_prompt(body, MODEL).tools == (tool,)
+    raw = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})
+    assert read_prefill(raw, (MODEL,)).prompt.tools == (tool,)
+    opened = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})
+    assert read_open(opened, (MODEL,), "s").prompt.tools == (tool,)

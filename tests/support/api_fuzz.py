@@ -106,12 +106,12 @@ class Found:
         )
 
 
-def fuzz(address: str, cases: int) -> Found:
-    """Send about so many cases."""
+def fuzz(address: str, cases: int, found: Found | None = None) -> Found:
+    """Send about so many cases, and note in `found` what comes of them."""
     schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
     operations = [each.ok() for each in schema.get_all_operations()]
     weights = [WEIGHT if "generation" in (each.tags or ()) else 1 for each in operations]
-    found = Found()
+    found = found or Found()
     with httpx.Client(base_url=address, timeout=30) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         response = http.post("/v1/responses", json={"model": model, "input": "hello"}).json()["id"]
@@ -239,9 +239,9 @@ def main() -> int:
     parser.add_argument("--refusals", action="store_true", help="show why valid requests were refused")
     options = parser.parse_args()
     backend = ServiceBackend(TINY) if options.engine else Talker()
-    began = time.monotonic()
-    with World(backend).served() as address:
-        found = fuzz(address, options.cases)
+    began, found = time.monotonic(), Found()
+    with World(backend).served() as address, suppress(KeyboardInterrupt):  # which ends it with what there is
+        fuzz(address, options.cases, found)
     print(found.told(), f"in {time.monotonic() - began:.0f} s")
     if options.refusals:
         for why, n in found.refusals.most_common(40):

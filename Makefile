@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint format types check chart docs options clean
+.PHONY: serve test lint format types check chart clients docs fuzz options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -34,6 +34,15 @@ types: $(STAMP_DEV)
 	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p))
 
 check: lint types test
+
+# What schemathesis makes of /openapi.json, sent to a router over HTTP.
+fuzz: $(STAMP_DEV)
+	PYTHONPATH=tests/support $(BIN)/python tests/support/api_fuzz.py --cases $(or $(CASES),20000)
+
+# Clients of others (docs/clients.md), installed into .clients: all, or WHICH="LiteLLM,Claude Code"; TESTS= as pytest's -k.
+clients: $(STAMP_DEV)
+	$(BIN)/python tests/support/real_clients.py .clients "$(WHICH)"
+	HOLDFAST_CLIENTS=.clients $(BIN)/pytest tests/router/test_clients.py tests/cluster/test_clients_on_serve.py $(if $(TESTS),-k "$(TESTS)")
 
 # The site, into build/site; a dead link or a page that is not in its menu is an error.
 docs: $(STAMP_DEV)

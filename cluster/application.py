@@ -92,7 +92,7 @@ class Ingress:
         )
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
-        tenants = TenantDirectory(found, exposed, config.hosts)
+        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins)
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         self._drain, self._parser = Drain(), ParserProcess()
         (card,) = await backend.models()

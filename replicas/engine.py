@@ -21,6 +21,7 @@ from holdfast.replicas.errors import (
     HoldfastError,
     InvalidRequestError,
     OverloadedError,
+    too_long,
 )
 from holdfast.replicas.events import (
     Abort,
@@ -258,8 +259,15 @@ class Engine:
     # ---- parts ----
 
     def _seed(self, submit: Submit) -> int:
-        """The seed of a request's noise; where none is given that of the prompt, or a random one."""
+        """The seed of a request's noise; where none is given that of the prompt, or a random one.
+
+        Each choice of a request but the first has one of its own, the hash of that and of its number.
+        """
         sampling = submit.sampling
+        if sampling.choice and sampling.temperature > 0:
+            seed = self._seed(replace(submit, sampling=replace(sampling, choice=0)))
+            halves = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+            return prompt_seed(np.array([*halves, sampling.choice], np.uint32).view(np.int32))
         if sampling.seed is not None:
             return sampling.seed
         if sampling.temperature <= 0:
@@ -495,12 +503,10 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
     if not 0 < submit.weight < math.inf:
         raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
     if n_prompt + min(max_tokens, 1) > context:
-        new = ", one of them new" if max_tokens else ""
-        raise ContextLengthError(f"the prompt has {n_prompt} tokens; the context has room for {context}{new}", "prompt")
+        new = ", and one more is asked for" if max_tokens else ""
+        raise too_long(context, f"the prompt has {n_prompt} tokens{new}", "prompt")
     if n_prompt + max_tokens > context:
-        raise ContextLengthError(
-            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the context of {context}", "max_tokens"
-        )
+        raise too_long(context, f"the prompt has {n_prompt} tokens and max_tokens is {max_tokens}", "max_tokens")
     # One page more: the end of a cached prefix may be copied into a page of its own.
     if -(-(n_prompt + max_tokens) // page) + 1 > config.cells // page:
         raise ContextLengthError(

@@ -87,6 +87,14 @@ class ContextLengthError(InvalidRequestError):
     kind = ErrorKind.TOO_LONG
 
 
+def too_long(context: int, why: str, field: str) -> ContextLengthError:
+    """The error of what does not fit a context of so many tokens, in the words by which clients know it.
+
+    Agents shorten their conversation where they read them: OpenAI's own phrase is what they look for.
+    """
+    return ContextLengthError(f"This model's maximum context length is {context} tokens; {why}", field)
+
+
 class OverloadedError(HoldfastError):
     """A bounded queue or pool is full, or a wait for it timed out."""
 

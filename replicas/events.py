@@ -22,7 +22,9 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class Sampling:
     """How the next token is chosen. Defaults are greedy, for the engine's own callers.
 
-    `seed` None means the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs.
+    `seed` None means the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs. `choice` is the
+    number of an answer among several to one request: each but the first has a seed derived from that. None of `ends` is
+    drawn before `min_tokens` were, unless nothing else may be; the text side fills them in.
     """
 
     max_tokens: int = 128
@@ -37,6 +39,10 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
+    choice: int = 0
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and reply, multiplies negative ones
+    min_tokens: int = 0
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,8 @@ class Draw:
     """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
 
     With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
-    on is drawn, and the output is the accepted drafts plus one token.
+    on is drawn, and the output is the accepted drafts plus one token. Before absolute position `least` none of
+    `sampling.ends` is drawn.
     """
 
     sampling: Sampling
@@ -52,11 +59,13 @@ class Draw:
     drafts: int = 0
     counts: TokenCounts | None = None  # of the tokens generated before the drafts; only where a penalty needs them
     masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
+    seen: TokenCounts | None = None  # of all tokens before the drafts; only where the repetition penalty needs them
+    least: int = 0
 
     @property
     def plain(self) -> bool:
         """Whether one token comes of it, and none before that is needed to know what comes after."""
-        return self.drafts == 0 and self.counts is None and self.masks is None
+        return self.drafts == 0 and self.counts is None and self.masks is None and self.seen is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,13 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A prompt for plain completion: text, or token ids taken as they are."""
+    """A prompt for plain completion: text, or token ids taken as they are.
+
+    `echo`: the reply begins with it; where log probabilities are asked for, with its own.
+    """
 
     content: str | Sequence[int]
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class LogprobText:
-    """A token's text, its bytes and its log probability; `top` holds the alternatives."""
+    """A token's text, its bytes and its log probability; `top` holds the alternatives.
+
+    The first token of an echoed prompt has none: it is not a number.
+    """
 
     token: str
     bytes: bytes
@@ -274,7 +281,8 @@ SessionCall: TypeAlias = DescribeSession | ForkOff | EndSession | AddQuestion | 
 class ModelCard:
     """What a replica serves, for `/v1/models` and for validation in the router.
 
-    `longest_token`: no token stands for more characters; 0: one may stand for any number.
+    `longest_token`: no token stands for more characters; 0: one may stand for any number. `defaults`: fields of
+    sampling, by their names in the API, that the model's own files set.
     """
 
     name: str
@@ -283,6 +291,7 @@ class ModelCard:
     replica_id: str = ""
     fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
     longest_token: int = 0
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 class AnswerBuilder:

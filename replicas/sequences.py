@@ -103,6 +103,7 @@ class Sequence:
     ahead: int = 0
     awaited: int | None = None
     counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
+    seen: TokenCounts | None = None  # of `tokens`, as far as whoever asks has counted
     request_id: str = field(init=False)
     matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
 
@@ -224,7 +225,7 @@ class Sequence:
         """Forget what was drawn after so many tokens."""
         self.length = min(self.length, self.n_prompt + completion)
         self.n_computed = min(self.n_computed, self.length)
-        self.counts = None
+        self.counts = self.seen = None
 
 
 class Region(Enum):

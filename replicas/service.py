@@ -23,6 +23,7 @@ import numpy as np
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.compiler import CompilerThreads
+from holdfast.replicas.constraints.given import GivenTokens
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -48,6 +49,7 @@ from holdfast.replicas.events import (
     Sampling,
     Submit,
     Timing,
+    TokenLogprobs,
     Tokens,
     TurnEnded,
     Usage,
@@ -75,6 +77,7 @@ from holdfast.replicas.requests import (
     SessionCall,
     SessionState,
     SessionTurn,
+    TextDelta,
 )
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
@@ -112,7 +115,7 @@ class Service:
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
         name, context = loaded.config.served_name, loaded.config.context_length
-        card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token)
+        card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
         return cls(engine, text, card)
 
     @property
@@ -194,6 +197,7 @@ class Service:
             else:
                 encoded, closing = await self.sessions.part(request, request.session)
             spent = Spent(render_s=time.perf_counter() - began)
+            echo, begun = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded), False
             attempt: Attempt | None = await self._first(request, encoded, closing, spent)
             while attempt is not None:
                 async with aclosing(self._bridge.run(attempt.submit)) as steps:
@@ -202,6 +206,8 @@ class Service:
                         if self._preposition is not None and pieces:
                             built.add(pieces)
                             self._preposition.turn_ended(request, built.answer())
+                        if pieces and echo is not None:
+                            pieces, begun = _with_echo(pieces, echo, begun=begun), True
                         if pieces:
                             yield pieces
                 attempt = self._second(request, encoded, attempt, events[-1])
@@ -219,7 +225,7 @@ class Service:
         submit = Submit(
             request.request_id,
             encoded.tokens,
-            _sampling(request, len(encoded.tokens), self.engine.config),
+            _sampling(request, len(encoded.tokens), self.engine.config, self._text.eos),
             request.scope,
             request.program_id,
             request.program_arrival,
@@ -315,6 +321,41 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     if isinstance(last, Rejected | Failed):
         return _errored(request, last.error)
     return Errored(_ABORTED)
+
+
+async def _echo(
+    text: TextSide, bridge: Bridge, vocabulary: int, request: GenerateRequest, encoded: Encoded
+) -> TextDelta | None:
+    """The prompt, where the reply begins with it. Its log probabilities are those of a reply that must be it.
+
+    So it is computed like a reply whose every token is forced, verified many at a time, and its cells are in the
+    tree for the request itself.
+    """
+    prompt, wanted = request.prompt, request.sampling.logprobs
+    if not isinstance(prompt, RawPrompt) or not prompt.echo:
+        return None
+    logprobs: list[TokenLogprobs] = []
+    if wanted is not None and len(encoded.tokens) > 1:
+        given = GivenTokens(encoded.tokens[1:], vocabulary)
+        submit = Submit(
+            f"{request.request_id}/prompt",
+            encoded.tokens[:1],
+            Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
+            request.scope,
+            program_arrival=request.program_arrival,
+            matcher=given,
+            weight=request.weight,
+        )
+        last: Event | None = None
+        async with aclosing(bridge.run(submit)) as steps:
+            async for events in steps:
+                logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+                last = events[-1]
+        if isinstance(last, Rejected | Failed):
+            raise error_of(last.error)
+        if not isinstance(last, Finished):
+            raise UnavailableError("the request was aborted")
+    return text.echoed(prompt, encoded, logprobs)
 
 
 @dataclass(slots=True)
@@ -538,9 +579,11 @@ def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
     return result
 
 
-def _sampling(request: GenerateRequest, n_prompt: int, config: EngineConfig) -> Sampling:
-    """The request's sampling with what it left open: the room for its reply, and a seed where none is derived."""
+def _sampling(request: GenerateRequest, n_prompt: int, config: EngineConfig, eos: frozenset[int]) -> Sampling:
+    """The request's sampling with what it left open: the room for its reply, a seed where none is derived, its ends."""
     sampling = request.sampling
+    if sampling.min_tokens:
+        sampling = replace(sampling, ends=eos | sampling.stop_token_ids)
     if sampling.max_tokens == -1 or request.fits:
         # What the context and the cache leave.
         room = max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
@@ -562,6 +605,17 @@ def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
     label = Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s) if ahead.handle else Label(AHEAD)
     length = encoded.starts[len(system)] if len(system) < len(encoded.starts) else 0
     return labels_of(system, encoded.starts[: len(system)], length, rest=label)
+
+
+def _with_echo(pieces: tuple[Piece, ...], echo: TextDelta, *, begun: bool) -> tuple[Piece, ...]:
+    """Pieces of a reply that begins with `echo`: its first ones, unless they say that it failed, behind it.
+
+    Of a prompt whose log probabilities were asked for nothing counts as cached: all of it was computed for them.
+    """
+    last = pieces[-1]
+    if isinstance(last, Completed) and echo.logprobs:
+        pieces = (*pieces[:-1], replace(last, usage=replace(last.usage, cached=0)))
+    return pieces if begun or isinstance(last, Errored) else (echo, *pieces)
 
 
 def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:

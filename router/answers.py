@@ -1,5 +1,6 @@
 """A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/requests.py`."""
 
+from math import inf, isnan, nan
 from typing import Any
 
 import orjson
@@ -16,6 +17,8 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.replicas.retention.latency import Called
+
+NONE = "none"  # a log probability that there is not
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
@@ -66,10 +69,11 @@ def decode_answer(value: bytes) -> Answer:
 
 
 def _pack(token: LogprobText) -> list[Any]:
-    return [token.token, token.bytes.hex(), token.logprob, [_pack(other) for other in token.top]]
+    logprob = NONE if isnan(token.logprob) else token.logprob
+    return [token.token, token.bytes.hex(), logprob, [_pack(other) for other in token.top]]
 
 
 def _unpack(packed: list[Any]) -> LogprobText:
     token, raw, logprob, top = packed
-    value = float("-inf") if logprob is None else logprob  # JSON has no infinity
+    value = -inf if logprob is None else nan if logprob == NONE else logprob  # JSON has no infinity
     return LogprobText(token, bytes.fromhex(raw), value, tuple(_unpack(other) for other in top))

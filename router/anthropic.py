@@ -1,6 +1,6 @@
 """`/v1/messages`: its wire format for `turns`, its events, and the count of a prompt's tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,10 +147,10 @@ class MessagesExchange:
         self._most = body.max_tokens
         self._reply_id = f"msg_{arrival.unique}"
 
-    def encoder(self) -> AnthropicEncoder:
+    def encoder(self, choice: int = 0) -> AnthropicEncoder:
         return AnthropicEncoder(self._reply_id, self.turn.model.name, self._most)
 
-    def reply(self, answer: Answer) -> bytes:
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         return orjson.dumps(message_object(self._reply_id, self.turn.model.name, answer, self._most))
 
     async def keep(self, program: str) -> None:

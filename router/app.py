@@ -8,8 +8,9 @@ from importlib import metadata
 import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
@@ -37,11 +38,17 @@ from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.anthropic import anthropic_error
 from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
-from holdfast.router.protocol.models import model_reply, models_reply
+from holdfast.router.protocol.models import (
+    anthropic_model_reply,
+    anthropic_models_reply,
+    model_reply,
+    models_reply,
+)
+from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
+from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
 from holdfast.router.sessions import SessionEndpoints
 from holdfast.router.store import MemoryStore
 from holdfast.router.stored_responses import StoredResponses
@@ -49,6 +56,8 @@ from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
 from holdfast.router.turns import Turns
+
+ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients, and of no others
 
 
 def create_app(
@@ -97,6 +106,7 @@ def create_app(
         ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend, config).count),
         ("POST", "/v1/responses", generates(ResponsesFormat(guard, backend, responses))),
         ("POST", "/v1/responses/compact", generates(CompactionFormat(guard, responses))),
+        ("POST", "/v1/responses/input_tokens", CountInput(guard, backend, responses).count),
         ("GET", "/v1/responses/{response_id}", stored.show),
         ("DELETE", "/v1/responses/{response_id}", stored.delete),
         ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
@@ -125,6 +135,8 @@ def create_app(
         ("GET", "/v1/models/{name:path}", small.model),
         ("GET", "/version", small.version),
         ("GET", "/health", small.health),
+        ("GET", "/openapi.json", small.openapi),
+        ("GET", "/docs", small.docs),
         ("GET", "/metrics", told.all),
         ("GET", "/metrics/targets", told.targets),
         ("GET", "/metrics/processes/{process}", told.process),
@@ -135,6 +147,14 @@ def create_app(
         app.router.add_route(path, supervised(handler, shape), methods=[method])
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
     return app
 
 
@@ -158,13 +178,15 @@ class SmallEndpoints:
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
+        reply = anthropic_models_reply if ANTHROPIC in request.headers else models_reply
         with self._guard.entered(request):
-            return json_response(models_reply(await self._backend.models(), self._started))
+            return json_response(reply(await self._backend.models(), self._started))
 
     async def model(self, request: Request) -> Response:
+        reply = anthropic_model_reply if ANTHROPIC in request.headers else model_reply
         with self._guard.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
-            return json_response(model_reply(card, self._started))
+            return json_response(reply(card, self._started))
 
     async def version(self, request: Request) -> Response:
         """What runs here, as vLLM tells it."""
@@ -177,6 +199,20 @@ class SmallEndpoints:
         if not await self._backend.healthy():
             raise UnavailableError("No replica is ready")
         return json_response(b'{"status":"ok"}')
+
+    async def openapi(self, request: Request) -> Response:
+        """Open to everybody; which models are served is told to callers with a key."""
+        return json_response(await self._document(request))
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(page(await self._document(request)))
+
+    async def _document(self, request: Request) -> bytes:
+        try:
+            self._guard.authenticate(request)
+        except RefusedError:
+            return document()
+        return document(served(await self._backend.models()))
 
     async def _models(self) -> Sequence[ModelCard]:
         models = await self._backend.models()

@@ -32,10 +32,14 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of a reply that arrived together, in order, and the replica they come from. Never empty."""
+    """Pieces of a reply that arrived together, in order, and the replica they come from. Never empty.
+
+    `choice`: of which answer to the request, where there are several.
+    """
 
     replica_id: str
     pieces: tuple[Piece, ...]
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ class RouterConfig:
     max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)
     stall_s: float = 30.0  # a stream whose client takes nothing for so long is ended
     hosts: tuple[str, ...] = ()  # without keys: names besides this machine's own by which requests may call it
+    cors_origins: tuple[str, ...] = ()  # web pages that may call, as `https://chat.example`; `*`: all that have a key
+    model_defaults: bool = True  # the model's generation_config.json says how to sample where a request does not
 
     response_cache: bool = True  # exact repeats are answered without an engine
     cache_entries: int = 1024  # answers in this process

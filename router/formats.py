@@ -5,7 +5,7 @@ has read. Chat and plain completion are here, `/v1/responses` is in `responses`,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.requests import Request
@@ -49,12 +49,12 @@ class Exchange(Protocol):
         """What of the request was left out, for the header `x-holdfast-skipped`; "": nothing."""
         ...
 
-    def encoder(self) -> Encoder:
-        """What writes the answer as events."""
+    def encoder(self, choice: int = 0) -> Encoder:
+        """What writes this one of the answers as events; only formats whose turns have `others` are asked for more."""
         ...
 
-    def reply(self, answer: Answer) -> bytes:
-        """The whole answer in JSON."""
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+        """The whole answer in JSON, and the others that were asked for."""
         ...
 
     async def keep(self, program: str) -> None:
@@ -77,10 +77,19 @@ class PlainExchange:
     """A request of a format that keeps nothing."""
 
     turn: Turn
-    encoder: Callable[[], Encoder]
-    reply: Callable[[Answer], bytes]
+    make_encoder: Callable[[int], Encoder]
+    make_reply: Callable[[Answer, Sequence[Answer]], bytes]
     program: str = ""
-    skipped: str = field(default="", init=False)
+
+    @property
+    def skipped(self) -> str:
+        return ", ".join(self.turn.skipped)
+
+    def encoder(self, choice: int = 0) -> Encoder:
+        return self.make_encoder(choice)
+
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+        return self.make_reply(answer, others)
 
     async def keep(self, program: str) -> None:
         return
@@ -103,8 +112,8 @@ class ChatFormat:
         reply_id, created, model = f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,
-            lambda: ChatEncoder(reply_id, created, model, turn.include_usage, turn.event_names),
-            lambda answer: chat_reply(reply_id, created, model, answer),
+            lambda choice: ChatEncoder(reply_id, created, model, turn.include_usage, turn.event_names, choice),
+            lambda answer, others: chat_reply(reply_id, created, model, answer, others),
             program,
         )
 
@@ -122,6 +131,6 @@ class CompletionFormat:
         reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,
-            lambda: CompletionEncoder(reply_id, created, model, turn.include_usage),
-            lambda answer: completion_reply(reply_id, created, model, answer),
+            lambda choice: CompletionEncoder(reply_id, created, model, turn.include_usage, choice),
+            lambda answer, others: completion_reply(reply_id, created, model, answer, others),
         )

@@ -146,6 +146,15 @@ CACHE = _counter(
     "result",
 )
 
+SKIPPED = _counter(
+    "request_fields_skipped",
+    "",
+    "What of requests was left out: unknown fields, and items, blocks and tools of types that no model here reads",
+    "The header `x-holdfast-skipped` of an answer names them. Growing after a client's update: see what it sends now",
+    "tenant",
+    "endpoint",
+)
+
 LINE = _gauge(
     "requests_in_line",
     "",
@@ -239,7 +248,7 @@ STARTED = _gauge(
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
     "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
-    "Tenants": (TENANT_TOKENS, TENANT_IN_FLIGHT, TENANT_LIMIT, CACHE),
+    "Tenants": (TENANT_TOKENS, TENANT_IN_FLIGHT, TENANT_LIMIT, CACHE, SKIPPED),
     "Replicas and the line before them": (
         REPLICAS,
         REPLICAS_JOINED,

@@ -72,6 +72,7 @@ class RouterMetrics:
         self.bubble = self._histogram(listed.BUBBLE)
         self.tokens = self._counter(listed.TENANT_TOKENS)
         self.cache = self._counter(listed.CACHE)
+        self.skips = self._counter(listed.SKIPPED)
         self.store = self._counter(listed.STORE_OPERATIONS)
         self.store_seconds = self._histogram(listed.STORE_SECONDS_TAKEN)
         self.watch(listed.CPU, lambda: process_usage().cpu_s)
@@ -150,6 +151,10 @@ class Meter:
     def looked_up(self, result: str) -> None:
         """What the response cache said."""
         self._metrics.cache.labels(self._who[0], result).inc()
+
+    def skipped(self, n: int) -> None:
+        """So many fields, items, blocks or tools of the request were left out."""
+        self._metrics.skips.labels(self._who[0], self._endpoint).inc(n)
 
     def answered(self, usage: Usage, timing: Timing) -> None:
         """The request completed; `timing` is on its replica's clock."""

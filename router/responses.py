@@ -9,13 +9,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
-from holdfast.replicas.requests import Answer, ChatPrompt
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnavailableError
+from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
 from holdfast.router.formats import Arrival, Exchange
 from holdfast.router.guard import Guard
-from holdfast.router.http import json_response
+from holdfast.router.http import answer_headers, json_response
 from holdfast.router.protocol.responses import (
     ENCRYPTED,
     ResponsesBody,
@@ -23,12 +23,13 @@ from holdfast.router.protocol.responses import (
     chat_messages,
     compaction_turn,
     input_items,
+    read_input,
     read_responses,
     response_object,
     response_usage,
     responses_turn,
 )
-from holdfast.router.protocol.turn import Turn, check_length, find_model
+from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
 from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.stored_responses import StoredResponse, StoredResponses
 
@@ -62,14 +63,14 @@ class ResponseExchange:
         self._stored = stored
         self._written: ResponseEncoder | None = None
 
-    def encoder(self) -> ResponseEncoder:
+    def encoder(self, choice: int = 0) -> ResponseEncoder:
         arrival, body = self._arrival, self._asked.body
         shell = response_object(body, f"resp_{arrival.unique}", arrival.created)
         conceal = partial(self._stored.conceal, arrival.tenant) if ENCRYPTED in body.include else None
         self._written = ResponseEncoder(shell, arrival.unique, conceal)
         return self._written
 
-    def reply(self, answer: Answer) -> bytes:
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         encoder = self.encoder()
         encoder.encode(pieces_of(answer))
         return orjson.dumps(encoder.response)
@@ -92,10 +93,10 @@ class CompactionExchange:
         self._arrival = arrival
         self._stored = stored
 
-    def encoder(self) -> ResponseEncoder:
+    def encoder(self, choice: int = 0) -> ResponseEncoder:
         raise NotImplementedError("a compaction is not streamed")
 
-    def reply(self, answer: Answer) -> bytes:
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         arrival, items = self._arrival, [*_items(self._asked.before), *self._asked.own]
         said = [item for item in items if item.get("type") == "message" and item.get("role") == "user"]
         summary = self._stored.conceal(arrival.tenant, (answer.text or "").strip())
@@ -125,8 +126,8 @@ class ResponsesFormat:
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked = await _asked(self._guard, self._stored, request, arrival)
-        turn, skipped = responses_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
+        asked, card = await _asked(self._guard, self._stored, request, arrival)
+        turn, skipped = responses_turn(asked.body, asked.translated, card)
         if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
             turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length))
         return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
@@ -170,8 +171,8 @@ class CompactionFormat:
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked = await _asked(self._guard, self._stored, request, arrival)
-        turn, skipped = compaction_turn(asked.body, asked.translated, find_model(asked.body.model, arrival.models))
+        asked, card = await _asked(self._guard, self._stored, request, arrival)
+        turn, skipped = compaction_turn(asked.body, asked.translated, card)
         return CompactionExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
 
@@ -208,8 +209,35 @@ class ResponseEndpoints:
             return json_response(orjson.dumps(_page(stored.input, request.query_params)))
 
 
-async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> Asked:
+class CountInput:
+    """`POST /v1/responses/input_tokens`: how many tokens the prompt of a response would have."""
+
+    def __init__(self, guard: Guard, backend: Backend, stored: StoredResponses) -> None:
+        self._guard = guard
+        self._backend = backend
+        self._stored = stored
+
+    async def count(self, request: Request) -> Response:
+        with self._guard.entered(request) as tenant:
+            models = await self._backend.models()
+            if not models:
+                raise UnavailableError("No model is loaded yet")
+            body = await self._guard.read(request, read_input, models[0].name)
+            asked = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
+            turn, skipped = responses_turn(body, asked.translated, find_model(body.model, models))
+            answer_headers(request).skipped = ", ".join(skipped)
+            tokens = await self._backend.tokenize(turn.prompt)
+            return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": len(tokens)}))
+
+
+async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
     body: ResponsesBody = await guard.read(request, read_responses)
+    asked = await _with_chain(stored, body, arrival)
+    card = find_model(body.model, arrival.models)
+    return replace(asked, body=with_defaults(body, card)), card
+
+
+async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> Asked:
     before: list[StoredResponse] = []
     if body.previous_response_id is not None:
         before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")

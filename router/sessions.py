@@ -6,9 +6,9 @@ session's replica. What a session has been told is there alone: where the replic
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -73,9 +73,18 @@ class SessionExchange:
 
     turn: Turn
     program: str
-    encoder: Callable[[], Encoder]
-    reply: Callable[[Answer], bytes]
-    skipped: str = field(default="", init=False)
+    make_encoder: Callable[[], Encoder]
+    make_reply: Callable[[Answer], bytes]
+
+    @property
+    def skipped(self) -> str:
+        return ", ".join(self.turn.skipped)
+
+    def encoder(self, choice: int = 0) -> Encoder:
+        return self.make_encoder()
+
+    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+        return self.make_reply(answer)
 
     async def keep(self, program: str) -> None:
         return

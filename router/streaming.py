@@ -40,13 +40,14 @@ def error_event(error: ErrorInfo) -> bytes:
 
 
 class Envelope:
-    """The outside of every chunk of one reply: `open` + a choice + `close`."""
+    """The outside of every chunk of one of a reply's choices: `open` + the choice + `close`."""
 
-    def __init__(self, kind: str, reply_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, kind: str, reply_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
         same = {"id": reply_id, "object": kind, "created": created, "model": model}
         self._same = same
         self._include_usage = include_usage
-        self.open = b"data: " + orjson.dumps(same)[:-1] + b',"choices":[{"index":0,'
+        self._index = index
+        self.open = b"data: " + orjson.dumps(same)[:-1] + b',"choices":[{"index":%d,' % index
         self._close = b'}],"usage":null' if include_usage else b"}]"
         self.close = self._close + b"}\n\n"
 
@@ -55,7 +56,12 @@ class Envelope:
         return self._close + b"," + orjson.dumps(fields)[1:] + b"\n\n"
 
     def ending(self, usage: Usage, timing: Timing) -> bytes:
-        """The usage chunk where one was asked for, with the request's `timing`, and the mark of the end."""
+        """The usage chunk where one was asked for, with the request's `timing`, and the mark of the end.
+
+        Nothing after other choices than the first, which ends last.
+        """
+        if self._index:
+            return b""
         if not self._include_usage:
             return DONE
         last = {**self._same, "choices": [], "usage": usage_object(usage)}
@@ -71,9 +77,17 @@ class ChatEncoder:
     the reply goes on. With `event_names` that chunk is the event `CALL_CLOSED`, too.
     """
 
-    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool, event_names: bool = False) -> None:
+    def __init__(
+        self,
+        reply_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        event_names: bool = False,
+        index: int = 0,
+    ) -> None:
         self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
-        self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage)
+        self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage, index)
         self._text_open = self._envelope.open + b'"delta":{"content":'
         self._text_close = b'},"logprobs":null,"finish_reason":null' + self._envelope.close
 
@@ -112,8 +126,8 @@ class ChatEncoder:
 class CompletionEncoder:
     """Chunks of `text_completion`. Reasoning and tool calls do not occur in plain completions."""
 
-    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._envelope = Envelope("text_completion", reply_id, created, model, include_usage)
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool, index: int = 0) -> None:
+        self._envelope = Envelope("text_completion", reply_id, created, model, include_usage, index)
         self._text_open = self._envelope.open + b'"text":'
         self._text_close = b',"logprobs":null,"finish_reason":null' + self._envelope.close
         self._offsets = TextOffsets()

@@ -43,6 +43,7 @@ class Tenant:
     weight: float = 1.0  # its share of time and of full replicas' slots against the others', with `engine.order: fair`
     limits: TenantLimits = TenantLimits()
     operator: bool = False  # may read the metrics and the status of the whole cluster
+    prompt_seed: bool = True  # a request without a seed gets its prompt's, and the same answer each time; off: a random
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -87,10 +88,18 @@ class TenantDirectory:
     `exposed` says that a proxy in front listens on an address that others can reach. Such a proxy hides where a
     request comes from, so without keys nobody is served then. Requests without a key must call this machine by its own
     name, or by one of `hosts`: a browser on it calls for any page, also under a name that the page's owner points here.
+    Pages of `origins`, named one by one, may call.
     """
 
-    def __init__(self, tenants: Sequence[Tenant] = (), exposed: bool = False, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tenants: Sequence[Tenant] = (),
+        exposed: bool = False,
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+    ) -> None:
         self._exposed = exposed
+        self._origins = frozenset(origins)
         self._hosts = frozenset(name.lower() for name in hosts)
         self._told: list[Callable[[Sequence[Tenant]], None]] = []
         self.replace(tenants)
@@ -171,8 +180,9 @@ class TenantDirectory:
         """The name in `Host` or `Origin` that is none of this machine's; None where there is none."""
         if caller.host is not None and not self._own(caller.host):
             return caller.host
-        if caller.origin is not None and not self._own(caller.origin.partition("://")[2]):
-            return caller.origin
+        origin = caller.origin
+        if origin is not None and origin not in self._origins and not self._own(origin.partition("://")[2]):
+            return origin
         return None
 
     def _own(self, authority: str) -> bool:

@@ -1,7 +1,7 @@
 """A streamed reply on its way from a replica to the client: batches of pieces in, events out, one outcome."""
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 from holdfast.replicas.errors import EngineError, HoldfastError
@@ -20,13 +20,14 @@ class TurnStream:
     `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
     before the end.
 
-    Call `start` first. What `held` holds is given back in `close`, as is the replica's generator.
+    Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
+    answers of a request, one each.
     """
 
     def __init__(
         self,
         batches: AsyncGenerator[Batch, None],
-        encoder: Encoder,
+        encoders: Sequence[Encoder],
         meter: Meter,
         on_answer: Callable[[str, Answer], Awaitable[None]],
         note: Callable[[str, Answer], None] | None = None,
@@ -36,7 +37,7 @@ class TurnStream:
         self.replica_id = ""
         self.held = ExitStack()
         self._batches = batches
-        self._encoder = encoder
+        self._encoders = encoders
         self._meter = meter
         self._on_answer = on_answer
         self._note = note
@@ -60,7 +61,7 @@ class TurnStream:
         if isinstance(first, Errored):
             raise ReplyError(first.error)
         self._meter.first_token()
-        self._opening = self._encoder.opening() + await self._take(batch)
+        self._opening = b"".join([each.opening() for each in self._encoders]) + await self._take(batch)
 
     async def next(self) -> bytes | None:
         data, self._opening = self._opening, b""
@@ -91,8 +92,10 @@ class TurnStream:
 
     async def _take(self, batch: Batch) -> bytes:
         built = self._built
+        events = self._encoders[batch.choice].encode(batch.pieces)
+        if batch.choice:
+            return events
         built.add(batch.pieces)
-        events = self._encoder.encode(batch.pieces)
         if isinstance(built.terminal, Errored):
             self._meter.failed(ReplyError(built.terminal.error))
         elif isinstance(built.terminal, Completed):
@@ -107,7 +110,7 @@ class TurnStream:
     def _fail(self, error: HoldfastError) -> bytes:
         self._built.terminal = Errored(error.info)
         self._meter.failed(error)
-        return self._encoder.failed(error.info)
+        return self._encoders[0].failed(error.info)
 
 
 def _ended_early() -> EngineError:

@@ -7,7 +7,7 @@ happens, a request ends in exactly one outcome and gives back what it holds.
 import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +16,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import SessionExistsError, UnavailableError, UnknownSessionError
+from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router import server_timing
 from holdfast.router.answers import pieces_of
-from holdfast.router.backend import Backend, Place
+from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.background import Background
+from holdfast.router.choices import commands, generate, ids, stream, varied
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import (
     Conversation,
@@ -41,7 +43,7 @@ from holdfast.router.identity import neighbour, program_named
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.protocol.turn import Turn
+from holdfast.router.protocol.turn import Choice, Turn
 from holdfast.router.response_cache import CacheResult, ResponseCache
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
@@ -122,6 +124,8 @@ class Turns:
             with ExitStack() as held:
                 held.enter_context(self._guard.admitted(tenant))
                 accepted = await self._accept(request, format_, tenant, meter, report)
+                for _ in accepted.turn.others:  # each answer counts against the tenant's limits
+                    held.enter_context(self._guard.admitted(tenant))
                 repeat = await self._look_up(request, accepted)
                 return await self._ask(request, accepted, held) if repeat is None else repeat
         except BaseException as error:
@@ -134,15 +138,20 @@ class Turns:
         models = await self._backend.models()
         if not models:
             raise UnavailableError("No model is loaded yet")
+        if not self._config.model_defaults:
+            models = [replace(card, defaults={}) for card in models]
         unique = secrets.token_hex(12)
         exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
         turn = exchange.turn
         answer_headers(request).skipped = exchange.skipped
         meter.asks(turn.model.name)
+        if exchange.skipped:
+            meter.skipped(exchange.skipped.count(",") + 1)
         config, headers = self._config, request.headers
         session = turn.session is not None  # it is its program, and its state is no part of a request's key
         named = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
-        bypassed = self._cache.bypassed(request.headers.get("cache-control"))
+        varies = not tenant.prompt_seed and varied(turn.sampling) is not turn.sampling
+        bypassed = varies or bool(turn.others) or self._cache.bypassed(request.headers.get("cache-control"))
         accepted = Accepted(
             tenant=tenant,
             exchange=exchange,
@@ -184,7 +193,7 @@ class Turns:
         command = GenerateRequest(
             request_id=accepted.unique,
             prompt=accepted.turn.prompt,
-            sampling=accepted.turn.sampling,
+            sampling=_seeded(accepted.tenant, accepted.turn.sampling),
             stop=accepted.turn.stop,
             scope=accepted.tenant.name,
             program_id=served.key,
@@ -210,7 +219,7 @@ class Turns:
         accepted = served.accepted
         with self._paid(accepted):
             async with self._drain.bounded():
-                routed = await until_disconnect(request.receive, self._backend.generate(command, place))
+                routed, others = await until_disconnect(request.receive, self._generated(accepted, command, place))
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
@@ -220,9 +229,17 @@ class Turns:
         accepted.report.answered(routed.replica_id, answer)
         accepted.meter.answered(answer.usage, timing)
         self._remember(accepted, answer)
-        body = accepted.exchange.reply(answer)
+        body = accepted.exchange.reply(answer, others)
         await self._settle(served, routed.replica_id, answer)
         return json_response(body)
+
+    async def _generated(
+        self, accepted: Accepted, command: GenerateRequest, place: Place
+    ) -> tuple[Routed, Sequence[Answer]]:
+        if not accepted.turn.others:
+            return await self._backend.generate(command, place), ()
+        others = _others(accepted)
+        return await generate(self._backend, commands(command, others), others, place)
 
     async def _begin_stream(
         self, request: Request, served: Served, command: GenerateRequest, place: Place
@@ -234,17 +251,22 @@ class Turns:
             self._remember(accepted, answer)
             await self._settle(served, replica_id, answer)
 
-        batches = self._backend.stream(command, place)
+        others = _others(accepted)
+        if others:
+            batches = stream(self._backend, commands(command, others), others, place)
+        else:
+            batches = self._backend.stream(command, place)
+        encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
         told, left = accepted.report.answered, partial(self._left, accepted)
-        stream = TurnStream(batches, accepted.exchange.encoder(), accepted.meter, settle, told, self._drain, left)
+        events = TurnStream(batches, encoders, accepted.meter, settle, told, self._drain, left)
         with self._paid(accepted):
             try:
-                await until_disconnect(request.receive, stream.start())
+                await until_disconnect(request.receive, events.start())
             except BaseException:
                 await batches.aclose()
                 raise
-        answer_headers(request).replica = stream.replica_id
-        return stream
+        answer_headers(request).replica = events.replica_id
+        return events
 
     @contextmanager
     def _paid(self, accepted: Accepted) -> Iterator[None]:
@@ -260,10 +282,11 @@ class Turns:
         self._background.start(self._count(accepted))
 
     async def _count(self, accepted: Accepted) -> None:
-        used = await self._backend.drawn(accepted.unique)
-        if used is not None:
-            accepted.meter.used(used)
-            accepted.report.used(used)
+        for request_id in ids(accepted.unique, accepted.turn.others):
+            used = await self._backend.drawn(request_id)
+            if used is not None:
+                accepted.meter.used(used)
+                accepted.report.used(used)
 
     async def _begin(self, accepted: Accepted) -> Served:
         """The request becomes a turn of its program; what that waited for took so long."""
@@ -309,6 +332,15 @@ class Turns:
     def _remember(self, accepted: Accepted, answer: Answer) -> None:
         if accepted.cache_key is not None:
             self._cache.keep(accepted.cache_key, _for_any_program(answer) if accepted.turn.program_end else answer)
+
+
+def _seeded(tenant: Tenant, sampling: Sampling) -> Sampling:
+    return sampling if tenant.prompt_seed else varied(sampling)
+
+
+def _others(accepted: Accepted) -> list[Choice]:
+    """The other answers that are asked for, each with a seed of its own where its tenant wants that."""
+    return [replace(each, sampling=_seeded(accepted.tenant, each.sampling)) for each in accepted.turn.others]
 
 
 def _at_session(session: SessionTurn, begun: Begun) -> Place:

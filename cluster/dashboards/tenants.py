@@ -38,10 +38,16 @@ BOARD = Board(
                     Kind.STACKED,
                 ),
                 Panel(
-                    "Not served",
-                    "rate_limit_exceeded is the tenant's own limit, overloaded is not.",
+                    "Not served, and left out",
+                    "rate_limit_exceeded is the tenant's own limit, overloaded is not. Left out are unknown fields.",
                     Unit.PER_SECOND,
-                    (Query(ALL.rate("holdfast_request_errors_total", "tenant", "reason"), "{{tenant}} {{reason}}"),),
+                    (
+                        Query(ALL.rate("holdfast_request_errors_total", "tenant", "reason"), "{{tenant}} {{reason}}"),
+                        Query(
+                            ALL.rate("holdfast_request_fields_skipped_total", "tenant", "endpoint"),
+                            "{{tenant}} left out of {{endpoint}}",
+                        ),
+                    ),
                     Kind.STACKED,
                 ),
                 Panel(

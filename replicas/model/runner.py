@@ -12,9 +12,9 @@ nothing that anyone may read yet.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,14 @@ from holdfast.replicas.model.folder import served_name
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, gpu_capture, room_for
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.model.smoothing import sample_tokens
-from holdfast.replicas.model.weights import ModelInfo, eos_ids, inspect_model, load_model, load_tokenizer
+from holdfast.replicas.model.weights import (
+    ModelInfo,
+    eos_ids,
+    inspect_model,
+    load_model,
+    load_tokenizer,
+    sampling_defaults,
+)
 from holdfast.replicas.scheduling.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 
@@ -221,6 +228,7 @@ class LoadedRunner:
     vocabulary: int
     tokenizer: PreTrainedTokenizerBase
     cost: VerificationCost | None = None  # None: speculation is off, or not measured
+    defaults: Mapping[str, float] = field(default_factory=dict)  # of sampling, as the checkpoint has them
 
 
 def load_runner(config: EngineConfig) -> LoadedRunner:
@@ -258,7 +266,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     if on_gpu:
         _capture(runner, model, resolved)
     cost = startup.measure_cost(runner, resolved) if resolved.speculation.enabled else None
-    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost)
+    defaults = sampling_defaults(info.path)
+    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost, defaults)
 
 
 def hardware() -> Hardware:

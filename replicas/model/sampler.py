@@ -6,12 +6,13 @@ argmax, and drafts are verified. Logits stay on the device: ids, and log probabi
 A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after the chunk's token n - 1 - d + i, as if the
 drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
 
-Before a token is chosen a row's logits are changed by its bias, then by its penalties, then by its mask. Penalties come
-from counts that the sequence keeps (`token_counts`); a draft counts as generated in the rows after it. Masks of
+Before a token is chosen a row's logits are changed by its repetition penalty, then by its bias, by its other penalties
+and by its mask. Penalties come from counts that the sequence keeps (`token_counts`); a draft counts as generated in the
+rows after it. Masks of
 constrained sequences are packed 32 tokens to a word, one copy to the device for all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +28,9 @@ from holdfast.replicas.events import Draw, Sampling, TokenLogprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
+_NOT_YET = (
+    -1e9
+)  # bias of the tokens that would end a reply too soon: one is drawn only where a mask leaves nothing else
 
 LogRow: TypeAlias = tuple[float, list[float], list[int]]
 
@@ -39,6 +43,14 @@ class RowEdit(NamedTuple):
     changes: npt.NDArray[np.float32]
 
 
+class RowScale(NamedTuple):
+    """In one row logits of `tokens` [n] int64, all different, are divided by `penalty`, negative ones multiplied."""
+
+    row: int
+    tokens: npt.NDArray[np.int64]
+    penalty: float
+
+
 @dataclass(slots=True)
 class Rows:
     """Rows of the logits by what they need; lists of row indices and their settings."""
@@ -47,6 +59,7 @@ class Rows:
     settings: list[Sampling] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    scales: list[RowScale] = field(default_factory=list)
     biases: list[RowEdit] = field(default_factory=list)
     penalties: list[RowEdit] = field(default_factory=list)
     logprobs: list[int] = field(default_factory=list)
@@ -57,7 +70,7 @@ class Rows:
     @property
     def adjusted(self) -> bool:
         """Whether tokens are chosen from other logits than the model's."""
-        return bool(self.biases or self.penalties or self.masks)
+        return bool(self.scales or self.biases or self.penalties or self.masks)
 
 
 def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
@@ -84,16 +97,19 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
             continue
         sampling, count = draw.sampling, draw.drafts + 1
         span = range(row, row + count)
+        end = chunk.start + len(chunk.tokens)
         if sampling.temperature > _COLD:
-            end = chunk.start + len(chunk.tokens)
             rows.sampled += span
             rows.settings += [sampling] * count
             rows.seeds += [draw.seed] * count
             rows.positions += range(end - draw.drafts, end + 1)
-        if sampling.logit_bias:
-            inside = {token: bias for token, bias in sampling.logit_bias.items() if 0 <= token < vocabulary}
-            tokens, changes = np.array(list(inside), np.int64), np.array(list(inside.values()), np.float32)
-            rows.biases += [RowEdit(each, tokens, changes) for each in span]
+        early = max(0, min(count, draw.least - (end - draw.drafts)))  # rows of tokens that must not end the reply
+        if sampling.logit_bias or early:
+            late = _bias(span[early:], sampling.logit_bias, vocabulary)
+            not_yet = {**sampling.logit_bias, **dict.fromkeys(sampling.ends, _NOT_YET)}
+            rows.biases += [*_bias(span[:early], not_yet, vocabulary), *late]
+        if draw.seen is not None:
+            rows.scales += _scales(chunk, draw, row)
         if draw.counts is not None:
             rows.penalties += _penalties(chunk, draw, row)
         if sampling.logprobs is not None:
@@ -104,6 +120,23 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
             rows.masks.append(draw.masks)
         row += count
     return rows
+
+
+def _bias(rows: range, bias: Mapping[int, float], vocabulary: int) -> list[RowEdit]:
+    """The same bias for some rows."""
+    inside = {token: each for token, each in bias.items() if 0 <= token < vocabulary}
+    if not inside:
+        return []
+    tokens, changes = np.array(list(inside), np.int64), np.array(list(inside.values()), np.float32)
+    return [RowEdit(row, tokens, changes) for row in rows]
+
+
+def _scales(chunk: Chunk, draw: Draw, first: int) -> list[RowScale]:
+    """The repetition penalty of a chunk's rows, which begin with row `first`."""
+    assert draw.seen is not None
+    drafts = chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist()
+    seen = enumerate(draw.seen.after(drafts))
+    return [RowScale(first + i, ids.copy(), draw.sampling.repetition_penalty) for i, (ids, _) in seen]
 
 
 def _penalties(chunk: Chunk, draw: Draw, first: int) -> list[RowEdit]:
@@ -140,21 +173,41 @@ def _draw(logits: Tensor, rows: Rows) -> Tensor:
 def adjusted(logits: Tensor, rows: Rows) -> Tensor:
     """The logits in float32 after bias, penalties and masks; a new tensor where there are any."""
     scores = logits.float()
-    if rows.biases or rows.penalties:
+    if rows.scales or rows.biases or rows.penalties:
         scores = scores.clone() if scores is logits else scores
+        if rows.scales:
+            _scale(scores, rows.scales)
         for edits in (rows.biases, rows.penalties):
             if edits:
                 _add(scores, edits)
     return _masked(scores, rows) if rows.masks else scores
 
 
-def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
-    """Apply edits of different rows, in place. Raises IndexError for a token beyond the vocabulary."""
-    vocabulary, device = scores.shape[1], scores.device
+def _scale(scores: Tensor, scales: Sequence[RowScale]) -> None:
+    """Apply the repetition penalties of different rows, in place. Raises as `_add`."""
+    places = sent(_places(scores, scales), scores.device)
+    penalties = np.repeat(np.array([each.penalty for each in scales], np.float32), [len(s.tokens) for s in scales])
+    penalty, flat = sent(penalties, scores.device), scores.view(-1)
+    before = flat[places]
+    flat[places] = torch.where(before > 0, before / penalty, before * penalty)
+
+
+def _places(scores: Tensor, edits: Sequence[RowEdit] | Sequence[RowScale]) -> npt.NDArray[np.int64]:
+    """Where in the flat `scores` the tokens of edits of different rows are. Raises IndexError for a token beyond."""
+    vocabulary = scores.shape[1]
     tokens = np.concatenate([edit.tokens for edit in edits])
     if len(tokens) and tokens.max() >= vocabulary:
         raise IndexError(f"token {tokens.max()} is penalised, but the vocabulary has {vocabulary}")
-    places = np.repeat([edit.row * vocabulary for edit in edits], [len(edit.tokens) for edit in edits]) + tokens
+    places: npt.NDArray[np.int64] = tokens + np.repeat(
+        np.array([edit.row * vocabulary for edit in edits], np.int64), [len(edit.tokens) for edit in edits]
+    )
+    return places
+
+
+def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
+    """Apply edits of different rows, in place. Raises IndexError for a token beyond the vocabulary."""
+    device = scores.device
+    places = _places(scores, edits)
     changes = np.concatenate([edit.changes for edit in edits])
     # No place comes twice, so the order of the sums does not matter.
     scores.view(-1).scatter_add_(0, sent(places, device), sent(changes, device))

@@ -27,6 +27,14 @@ from holdfast.replicas.model.folder import cannot_serve, model_folder
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DEFAULTS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, 2**20),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 10.0),
+}
+"""Settings of sampling that a checkpoint may have defaults for, with the least and the largest value."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOADING_ERRORS = (
     OSError,
@@ -58,6 +66,23 @@ class LoadedModel:
 
     info: ModelInfo
     module: nn.Module
+
+
+def sampling_defaults(path: str) -> dict[str, float]:
+    """What a checkpoint's generation_config.json says of sampling, by the names that the API has for it.
+
+    A value that the API would refuse is left out.
+    """
+    try:
+        told = json.loads((Path(path) / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    found: dict[str, float] = {}
+    for name, (least, most) in _DEFAULTS.items():
+        value = told.get(name) if isinstance(told, dict) else None
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+            found[name] = int(value) if name == "top_k" else float(value)
+    return found
 
 
 def inspect_model(name: str) -> ModelInfo:

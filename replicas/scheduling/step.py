@@ -21,6 +21,7 @@ from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
+from holdfast.replicas.token_counts import TokenCounts
 from holdfast.replicas.types import TokenIds, record
 
 
@@ -150,8 +151,18 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None
+    seen = _count_all(sequence) if sampling.repetition_penalty != 1 else None
     masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
-    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks)
+    least = sequence.n_prompt - sequence.submit.n_generated + sampling.min_tokens if sampling.min_tokens else 0
+    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks, seen, least)
     if draw.plain:
         sequence.draw = draw
     return draw
+
+
+def _count_all(sequence: Sequence) -> TokenCounts:
+    """How often each token stands in prompt and completion so far. Only what is new is counted."""
+    if sequence.seen is None:
+        sequence.seen = TokenCounts()
+    sequence.seen.add(sequence.tokens[sequence.seen.seen :])
+    return sequence.seen

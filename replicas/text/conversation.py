@@ -23,7 +23,8 @@ from holdfast.replicas.constraints.grammar import declared_rule, reply_rule
 from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.events import TokenLogprobs
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, ReplyReason, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
@@ -31,7 +32,7 @@ from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
 from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
-from holdfast.replicas.text.reply import Reply, Stages, StopStrings
+from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
 from holdfast.replicas.text.token_cache import Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
@@ -135,6 +136,11 @@ class TextSide:
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
         return Encoded(tokens, text, mark, self._starts(prompt, entry))
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """The ids that end a reply."""
+        return self._eos
 
     @property
     def longest_token(self) -> int:
@@ -263,7 +269,17 @@ class TextSide:
         # OpenAI's answer to a named tool has the finish reason of a text.
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
         runs_on = request.sampling.ignore_eos
-        return Reply(stages, remember_turn, declared, "stop" if forced else "tool_calls", runs_on)
+        reason: ReplyReason = "stop" if forced else "tool_calls"
+        return Reply(stages, remember_turn, declared, reason, runs_on, request.sampling.min_tokens)
+
+    def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
+        """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""
+        content = prompt.content
+        text = content if isinstance(content, str) else self.detokenize(encoded.tokens)
+        if not logprobs:
+            return TextDelta(text)
+        first = TokenLogprobs(int(encoded.tokens[0]), math.nan)
+        return TextDelta(text, tuple(logprob_text(self.pieces, each) for each in (first, *logprobs)))
 
     @property
     def stats(self) -> TextStats:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.replicas.errors import ContextLengthError, UnavailableError
+from holdfast.replicas.errors import UnavailableError, too_long
 from holdfast.replicas.types import TokenIds
 
 LONG = 1 << 16
@@ -195,9 +195,7 @@ class LongTexts:
         self._check()
         least = length // self.token_characters if self.token_characters else 0
         if self._context and least > self._context:
-            raise ContextLengthError(
-                f"the prompt has more than {least} tokens; the context has room for {self._context}", "prompt"
-            )
+            raise too_long(self._context, f"the prompt has more than {least} tokens", "prompt")
 
         def at_its_turn() -> Result:
             self._check()

@@ -63,6 +63,11 @@ class StopStrings:
         self.passed += safe
         return text[:safe], False
 
+    def skip(self, text: str) -> str:
+        """Let out a text in which no stop string counts."""
+        self.passed += len(text)
+        return text
+
     def flush(self) -> str:
         """The text is over: what was held back."""
         held, self._held = self._held, ""
@@ -95,9 +100,8 @@ class WaitingLogprobs:
         return len(self._entries)
 
     def add(self, begin: int, entry: TokenLogprobs) -> None:
-        top = tuple(self._one(token, logprob) for token, logprob in entry.top)
         self._begins.append(begin)
-        self._entries.append(replace(self._one(entry.token, entry.logprob), top=top))
+        self._entries.append(logprob_text(self._pieces, entry))
 
     def take(self, end: int | None = None) -> tuple[LogprobText, ...]:
         """Those of tokens that begin before character `end`, or all. They wait no longer."""
@@ -106,9 +110,15 @@ class WaitingLogprobs:
         del self._begins[:count], self._entries[:count]
         return taken
 
-    def _one(self, token: int, logprob: float) -> LogprobText:
-        content = self._pieces.of(token)
-        return LogprobText(content.decode("utf-8", "replace"), content, logprob)
+
+def logprob_text(pieces: Pieces, entry: TokenLogprobs) -> LogprobText:
+    """Log probabilities with the texts of their tokens."""
+
+    def one(token: int, logprob: float, top: tuple[LogprobText, ...] = ()) -> LogprobText:
+        content = pieces.of(token)
+        return LogprobText(content.decode("utf-8", "replace"), content, logprob, top)
+
+    return one(entry.token, entry.logprob, tuple(one(*other) for other in entry.top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,8 @@ class Reply:
 
     `declared` is a matcher of text with calls of declared tools. Given one, a call of another tool is not sent but
     asked for again: `rewrite` says from where. `call_reason`: why a reply of calls has ended. `runs_on`: calls do not
-    end it; what follows them is still generated, counted and not sent.
+    end it; what follows them is still generated, counted and not sent. Stop strings count in the text after `least`
+    tokens.
     """
 
     def __init__(
@@ -149,12 +160,14 @@ class Reply:
         declared: Matcher | None = None,
         call_reason: ReplyReason = "tool_calls",
         runs_on: bool = False,
+        least: int = 0,
     ) -> None:
         self._stages = stages
         self._remember_turn = remember_turn
         self._declared = declared
         self._call_reason = call_reason
         self._runs_on = runs_on
+        self._least = least
         self._tokens: list[int] = []
         self._read = 0  # characters of all tokens
         self._skipped = 0  # of these, before the content
@@ -267,7 +280,8 @@ class Reply:
             self._skipped = thinking.skipped
             if thinking.begun:  # its tokens have no log probabilities
                 self._waiting.take(self._skipped if thinking.over else None)
-        safe, _ = self._stages.stops.feed(text)
+        stops = self._stages.stops
+        safe = stops.skip(text) if len(self._tokens) <= self._least else stops.feed(text)[0]
         return self._stages.calls.feed(safe)
 
     def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:

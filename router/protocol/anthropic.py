@@ -11,18 +11,26 @@ from hashlib import blake2b
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, validate
+from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, validate, word
 from holdfast.router.protocol.errors import ApiError, api_error
-from holdfast.router.protocol.messages import Parameters, Tool, check_tools
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import tool_choice
-from holdfast.router.protocol.responses import MOST_WORDS, OPEN, Content, word
-from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody, Identifier, Turn, build_sampling, build_turn
+from holdfast.router.protocol.responses import OPEN, Content
+from holdfast.router.protocol.turn import (
+    MAX_STOPS,
+    GenerationBody,
+    Identifier,
+    Turn,
+    build_sampling,
+    build_turn,
+    with_defaults,
+)
 
 NONCE = re.compile(r"\bcch=[^;\s]*")
 BILLING = "x-anthropic-billing-header:"  # what a system prompt of Claude Code begins with
@@ -39,10 +47,47 @@ TYPES: Mapping[int, str] = {
 """Anthropic's names of errors, by status; other ones of a request are the first, of a server `api_error`."""
 
 
+def _blocks(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """How the document shows content: a text, or blocks of these kinds."""
+    blocks = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind["type"]}, **kind["has"], "cache_control": {"type": "object"}},
+            "required": ["type", *kind["has"]],
+        }
+        for kind in kinds
+    ]
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": blocks}}]})
+
+
+_STRING = {"type": "string"}
+_TEXT = {"type": "text", "has": {"text": _STRING}}
+_SOURCE = {"type": "object", "properties": {"type": {"const": "text"}, "data": _STRING}, "required": ["type", "data"]}
+_DOCUMENT = {"type": "document", "has": {"source": _SOURCE}}
+_RESULT = {"type": "tool_result", "has": {"tool_use_id": _STRING, "content": _STRING}}
+_THINKING = {"type": "thinking", "has": {"thinking": _STRING}}
+_USE = {"type": "tool_use", "has": {"id": _STRING, "name": _STRING, "input": {"type": "object"}}}
+
+
 @with_config(OPEN)
-class MessageParam(TypedDict):
-    role: Literal["user", "assistant", "system"]
-    content: Content
+class UserParam(TypedDict):
+    role: Literal["user"]
+    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT, _RESULT)]
+
+
+@with_config(OPEN)
+class AssistantParam(TypedDict):
+    role: Literal["assistant"]
+    content: Annotated[Content, _blocks(_TEXT, _THINKING, _USE)]
+
+
+@with_config(OPEN)
+class SystemParam(TypedDict):
+    role: Literal["system"]
+    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT)]
+
+
+MessageParam: TypeAlias = Annotated[UserParam | AssistantParam | SystemParam, Field(discriminator="role")]
 
 
 @with_config(OPEN)
@@ -72,7 +117,7 @@ class OutputConfig(TypedDict):
 
 @with_config(OPEN)
 class CustomTool(TypedDict):
-    name: str
+    name: ToolName
     input_schema: Parameters
     type: NotRequired[Literal["custom"] | None]
     description: NotRequired[str | None]
@@ -96,7 +141,7 @@ class CountBody(Body):
 
     model: str
     messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1)]
-    system: Content = ""
+    system: Annotated[Content, _blocks(_TEXT, _DOCUMENT)] = ""
     tools: list[AnyTool] = Field(default_factory=list)
     tool_choice: Annotated[Choice, NULL_IS_ABSENT] = Field(default_factory=lambda: Choice(type="auto"))
     thinking: Thinking = Field(default_factory=lambda: Thinking(type="disabled"))
@@ -156,6 +201,8 @@ def chat_prompt(body: CountBody, *, steady: bool) -> Translated:
         reader.messages.append({"role": "system", "content": "\n".join(system)})
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
+    if not reader.messages:
+        raise InvalidRequestError("'messages' has nothing that a model can read", "messages")
     if body.messages[-1]["role"] == "assistant":
         where = f"messages.{len(body.messages) - 1}"
         raise InvalidRequestError(f"'{where}': a reply that is begun by its request is not supported", f"{where}.role")
@@ -297,17 +344,17 @@ def _chat_choice(given: Choice) -> str | Mapping[str, Any]:
 def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Turn:
     """The turn that is asked for. Raises InvalidRequestError, naming the field."""
     user = body.metadata.get("user_id")
+    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k") if name in body.model_fields_set}
     plain = GenerationBody(
         model=body.model,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
+        **given,
         stop=body.stop_sequences,
         stream=body.stream,
         program_id=body.program_id,
         prompt_cache_key=user if isinstance(user, str) and len(user) <= 256 else None,
         program_end=body.program_end,
     )
+    plain = with_defaults(plain, card)
     sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")
     return replace(build_turn(plain, prompt, card, sampling), fits=True)
 

@@ -4,6 +4,7 @@ the field as OpenAI's do (`messages.2.content`).
 The supported fields themselves are in `chat`, `completions` and `tokens`.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,48 +20,96 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 Model = TypeVar("Model", bound="Body")
 T = TypeVar("T")
 
+EXACT = 2.0**53  # integers beyond it are no integers to everybody
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
 
 IGNORED = frozenset(
     {
+        "cache_control",
+        "cache_salt",
         "client_metadata",
+        "extra_headers",
+        "include_reasoning",
+        "litellm_metadata",
+        "litellm_session_id",
+        "litellm_trace_id",
+        "max_retries",
         "metadata",
+        "num_retries",
         "prediction",
+        "priority",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "provider",
+        "request_id",
         "safety_identifier",
+        "separate_reasoning",
         "service_tier",
+        "session_id",
         "store",
+        "stream_reasoning",
+        "tags",
+        "timeout",
+        "trace_id",
+        "usage",
         "user",
     }
 )
-"""Fields of OpenAI's that do not change the answer and that Holdfast does nothing with."""
+"""Fields of OpenAI's, of other servers' and of gateways' that cannot change the answer: nothing is done with them."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1, 1.0),
     "conversation": (),
     "continue_final_message": (False,),
     "echo": (False,),
+    "enable_thinking": (),
     "function_call": (),
     "functions": ([],),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
+    "mirostat": (0,),
     "moderation": (),
     "n": (1, 1.0),
+    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1, 1.0),
+    "regex": (),
     "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
     "return_token_strs": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
     "suffix": ("",),
+    "thinking": (),
+    "top_a": (0, 0.0),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1, 1.0),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Fields that would change the answer and are not supported, with the values that change nothing."""
+
+
+WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MOST_WORDS = 32  # that the header of what was skipped names
+
+
+def word(name: object) -> str:
+    """A type or a name as it may stand in a header, whatever a client has sent."""
+    return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
 
 
 def one_or_many(value: object) -> str:
@@ -83,6 +132,12 @@ class Body(BaseModel):
     """Base of every request body: no coercion (`"1"` is not a number), no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Lenient(Body):
+    """An object in which unknown fields change nothing."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 def decode(raw: bytes) -> dict[str, Any]:
@@ -136,7 +191,20 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(given)
     except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
+            with contextlib.suppress(ValidationError):
+                return model.model_validate(_whole(given))  # to JSON, 5.0 is an integer as well
         raise _translate(model, error.errors(include_url=False, include_input=False), given) from None
+
+
+def _whole(value: Any) -> Any:
+    """`value` with integers for all numbers in it that are some."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return {name: _whole(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _require_neutral(name: str, value: object) -> None:

@@ -9,11 +9,26 @@ from pydantic import Field
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
-from holdfast.router.protocol.body import decode, validate
+from holdfast.router.protocol.body import MOST_WORDS, decode, validate
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
-from holdfast.router.protocol.output import ResponseFormat, TextFormat, json_output, tool_choice
+from holdfast.router.protocol.messages import (
+    Message,
+    Tool,
+    check_tools,
+    plain_messages,
+    plain_tools,
+    unknown_fields,
+)
+from holdfast.router.protocol.output import (
+    Effort,
+    ResponseFormat,
+    TextFormat,
+    json_output,
+    template_arguments,
+    tool_choice,
+)
 from holdfast.router.protocol.turn import (
+    Choices,
     GenerationBody,
     Identifier,
     Turn,
@@ -21,6 +36,8 @@ from holdfast.router.protocol.turn import (
     build_turn,
     check_length,
     find_model,
+    several,
+    with_defaults,
 )
 from holdfast.router.protocol.usage import chat_logprobs, usage_object
 
@@ -39,6 +56,8 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
+    n: Choices = 1
     prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
     kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
 
@@ -51,6 +70,7 @@ def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
 
 def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    body = with_defaults(body, card)
     max_tokens, max_field = _max_tokens(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("'top_logprobs' is only allowed with 'logprobs': true", "top_logprobs")
@@ -59,10 +79,10 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     choice = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
     prompt = ChatPrompt(
         messages=plain_messages(body.messages, go_on=body.prefill_id is not None),
-        tools=tuple(body.tools),
+        tools=plain_tools(body.tools),
         tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=template_arguments(body.chat_template_kwargs, body.reasoning_effort),
         forced_tool=choice.forced,
         allowed_tools=choice.allowed,
         output=json_output(body.response_format),
@@ -71,11 +91,29 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     hints = read_hints(body.kv_hints)
     if body.prefill_id is None:
         check_ranges(hints, len(body.messages))
-    return replace(turn, prefill_id=body.prefill_id or "", hints=hints)
+    unknown = [*sorted(unknown_fields(body.messages, body.tools)), *turn.skipped]
+    turn = replace(turn, prefill_id=body.prefill_id or "", hints=hints, skipped=tuple(unknown[:MOST_WORDS]))
+    return several(turn, [prompt], body.n) if body.n > 1 else turn
 
 
-def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes:
-    """The `chat.completion` object in JSON. `created` is in seconds since the epoch."""
+def chat_reply(reply_id: str, created: int, model: str, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+    """The `chat.completion` object in JSON. `created` is in seconds since the epoch.
+
+    `others` are the choices after the first; the usage of all of them is that of `answer`.
+    """
+    return orjson.dumps(
+        {
+            "id": reply_id,
+            "object": "chat.completion",
+            "created": created,
+            "model": model,
+            "choices": [_choice(index, each) for index, each in enumerate((answer, *others))],
+            "usage": usage_object(answer.usage),
+        }
+    )
+
+
+def _choice(index: int, answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
@@ -84,22 +122,12 @@ def chat_reply(reply_id: str, created: int, model: str, answer: Answer) -> bytes
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in answer.tool_calls
         ]
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
         "logprobs": chat_logprobs(answer.logprobs) if answer.logprobs else None,
         "finish_reason": answer.reason,
     }
-    return orjson.dumps(
-        {
-            "id": reply_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [choice],
-            "usage": usage_object(answer.usage),
-        }
-    )
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:

@@ -2,30 +2,31 @@
 template gets.
 
 Shapes are typed dictionaries, so validation hands back dictionaries and nothing is copied twice. Only text content
-is supported.
+is supported. Fields that are not known change nothing: clients send back what they have, and add their own.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.protocol.body import NULL_IS_ABSENT, one_or_many
+from holdfast.router.protocol.body import NULL_IS_ABSENT, one_or_many, word
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
+OPEN = ConfigDict(strict=True, extra="allow")
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class TextPart(TypedDict):
     type: Literal["text"]
     text: str
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class RefusalPart(TypedDict):
     """What OpenAI's models say where they refuse; to a template it is text like any other."""
 
@@ -43,7 +44,7 @@ AssistantContent: TypeAlias = Annotated[
 ]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class FunctionCall(TypedDict):
     """`parsed_arguments`, what a client made of our text, is not read."""
 
@@ -52,7 +53,7 @@ class FunctionCall(TypedDict):
     parsed_arguments: NotRequired[Any]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class CallMessage(TypedDict):
     """A tool call inside an assistant message; `index` is left over where a client kept streamed deltas."""
 
@@ -62,21 +63,21 @@ class CallMessage(TypedDict):
     index: NotRequired[int]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class SystemMessage(TypedDict):
     role: Literal["system", "developer"]
     content: Content
     name: NotRequired[str]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class UserMessage(TypedDict):
     role: Literal["user"]
     content: Content
     name: NotRequired[str]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class AssistantMessage(TypedDict):
     """Besides what a template uses, what clients send back when they return a message, ours or OpenAI's, unchanged."""
 
@@ -90,7 +91,7 @@ class AssistantMessage(TypedDict):
     parsed: NotRequired[Any]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class ToolMessage(TypedDict):
     role: Literal["tool"]
     content: Content
@@ -103,6 +104,40 @@ Message: TypeAlias = Annotated[
 ]
 
 
+_OF_ROLE: Mapping[str, frozenset[str]] = {
+    "system": frozenset(SystemMessage.__annotations__),
+    "developer": frozenset(SystemMessage.__annotations__),
+    "user": frozenset(UserMessage.__annotations__),
+    "assistant": frozenset(AssistantMessage.__annotations__),
+    "tool": frozenset(ToolMessage.__annotations__),
+}
+_OF_PART = frozenset({"type", "text", "refusal"})
+_OF_CALL, _OF_FUNCTION = frozenset(CallMessage.__annotations__), frozenset(FunctionCall.__annotations__)
+
+
+def unknown_fields(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The fields of messages, parts, calls and tools that are not known, each by its path without numbers."""
+    found: set[str] = set()
+
+    def look(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+        if not given.keys() <= known:
+            found.update(f"{where}.{word(name)}" for name in given.keys() - known)
+
+    for message in messages:
+        look(message, _OF_ROLE[message["role"]], "messages")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            for part in content:
+                look(part, _OF_PART, "messages.content")
+        for call in message.get("tool_calls") or ():
+            look(call, _OF_CALL, "messages.tool_calls")
+            look(call["function"], _OF_FUNCTION, "messages.tool_calls.function")
+    for tool in tools:
+        look(tool, _OF_TOOL, "tools")
+        look(tool["function"], _OF_TOOL_FUNCTION, "tools.function")
+    return found
+
+
 def _without_null_keywords(parameters: Any) -> Any:
     """`parameters` without `properties` and `required` that are null; of other keywords null may be the value."""
     if not isinstance(parameters, dict):
@@ -111,23 +146,54 @@ def _without_null_keywords(parameters: Any) -> Any:
     return {name: value for name, value in parameters.items() if value is not None or name not in optional}
 
 
-Parameters: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_null_keywords)]
+Parameters: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_without_null_keywords),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "A JSON schema of type object",
+            "properties": {
+                "type": {"const": "object"},
+                "properties": {"type": "object"},
+                "required": {"type": "array", "items": {"type": "string"}},
+            },
+        }
+    ),
+]
+ToolName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"})]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class FunctionTool(TypedDict):
     """A `strict` tool's arguments follow `parameters`."""
 
-    name: str
+    name: ToolName
     description: NotRequired[str | None]
     parameters: NotRequired[Parameters | None]
     strict: NotRequired[bool | None]
 
 
-@with_config(CLOSED)
+@with_config(OPEN)
 class Tool(TypedDict):
     type: Literal["function"]
     function: FunctionTool
+
+
+_OF_TOOL, _OF_TOOL_FUNCTION = frozenset(Tool.__annotations__), frozenset(FunctionTool.__annotations__)
+
+
+def plain_tools(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
+    """`tools` without fields that are not known: a template would show them to the model."""
+    return tuple(_plain_tool(tool) for tool in tools)
+
+
+def _plain_tool(tool: Tool) -> Mapping[str, Any]:
+    function = tool["function"]
+    if tool.keys() <= _OF_TOOL and function.keys() <= _OF_TOOL_FUNCTION:
+        return tool
+    known = {name: value for name, value in function.items() if name in _OF_TOOL_FUNCTION}
+    return {"type": "function", "function": known}
 
 
 def check_tools(tools: Sequence[Tool], fields: Sequence[str] | None = None) -> None:

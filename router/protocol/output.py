@@ -1,9 +1,9 @@
-"""What a client may ask of a reply's form, `response_format` and `tool_choice`: from the body to the engine's terms."""
+"""What a client may ask of a reply's form and of the thinking before it: from the body to the engine's terms."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
@@ -12,6 +12,8 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import JsonOutput
 from holdfast.router.protocol.messages import CLOSED, TOOL_NAME
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 ToolChoice: TypeAlias = Literal["auto", "none", "required"]
 
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "none": "none", "required": "required"}
@@ -109,3 +111,10 @@ def _function_name(given: object, declared: Sequence[str], where: str) -> str:
     if name not in declared:
         raise InvalidRequestError(f"'{field}': no tool is named {name!r}", field)
     return name
+
+
+def template_arguments(given: Mapping[str, Any], effort: str | None) -> Mapping[str, Any]:
+    """What the chat template is told: `effort` by the two names that templates know, unless the client gives them."""
+    if effort is None:
+        return given
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **given}

@@ -11,7 +11,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.kv_hints import check_ranges
-from holdfast.router.protocol.messages import Message, Tool, check_results, check_tools, plain_messages
+from holdfast.router.protocol.messages import Message, Tool, check_results, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import ClaimedIds, Identifier, Turn, find_model
 
 
@@ -71,7 +71,9 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
     """What a request body asks for. Raises InvalidRequestError or RefusedError."""
     body = validate(PrefillBody, decode(raw))
     check_tools(body.tools)
-    prompt = ChatPrompt(plain_messages(body.messages), tuple(body.tools), template_kwargs=body.chat_template_kwargs)
+    prompt = ChatPrompt(
+        plain_messages(body.messages), plain_tools(body.tools), template_kwargs=body.chat_template_kwargs
+    )
     return Asked(find_model(body.model, models), prompt, ClaimedIds(body.program_id, None, None), body.keep_s)
 
 

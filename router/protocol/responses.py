@@ -4,27 +4,31 @@ Chat is the inner form: items become messages, so a conversation has the same pr
 are in `response_events`, what is kept between requests in `stored_responses`.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import ChatPrompt, ModelCard
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, decode, one_or_many, validate
-from holdfast.router.protocol.messages import Parameters, Tool, check_tools
-from holdfast.router.protocol.output import JsonObjectFormat, TextFormat, json_output, tool_choice
+from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, one_or_many, validate, word
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
+from holdfast.router.protocol.output import (
+    EFFORTS,
+    JsonObjectFormat,
+    TextFormat,
+    json_output,
+    template_arguments,
+    tool_choice,
+)
 from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
 
 OPEN = ConfigDict(strict=True, extra="allow")
 MAX_TOP_LOGPROBS = 20
-WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-MOST_WORDS = 32  # that the header of what was skipped names
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -38,13 +42,21 @@ SUMMARISE = (
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
 ]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": sorted(TEXT_PARTS)}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Texts: TypeAlias = Annotated[
+    Content, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
+]
 
 
 @with_config(OPEN)
 class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Texts
 
 
 @with_config(OPEN)
@@ -67,7 +79,7 @@ class CustomCallItem(TypedDict):
 class CallOutputItem(TypedDict):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Content
+    output: Texts
 
 
 @with_config(OPEN)
@@ -129,7 +141,7 @@ Item: TypeAlias = Annotated[
 @with_config(OPEN)
 class FunctionTool(TypedDict):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: NotRequired[str | None]
     parameters: NotRequired[Parameters | None]
     strict: NotRequired[bool | None]
@@ -162,7 +174,9 @@ class TextField(Body):
 
 
 class ResponsesBody(GenerationBody):
-    """What a client may send. `reasoning` and what is about bills and users changes nothing and is told back."""
+    """What a client may send. What is about bills and users changes nothing and is told back; of `reasoning` the chat
+    template is told the `effort`.
+    """
 
     input: Annotated[Annotated[str, Tag("one")] | Annotated[list[Item], Tag("many")], Discriminator(one_or_many)] = (
         Field(default_factory=list)
@@ -189,9 +203,17 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
+def read_input(raw: bytes, model: str) -> ResponsesBody:
+    """A request whose prompt is to be counted; `model` is meant where it names none. Raises as `read_responses`."""
+    return _checked(validate(ResponsesBody, {"model": model, **decode(raw)}))
+
+
 def read_responses(raw: bytes) -> ResponsesBody:
     """A request body, checked as far as it can be without what it goes on with. Raises InvalidRequestError."""
-    body = validate(ResponsesBody, decode(raw))
+    return _checked(validate(ResponsesBody, decode(raw)))
+
+
+def _checked(body: ResponsesBody) -> ResponsesBody:
     if body.background:
         raise InvalidRequestError("'background' is not supported; only false is accepted", "background")
     if body.max_tokens is not None:
@@ -374,7 +396,7 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
         tools=tuple(tools),
         tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=template_arguments(body.chat_template_kwargs, _effort(body)),
         forced_tool=choice.forced,
         allowed_tools=choice.allowed,
         output=json_output(_chat_format(body.text)),
@@ -384,7 +406,16 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     turn = build_turn(body, prompt, card, sampling)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
-    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped)))[:MOST_WORDS]
+    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped, *turn.skipped)))[:MOST_WORDS]
+
+
+def _effort(body: ResponsesBody) -> str | None:
+    """How much is to be thought. Raises InvalidRequestError for a word that is not known."""
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and effort not in EFFORTS:
+        message = f"Invalid value for 'reasoning.effort': {effort!r} is not one of {', '.join(EFFORTS)}"
+        raise InvalidRequestError(message, "reasoning.effort")
+    return effort
 
 
 def compaction_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
@@ -474,11 +505,6 @@ def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
         raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
     function: Mapping[str, Any] = _named(given)
     return function
-
-
-def word(kind: object) -> str:
-    """A type as it may stand in a header, whatever a client has sent."""
-    return kind if isinstance(kind, str) and WORD.fullmatch(kind) else "unknown"
 
 
 def _named(tool: Any) -> Any:

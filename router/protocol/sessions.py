@@ -23,7 +23,7 @@ from holdfast.replicas.requests import (
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.completions import MAX_LOGPROBS
 from holdfast.router.protocol.errors import api_error
-from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
+from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import (
     ClaimedIds,
     GenerationBody,
@@ -128,7 +128,7 @@ def content(body: Content, card: ModelCard, tools: Sequence[Tool] = ()) -> ChatP
     if body.messages is None and body.chat_template_kwargs:
         raise InvalidRequestError("'chat_template_kwargs' is only allowed with 'messages'", "chat_template_kwargs")
     if body.messages is not None:
-        return ChatPrompt(plain_messages(body.messages), tuple(tools), template_kwargs=body.chat_template_kwargs)
+        return ChatPrompt(plain_messages(body.messages), plain_tools(tools), template_kwargs=body.chat_template_kwargs)
     if body.tokens is not None:
         check_tokens(body.tokens, card, "tokens")
         return RawPrompt(tuple(body.tokens))

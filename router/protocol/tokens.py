@@ -10,7 +10,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.completions import raw_prompt
-from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages
+from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import TokenId, check_tokens, find_model
 
 
@@ -48,7 +48,7 @@ def tokenize_prompt(body: TokenizeBody, card: ModelCard) -> ChatPrompt | RawProm
         check_tools(body.tools)
         return ChatPrompt(
             messages=plain_messages(body.messages),
-            tools=tuple(body.tools),
+            tools=plain_tools(body.tools),
             template_kwargs=body.chat_template_kwargs,
         )
     if body.prompt is not None and body.messages is None:

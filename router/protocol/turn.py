@@ -1,34 +1,41 @@
 """What every kind of generation request has in common: sampling fields, who asks, and the turn they become.
 
-`chat` and `completions` add their prompts. Defaults are OpenAI's: temperature 1 and top_p 1 where a request says
-nothing, whatever the checkpoint's own generation settings are.
+`chat` and `completions` add their prompts. Where a request says nothing, sampling is as the checkpoint's own generation
+settings have it (`ModelCard.defaults`), and where they do not, as at OpenAI: temperature 1 and top_p 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
-from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.errors import InvalidRequestError, too_long
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, one_or_many
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
 MAX_STOPS = 16
+MAX_CHOICES = 16
+MAX_ANSWERS = 128  # of one request, for all of its prompts
 REST_OF_CONTEXT = -1
 INT64 = 2**63
 MAX_DIGITS = 19  # of an INT64; Python reads no number of thousands
 
 MAX_IDENTIFIER = 256
-
-Identifier = Annotated[str, Field(min_length=1, max_length=MAX_IDENTIFIER)]
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+Identifier = Annotated[
+    str, Field(min_length=1, max_length=MAX_IDENTIFIER), WithJsonSchema({"type": "string", "pattern": "^[ -~]{1,256}$"})
+]
 TokenId = Annotated[int, Field(ge=0)]
 
 
-class StreamOptions(Body):
+G = TypeVar("G", bound="GenerationBody")
+
+
+class StreamOptions(Lenient):
     include_usage: bool = False
     event_names: bool = False  # ours: a chunk that closes a call is an event with a name of its own
     include_obfuscation: bool = False  # accepted: chunks are not padded either way
@@ -53,6 +60,8 @@ class GenerationBody(Body):
     )
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0  # before so many neither the model's end nor a stop ends the reply
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
 
     stream: bool = False
     stream_options: Annotated[StreamOptions, NULL_IS_ABSENT] | None = None
@@ -73,10 +82,20 @@ class ClaimedIds:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Another answer that a request asks for. `again`: to the prompt of the one before."""
+
+    prompt: ChatPrompt | RawPrompt
+    sampling: Sampling
+    again: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less.
 
-    `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth.
+    `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth. `others`:
+    the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has.
     """
 
     model: ModelCard
@@ -92,6 +111,8 @@ class Turn:
     prefill_id: str = ""
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()
+    others: tuple[Choice, ...] = ()
+    skipped: tuple[str, ...] = ()
 
 
 def check_length(turn: Turn) -> Turn:
@@ -99,19 +120,39 @@ def check_length(turn: Turn) -> Turn:
 
     White space around a message's content counts for nothing, as templates may leave it out.
     """
-    prompt, card = turn.prompt, turn.model
+    for prompt in (turn.prompt, *(other.prompt for other in turn.others)):
+        _check_length(prompt, turn.model)
+    return turn
+
+
+def _check_length(prompt: ChatPrompt | RawPrompt, card: ModelCard) -> None:
     if isinstance(prompt, RawPrompt) and not isinstance(prompt.content, str):
         least = len(prompt.content)
     elif not card.longest_token:
-        return turn
+        return
     else:
         texts = [prompt.content] if isinstance(prompt, RawPrompt) else [m.get("content") for m in prompt.messages]
         least = sum(len(text.strip()) for text in texts if isinstance(text, str)) // card.longest_token
     if least > card.context_length:
-        raise ContextLengthError(
-            f"the prompt has at least {least} tokens; the context has room for {card.context_length}", "prompt"
-        )
-    return turn
+        raise too_long(card.context_length, f"the prompt has at least {least} tokens", "prompt")
+
+
+def several(turn: Turn, prompts: Sequence[ChatPrompt | RawPrompt], n: int) -> Turn:
+    """`turn`, with `n` answers to each of the prompts. Its own is the first of them.
+
+    Choices but the first have their noise from seeds of their own. Raises InvalidRequestError for more than
+    `MAX_ANSWERS`.
+    """
+    if len(prompts) * n > MAX_ANSWERS:
+        raise InvalidRequestError(f"'n' times the number of prompts is {len(prompts) * n}, above {MAX_ANSWERS}", "n")
+    asked = [Choice(p, replace(turn.sampling, choice=i), again=i > 0) for p in prompts for i in range(n)]
+    return replace(turn, others=tuple(asked[1:]))
+
+
+def with_defaults(body: G, card: ModelCard) -> G:
+    """`body` with what the model's own files say of sampling, where the client says nothing."""
+    missing = {name: value for name, value in card.defaults.items() if name not in body.model_fields_set}
+    return body.model_copy(update=missing) if missing else body
 
 
 def find_model(name: str, models: Sequence[ModelCard]) -> ModelCard:
@@ -137,7 +178,13 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         ids=ClaimedIds(body.program_id, body.previous_response_id, body.prompt_cache_key or None),
         program_end=body.program_end,
         event_names=body.stream_options is not None and body.stream_options.event_names,
+        skipped=_unknown_options(body),
     )
+
+
+def _unknown_options(body: GenerationBody) -> tuple[str, ...]:
+    extra = body.stream_options.model_extra if body.stream_options is not None else None
+    return tuple(f"stream_options.{word(name)}" for name in extra or ())
 
 
 def build_sampling(
@@ -145,8 +192,11 @@ def build_sampling(
 ) -> Sampling:
     """Sampling as the engine takes it; `max_field` is the name under which the client gave `max_tokens`."""
     if max_tokens is not None and max_tokens > card.context_length:
-        message = f"'{max_field}' {max_tokens} is beyond the model's context length of {card.context_length} tokens"
-        raise ContextLengthError(message, max_field)
+        raise too_long(card.context_length, f"'{max_field}' is {max_tokens}", max_field)
+    if max_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequestError(f"'min_tokens' {body.min_tokens} is more than '{max_field}'", "min_tokens")
+    if body.min_tokens > card.context_length:
+        raise too_long(card.context_length, f"'min_tokens' is {body.min_tokens}", "min_tokens")
     check_tokens(body.stop_token_ids, card, "stop_token_ids")
     greedy = body.top_p == 0
     return Sampling(
@@ -162,6 +212,8 @@ def build_sampling(
         logit_bias=_bias(body.logit_bias, card),
         stop_token_ids=frozenset(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
+        repetition_penalty=body.repetition_penalty,
+        min_tokens=body.min_tokens,
     )
 
 

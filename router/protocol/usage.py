@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 from holdfast.replicas.events import Usage
@@ -49,7 +50,9 @@ def completion_logprobs(tokens: Sequence[LogprobText], offsets: TextOffsets | No
     return {
         "tokens": [token.token for token in tokens],
         "token_logprobs": [_value(token) for token in tokens],
-        "top_logprobs": [{other.token: _value(other) for other in token.top} for token in tokens],
+        "top_logprobs": [
+            None if isnan(token.logprob) else {other.token: _value(other) for other in token.top} for token in tokens
+        ],
         "text_offset": [offsets.next(token) for token in tokens],
     }
 
@@ -58,5 +61,5 @@ def _entry(token: LogprobText) -> dict[str, Any]:
     return {"token": token.token, "logprob": _value(token), "bytes": list(token.bytes)}
 
 
-def _value(token: LogprobText) -> float:
-    return max(token.logprob, LEAST_LOGPROB)
+def _value(token: LogprobText) -> float | None:
+    return None if isnan(token.logprob) else max(token.logprob, LEAST_LOGPROB)

@@ -458,3 +458,11 @@ def test_a_repeat_is_answered_from_the_cache():
     assert again.headers["x-holdfast-cache"] == "hit"
     assert again.json()["content"] == first.json()["content"]
     assert isinstance(again, httpx.Response)
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_messages_that_say_nothing_are_refused(path):
+    body = {"model": "pocket", "messages": [{"role": "user", "content": []}], "max_tokens": 5}
+    answer = World().call("POST", path, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert World().call("POST", path, json={**body, "system": "Be brief."}).status_code == 200

@@ -9,6 +9,7 @@ from starlette.routing import Route
 from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
 from holdfast.router.http import AnswerHeaders
 from holdfast.router.protocol.anthropic import MessagesBody
+from holdfast.router.protocol.body import IGNORED
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import TABLE
@@ -35,7 +36,7 @@ def test_every_path_is_on_it_and_exists() -> None:
         (method, route.path.replace(":path", ""))
         for route in routes
         for method in (route.methods or set())
-        if method != "HEAD" and route.path not in ("/openapi.json", "/docs", "/redoc")
+        if method != "HEAD"
     }
     told = {tuple(cells[0].strip("`").split(" ")) for cells in rows(section("Paths"))}
     assert told == served
@@ -44,7 +45,7 @@ def test_every_path_is_on_it_and_exists() -> None:
 def test_every_field_of_a_body_is_on_it_and_exists() -> None:
     told = set(re.findall(r"`(\w+)`", " ".join(cells[0] for cells in rows(section("A chat completion")))))
     assert told == set(ChatBody.model_fields)
-    assert set(CompletionBody.model_fields) - told == {"prompt"}
+    assert set(CompletionBody.model_fields) - told == {"prompt", "echo"}
 
 
 def test_every_field_of_a_response_is_on_it_and_exists() -> None:
@@ -66,6 +67,11 @@ def test_every_field_of_a_sessions_body_is_on_it_and_exists() -> None:
     known = {name for body in (OpenBody, AppendBody, QueryBody, QuestionBody, ForkBody) for name in body.model_fields}
     assert told <= known
     assert known - told - sampling == set(NO_PROGRAM)  # refused
+
+
+def test_the_fields_that_are_taken_for_nothing_are_on_it() -> None:
+    told = set(re.findall(r"`(\w+)`", section("Fields that are not known").split("**At the top**")[1].split("\n- ")[0]))
+    assert told == IGNORED
 
 
 def test_every_error_is_on_it() -> None:

@@ -163,7 +163,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(last):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/docs", 404)],
+    [("GET", "/nope", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/v1/models", 405), ("GET", "/redoc", 404)],
 )
 def test_what_is_not_served_is_refused_in_the_same_shape(method, path, status):
     answer = World().call(method, path)
@@ -456,4 +456,4 @@ def test_a_prompt_that_cannot_fit_whatever_its_tokens_is_refused_by_the_router(p
         answer = world.call("POST", path, json={"model": "pocket", **body})
         assert answer.status_code == status, answer.text
         assert len(world.backend.requests) - before == (status == 200)
-    assert "context has room for 100" in answer.json()["error"]["message"]
+    assert "maximum context length is 100 tokens" in answer.json()["error"]["message"]

@@ -94,7 +94,7 @@ def test_openai_completions_and_models(client):
 
 def test_openai_errors(world, client):
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="pocket", messages=MESSAGES, n=2)
+        client.chat.completions.create(model="pocket", messages=MESSAGES, n=17)
     assert refused.value.param == "n"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt", messages=MESSAGES)

@@ -26,7 +26,7 @@ class Opened:
         # Kept here so that only an explicit close can end it, not the collection of garbage.
         self.batches = self.backend.stream(REQUEST)
         encoder = ChatEncoder("chatcmpl-1", 0, CARD.name, False)
-        self.stream = TurnStream(self.batches, encoder, Meter(RouterMetrics(self.registry), "chat"), self.answered)
+        self.stream = TurnStream(self.batches, [encoder], Meter(RouterMetrics(self.registry), "chat"), self.answered)
         self.stream.held.callback(self.give_back)
 
     async def answered(self, replica_id, answer):

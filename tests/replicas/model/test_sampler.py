@@ -141,6 +141,31 @@ def test_bias_moves_and_foreign_ids_are_ignored():
     assert drawn.tokens == (9,)
 
 
+def test_the_repetition_penalty_is_of_prompt_reply_and_the_drafts_before_a_row():
+    logits = torch.zeros(3, VOCABULARY)
+    logits[:, :4] = torch.tensor([4.0, -2.0, 3.0, 2.5])
+    seen = TokenCounts()
+    seen.add(np.array([0, 1, 1], np.int32))
+    draw = Draw(Sampling(repetition_penalty=2.0), 5, drafts=2, seen=seen)
+    chunk = Chunk(0, 10, np.array([1, 2, 3], np.int32), draw)
+    changed = adjusted(logits, group_rows([chunk], VOCABULARY))
+    assert changed[:, :4].tolist() == [[2.0, -4.0, 3.0, 2.5], [2.0, -4.0, 1.5, 2.5], [2.0, -4.0, 1.5, 1.25]]
+    assert sample(logits, [chunk])[0].tokens == (2, 3, 0)
+
+
+@pytest.mark.parametrize("least", [0, 13, 15])
+def test_a_reply_does_not_end_before_its_least_token(least):
+    """Positions 13, 14 and 15 are drawn; end token 7 is the likeliest, with a bias besides."""
+    sampling = Sampling(ends=frozenset({7, 8}), min_tokens=1, logit_bias={7: 1.0, 9: -1.0})
+    draw = Draw(sampling, 5, drafts=2, least=least)
+    logits = torch.zeros(3, VOCABULARY)
+    logits[:, [7, 8, 9, 10]] = torch.tensor([9.0, 8.0, 7.0, 6.5])
+    chunk = Chunk(0, 10, np.array([1, 10, 10], np.int32), draw)
+    early = max(0, least - 11)
+    changed = adjusted(logits, group_rows([chunk], VOCABULARY))
+    assert changed.argmax(1).tolist() == [10] * min(early, 3) + [7] * (3 - early)
+
+
 def test_a_temperature_near_zero_is_greedy():
     chunks = [chunk_of(Sampling(temperature=t), seed=i) for i, t in enumerate((1e-9, 1e-4))]
     assert [d.tokens for d in sample(likely(3, 4), chunks)] == [(3,), (4,)]

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.requests import ModelCard
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, decode, validate
-from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.tokens import TokenizeBody
 
@@ -54,7 +57,6 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": [{"role": None, "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "x", "mood": "?"}]}, "messages.0.mood"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0.type",
@@ -69,7 +71,6 @@ def test_a_field_that_is_nested_too_deeply_is_named():
             {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages.0.content.0.type",
         ),
-        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "a"}}]}, "messages.0.audio"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]},
@@ -79,7 +80,7 @@ def test_a_field_that_is_nested_too_deeply_is_named():
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": None}]}]},
             "messages.0.tool_calls.0.function",
         ),
-        ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools.0.function.nam"),
+        ({"tools": [{"type": "function", "function": {"nam": "f"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"temperature": "1"}, "temperature"),
         ({"temperature": True}, "temperature"),
@@ -93,10 +94,16 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"stop": ["a", 1]}, "stop.1"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include": True}, "stream": True}, "stream_options.include"),
+        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         ({"program_id": ""}, "program_id"),
         ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"guided_json": {}}, "guided_json"),
         ({"verbosity": "low"}, "verbosity"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -123,7 +130,9 @@ def test_fields_that_change_nothing_are_accepted(name):
     assert validate(ChatBody, {**CHAT, name: {"any": "thing"}}) == validate(ChatBody, CHAT)
 
 
-@pytest.mark.parametrize(("name", "values"), sorted(NEUTRAL.items()))
+@pytest.mark.parametrize(
+    ("name", "values"), sorted(each for each in NEUTRAL.items() if each[0] not in ChatBody.model_fields)
+)
 def test_fields_that_are_not_supported_are_accepted_only_where_they_change_nothing(name, values):
     for value in values:
         assert validate(ChatBody, {**CHAT, name: value}) == validate(ChatBody, CHAT)
@@ -133,15 +142,54 @@ def test_fields_that_are_not_supported_are_accepted_only_where_they_change_nothi
 
 def test_a_number_is_no_truth_value():
     assert refused({**CHAT, "n": True}).field == "n"
-    assert refused({**CHAT, "n": 2}).field == "n"
+    assert refused({**CHAT, "n": 1.5}).field == "n"
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 1.0), ("best_of", 1.0), ("reasoning_effort", "none"), ("verbosity", "medium"), ("functions", [])],
+    [("n", 1), ("n", 1.0), ("best_of", 1.0), ("verbosity", "medium"), ("functions", [])],
 )
 def test_the_default_by_its_name_is_accepted(name, value):
     assert validate(ChatBody, {**CHAT, name: value}) == validate(ChatBody, CHAT)
+
+
+def test_what_is_unknown_inside_a_message_changes_nothing_and_is_told():
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    plain = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "tool_calls": [call]}]
+    more = {"mood": "?", "an odd name": 1}
+    function = {**call["function"], **more}
+    written = [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], **more},
+        {"role": "assistant", "tool_calls": [{**call, "function": function, "provider_specific_fields": {}}]},
+    ]
+    tools = [{**tool, "cache_control": {}, "function": {**tool["function"], "defer": True}}]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    card = ModelCard("m", 100, 50)
+    found = chat_turn(
+        validate(ChatBody, {**CHAT, "messages": written, "tools": tools, "stream": True, "stream_options": options}),
+        card,
+    )
+    same = chat_turn(
+        validate(
+            ChatBody,
+            {**CHAT, "messages": plain, "tools": [tool], "stream": True, "stream_options": {"include_usage": True}},
+        ),
+        card,
+    )
+    assert replace(found, skipped=()) == same
+    assert same.skipped == ()
+    assert found.skipped == (
+        "messages.content.cache_control",
+        "messages.mood",
+        "messages.tool_calls.function.mood",
+        "messages.tool_calls.function.unknown",
+        "messages.tool_calls.provider_specific_fields",
+        "messages.unknown",
+        "tools.cache_control",
+        "tools.function.defer",
+        "stream_options.continuous_usage_stats",
+    )
 
 
 def test_null_counts_as_absent():
@@ -194,11 +242,21 @@ def test_keywords_of_tools_that_are_null_are_passed_on_to_nobody(model):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt.1"),
+        ({"prompt": [[1], "a"]}, "prompt.1"),
+        ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": None}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"prompt": [-1]}, "prompt.0"),
     ],
 )
-def test_plain_completions_take_one_prompt(change, field):
+def test_what_is_wrong_with_the_prompt_of_a_completion_is_named(change, field):
     assert refused({"model": "m", "prompt": "x", **change}, CompletionBody).field == field
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    assert validate(ChatBody, {**CHAT, "max_tokens": 5.0, "n": 2.0, "temperature": 1.0}) == validate(
+        ChatBody, {**CHAT, "max_tokens": 5, "n": 2, "temperature": 1}
+    )
+    assert refused({**CHAT, "max_tokens": 1e300}).field == "max_tokens"
+    assert refused({**CHAT, "max_tokens": True}).field == "max_tokens"

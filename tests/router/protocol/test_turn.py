@@ -1,11 +1,17 @@
+from dataclasses import replace
+
+import orjson
 import pytest
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
+from holdfast.router.protocol.anthropic import MessagesBody, chat_prompt, messages_turn
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
 from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.prefills import read_prefill
+from holdfast.router.protocol.sessions import read_open
 from holdfast.router.protocol.tokens import DetokenizeBody, TokenizeBody, detokenize_tokens, tokenize_prompt
 from holdfast.router.protocol.turn import find_model
 
@@ -173,8 +179,9 @@ def test_completion_prompts():
     assert completion(prompt=[[1, 2]]).prompt == RawPrompt((1, 2))
     assert completion(logprobs=3).sampling.logprobs == 3
     for prompt, field in (
-        (["x", "y"], "prompt"),
-        ([["x"]], "prompt.0"),
+        (["x", ""], "prompt.1"),
+        ([[1], [50]], "prompt.1.0"),
+        ([["x"]], "prompt.0.0"),
         ([1, 50], "prompt.1"),
         ([], "prompt"),
         ("", "prompt"),
@@ -182,6 +189,46 @@ def test_completion_prompts():
         with pytest.raises(InvalidRequestError) as refused:
             completion(prompt=prompt)
         assert refused.value.field == field
+
+
+def test_several_prompts_and_choices_are_answers_of_their_own():
+    turn = completion(prompt=["a", "b"], n=2, seed=3, echo=True)
+    assert turn.prompt == RawPrompt("a", echo=True)
+    assert [(other.prompt.content, other.sampling.choice, other.again) for other in turn.others] == [
+        ("a", 1, True),
+        ("b", 0, False),
+        ("b", 1, True),
+    ]
+    assert {other.sampling.seed for other in turn.others} == {3}
+    assert [other.sampling.choice for other in chat(n=3).others] == [1, 2]
+    assert chat(n=1) == chat()
+    for asked in ({"prompt": ["a"] * 100, "n": 2}, {"max_tokens": 0}, {"max_tokens": 2, "min_tokens": 3}):
+        with pytest.raises(InvalidRequestError):
+            completion(**asked)
+    assert completion(max_tokens=0, echo=True).sampling.max_tokens == 0
+
+
+def test_how_much_is_thought_is_told_to_the_template():
+    assert chat(reasoning_effort="low").prompt.template_kwargs == {"reasoning_effort": "low", "enable_thinking": True}
+    assert chat(reasoning_effort="none").prompt.template_kwargs["enable_thinking"] is False
+    own = chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": False, "a": 1}).prompt.template_kwargs
+    assert own == {"reasoning_effort": "high", "enable_thinking": False, "a": 1}
+
+
+def test_the_models_own_defaults_stand_where_a_request_says_nothing():
+    card = replace(MODEL, defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
+    body = {"model": "m", "messages": MESSAGES}
+    sampling = chat_turn(validate(ChatBody, body), card).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty, sampling.top_p) == (0.6, 20, 1.1, 1.0)
+    told = chat_turn(validate(ChatBody, {**body, "temperature": 1, "top_k": 0}), card).sampling
+    assert (told.temperature, told.top_k, told.repetition_penalty) == (1.0, 0, 1.1)
+    assert messages_sampling({}, card).temperature == 0.6
+    assert messages_sampling({"temperature": 0.2}, card).temperature == 0.2
+
+
+def messages_sampling(fields, card):
+    body = validate(MessagesBody, {"model": "m", "messages": MESSAGES, "max_tokens": 5, **fields})
+    return messages_turn(body, chat_prompt(body, steady=True).prompt, card).sampling
 
 
 def test_an_unknown_model_is_told_what_there_is():
@@ -204,3 +251,16 @@ def test_detokenize_refuses_ids_the_model_does_not_have():
     with pytest.raises(InvalidRequestError) as refused:
         detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 50]}), MODEL)
     assert refused.value.field == "tokens.1"
+
+
+def test_a_template_sees_no_field_of_a_tool_that_is_not_known():
+    """So that a prompt that is tokenized or computed ahead is that of the turn."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d"}}
+    written = {**tool, "cache_control": {}, "function": {**tool["function"], "defer_loading": True}}
+    assert chat(tools=[written]).prompt.tools == (tool,)
+    body = validate(TokenizeBody, {"messages": MESSAGES, "tools": [written]})
+    assert tokenize_prompt(body, MODEL).tools == (tool,)
+    raw = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})
+    assert read_prefill(raw, (MODEL,)).prompt.tools == (tool,)
+    opened = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})
+    assert read_open(opened, (MODEL,), "s").prompt.tools == (tool,)

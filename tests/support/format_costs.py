@@ -1,0 +1,158 @@
+"""What the router's formats cost beside chat completions: `python tests/support/format_costs.py`.
+
+Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
+turns; a figure is processor time, the median of all rounds. Last comes how long an event takes from the engine's first
+token to the bytes that are sent, through the whole router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from statistics import median
+from typing import Any
+
+import orjson
+from fake_backend import CARD, DONE, FakeBackend, World
+
+from holdfast.replicas.requests import GenerateRequest, TextDelta
+from holdfast.router.anthropic import AnthropicEncoder
+from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.protocol.anthropic import chat_prompt, messages_turn, read_messages
+from holdfast.router.protocol.chat import read_chat
+from holdfast.router.protocol.responses import (
+    chat_messages,
+    input_items,
+    read_responses,
+    response_object,
+    responses_turn,
+)
+from holdfast.router.response_events import ResponseEncoder
+from holdfast.router.streaming import ChatEncoder, Encoder
+
+ROUNDS, TOKENS, FIRST = 400, 256, 200
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTIONS = [{"name": f"tool_{i}", "description": "What it does. " * 20, "parameters": SCHEMA} for i in range(12)]
+TALK = [("user" if i % 2 == 0 else "assistant", "words that were said before " * 40) for i in range(21)]
+MESSAGES = [{"role": role, "content": text} for role, text in TALK]
+
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": MESSAGES, "tools": [{"type": "function", "function": each} for each in FUNCTIONS]},
+    "responses": {"input": MESSAGES, "tools": [{"type": "function", **each} for each in FUNCTIONS]},
+    "messages": {
+        "messages": MESSAGES,
+        "max_tokens": 100,
+        "tools": [{"name": f["name"], "description": f["description"], "input_schema": SCHEMA} for f in FUNCTIONS],
+    },
+}
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+
+
+def chat(raw: bytes) -> Encoder:
+    read_chat(raw, (CARD,))
+    return ChatEncoder("chatcmpl-1", 0, "pocket", False)
+
+
+def responses(raw: bytes) -> Encoder:
+    body = read_responses(raw)
+    own = input_items(body, "1")
+    responses_turn(body, chat_messages((), own, body.instructions, lambda text: text), CARD)
+    return ResponseEncoder(response_object(body, "resp_1", 0), "1")
+
+
+def messages(raw: bytes) -> Encoder:
+    body = read_messages(raw)
+    messages_turn(body, chat_prompt(body, steady=True).prompt, CARD)
+    return AnthropicEncoder("msg_1", "pocket", 100)
+
+
+FORMATS: dict[str, Callable[[bytes], Encoder]] = {"chat": chat, "responses": responses, "messages": messages}
+
+
+def costs() -> dict[str, tuple[float, float]]:
+    """Milliseconds of processor time for a request and for a token, by format."""
+    raw = {name: orjson.dumps({"model": "pocket", "stream": True, **body}) for name, body in BODIES.items()}
+    pieces = [(TextDelta(" word"),)] * TOKENS
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in FORMATS}
+    for _ in range(ROUNDS):
+        for name, read in FORMATS.items():
+            began = time.thread_time()
+            encoder = read(raw[name])
+            encoder.opening()
+            opened = time.thread_time()
+            for each in pieces:
+                encoder.encode(each)
+            written = time.thread_time()
+            encoder.encode((DONE,))
+            ended = time.thread_time()
+            found[name][0].append(opened - began + ended - written)
+            found[name][1].append((written - opened) / TOKENS)
+    return {name: (median(requests) * 1e3, median(tokens) * 1e3) for name, (requests, tokens) in found.items()}
+
+
+class Timed(FakeBackend):
+    """Notes when it gives its first piece."""
+
+    at = 0.0
+
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        await asyncio.sleep(0)
+        self.at = time.perf_counter()
+        yield Batch("r1", (TextDelta("Hello"),))
+        yield Batch("r1", (DONE,))
+
+
+async def first_events() -> dict[str, list[float]]:
+    """Milliseconds from the first piece to the bytes of its event, by format; each request is another one."""
+    backend = Timed()
+    app = World(backend).app
+    found: dict[str, list[float]] = {name: [] for name in BODIES}
+    for number in range(FIRST):
+        for name, body in BODIES.items():
+            raw = orjson.dumps({"model": "pocket", "stream": True, "temperature": number / 1000, **body})
+            found[name].append(await _first_event(app, backend, PATHS[name], raw))
+    return found
+
+
+async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float:
+    sent: list[float] = []
+    asked = iter([{"type": "http.request", "body": raw, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        message = next(asked, None)
+        if message is None:
+            await asyncio.Event().wait()
+        assert message is not None
+        return message
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sent.append(time.perf_counter())
+
+    address = ("127.0.0.1", 1)
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {
+        "headers": [(b"host", b"localhost"), (b"cache-control", b"no-store")],
+        "client": address,
+        "server": address,
+        "scheme": "http",
+    }
+    scope |= {"http_version": "1.1", "root_path": ""}
+    await app(scope, receive, send)
+    return (sent[0] - backend.at) * 1e3
+
+
+def main() -> None:
+    found = costs()
+    print(f"processor time, {len(TALK)} messages and {len(FUNCTIONS)} tools; median of {ROUNDS}, interleaved")
+    for name, (request, token) in found.items():
+        more = f"{request - found['chat'][0]:+.3f} ms a request, {token - found['chat'][1]:+.4f} ms a token"
+        print(f"{name:10} {request:.3f} ms a request, {token:.4f} ms a token ({more} beside chat)")
+    for name, times in asyncio.run(first_events()).items():
+        last = sorted(times)[int(len(times) * 0.99)]
+        print(f"{name:10} first event after {median(times):.3f} ms, 99 % within {last:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

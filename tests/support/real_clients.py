@@ -1,0 +1,185 @@
+"""Clients of others, at pinned versions in a folder of their own: installed by `make clients`, run without a network.
+
+    python tests/support/real_clients.py FOLDER [NAME,NAME ...]     installs them all, or those
+
+Each runs in a home that is made for it, with telemetry and updates off, and a proxy that nobody listens at: nothing
+but this machine can be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEAD = "http://127.0.0.1:9"
+PATIENCE_S = 240.0
+WEIGHTS = Path(__file__).parent.parent.parent / "replicas" / "pocket" / "weights"
+
+
+@dataclass(frozen=True)
+class Client:
+    """`packages` are from npm where `npm`, else from PyPI, into an environment called `home`."""
+
+    name: str
+    packages: tuple[str, ...]
+    home: str
+    npm: bool = False
+
+    @property
+    def version(self) -> str:
+        """Of the first package."""
+        return self.packages[0].rpartition("@" if self.npm else "==")[2]
+
+
+CLIENTS = {
+    each.name: each
+    for each in (
+        Client("Claude Code", ("@anthropic-ai/claude-code@2.1.328",), "npm", npm=True),
+        Client("Codex CLI", ("@openai/codex@0.169.0",), "npm", npm=True),
+        Client("OpenCode", ("opencode-ai@1.18.33",), "npm", npm=True),
+        Client("LiteLLM", ("litellm==1.106.2", "openai==2.54.0"), "sdk"),
+        Client("OpenAI Agents SDK", ("openai-agents==0.20.0", "openai==2.54.0"), "sdk"),
+        Client("guidellm", ("guidellm==0.8.1",), "guidellm"),
+        Client("aiperf", ("aiperf==0.13.0",), "aiperf"),
+    )
+}
+
+
+def folder() -> Path | None:
+    """Where they are installed; None: nobody has said."""
+    told = os.environ.get("HOLDFAST_CLIENTS")
+    return Path(told).resolve() if told else None
+
+
+def program(client: str, name: str) -> Path | None:
+    """The executable `name` of a client, or None where it is not installed."""
+    home = folder()
+    if home is None:
+        return None
+    found = CLIENTS[client]
+    path = home / found.home / ("node_modules/.bin" if found.npm else "bin") / name
+    return path if path.exists() else None
+
+
+def run(
+    command: Sequence[str | Path], home: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a client to its end, with `home` for its home and nothing but loopback to reach."""
+    told = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "LANG": "C.UTF-8",
+        "HTTP_PROXY": DEAD,
+        "HTTPS_PROXY": DEAD,
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+        **(env or {}),
+    }
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd or home,
+        env=told,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def claude(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Claude Code, asked once, by `/v1/messages`."""
+    env = {
+        "ANTHROPIC_BASE_URL": address,
+        "ANTHROPIC_API_KEY": "unused",
+        "ANTHROPIC_MODEL": "pocket",
+        "ANTHROPIC_SMALL_FAST_MODEL": "pocket",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "DISABLE_ERROR_REPORTING": "1",
+        "DISABLE_TELEMETRY": "1",
+    }
+    common = ("-p", *arguments, "--model", "pocket", "--allowedTools", "Read", "--output-format", "json")
+    return run((program, *common), home, env, work)
+
+
+def codex(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Codex CLI, asked once, by `/v1/responses`."""
+    settings = f"""
+model = "pocket"
+model_provider = "holdfast"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[model_providers.holdfast]
+name = "Holdfast"
+base_url = "{address}/v1"
+wire_api = "responses"
+"""
+    (home / ".codex").mkdir(exist_ok=True)
+    (home / ".codex" / "config.toml").write_text(settings)
+    common = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json")
+    return run((program, *common, *arguments), home, {}, work)
+
+
+def opencode(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """OpenCode, asked once, by `/v1/chat/completions`."""
+    settings = {
+        "autoupdate": False,
+        "share": "disabled",
+        "model": "holdfast/pocket",
+        "small_model": "holdfast/pocket",
+        "provider": {
+            "holdfast": {
+                "npm": "@ai-sdk/openai-compatible",
+                "name": "Holdfast",
+                "options": {"baseURL": f"{address}/v1", "apiKey": "unused"},
+                "models": {"pocket": {"name": "pocket", "limit": {"context": 40960, "output": 256}}},
+            }
+        },
+    }
+    (work / "opencode.json").write_text(json.dumps(settings))
+    env = {
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    }
+    return run((program, "run", "--format", "json", *arguments), home, env, work)
+
+
+def install(folder: Path, names: Sequence[str]) -> None:
+    """Install clients that are not there yet, at their pinned versions."""
+    wanted: dict[tuple[str, bool], list[str]] = {}
+    for name in names or tuple(CLIENTS):
+        client = CLIENTS[name]
+        wanted.setdefault((client.home, client.npm), []).extend(client.packages)
+    for (home, npm), packages in wanted.items():
+        path, stamp = folder / home, folder / home / ".installed"
+        told = "\n".join(sorted(set(packages)))
+        if stamp.exists() and stamp.read_text() == told:
+            continue
+        print("installing", *sorted(set(packages)), flush=True)
+        path.mkdir(parents=True, exist_ok=True)
+        if npm:
+            # Some come with a script that puts their program in place.
+            subprocess.run(
+                ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(path), *packages],
+                check=True,
+            )
+        else:
+            venv.create(path, with_pip=True)
+            pip = [str(path / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            subprocess.run([*pip, *packages], check=True)
+        stamp.write_text(told)
+
+
+if __name__ == "__main__":
+    install(Path(sys.argv[1]), [name.strip() for name in " ".join(sys.argv[2:]).split(",") if name.strip()])

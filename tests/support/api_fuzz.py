@@ -115,13 +115,16 @@ def fuzz(address: str, cases: int, found: Found | None = None) -> Found:
     with httpx.Client(base_url=address, timeout=30) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         response = http.post("/v1/responses", json={"model": model, "input": "hello"}).json()["id"]
-        session = http.post("/v1/sessions", json={"model": model, "text": "hello"}).json()["id"]
-    known = {"previous_response_id": response, "response_id": response, "session_id": session}
+    known = {"previous_response_id": response, "response_id": response}
     for operation, weight in zip(operations, weights, strict=True):
         generates = weight == WEIGHT
+        # Another session for each: a router remembers so many programs and no more.
+        opened = httpx.post(f"{address}/v1/sessions", json={"model": model, "text": "hello"}, timeout=30)
+        known["session_id"] = opened.json()["id"]
         has_input = operation.body or operation.path_parameters or operation.query
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if has_input else (GenerationMode.POSITIVE,):
-            wanted = cases * weight // (2 * sum(weights)) + 1
+            # A quarter more, for some cannot be broken: a path that is any text, an operation without input.
+            wanted = cases * weight * 5 // (8 * sum(weights)) + 1
             _send(address, operation, mode, wanted if has_input else 1, found, known, generates=generates)
     return found
 

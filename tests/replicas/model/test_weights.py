@@ -16,7 +16,7 @@ from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import eos_ids, inspect_model
+from holdfast.replicas.model.weights import eos_ids, inspect_model, sampling_defaults
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 
@@ -290,3 +290,20 @@ def test_a_second_tier_that_cannot_be_is_refused(folder, name, value):
     with pytest.raises(ConfigError, match="prefix_cache") as caught:
         config_of(folder, prefix_cache=False, **{name: value})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (None, {}),
+        ("{", {}),
+        ("[1]", {}),
+        ('{"do_sample": false, "eos_token_id": [2]}', {}),
+        ('{"temperature": 0.6, "top_k": 20, "top_p": 0.95}', {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ('{"temperature": 9, "top_k": true, "min_p": "x", "repetition_penalty": 1}', {"repetition_penalty": 1.0}),
+    ],
+)
+def test_what_a_checkpoint_says_of_sampling_as_far_as_the_api_takes_it(text, found, tmp_path):
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert sampling_defaults(str(tmp_path)) == found

@@ -35,7 +35,6 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 KEEP_S = 300.0  # for which what was sent ahead is kept
@@ -130,10 +129,6 @@ class Orchestrated:
         self._contexts: dict[str, int] = {}  # cells that decoding ones look at
         self._book = LatencyBook()
         self.done: list[Done] = []
-
-    @property
-    def stats(self) -> EngineStats:
-        return self.engine.stats
 
     def run(self, agents: Iterable[Agent], ended: Callable[[], None] = lambda: None) -> list[Done]:
         """Until every agent has its answer. Raises EngineError where a request did not get one."""

@@ -141,7 +141,7 @@ def run(options: Options, row: Row, rate: float, seed: int) -> Figures:
     with uncollected():
         simulated = Orchestrated(profile, replace(config, **row.engine), row.way)
         done = simulated.run(draw(options.workload, options.agents, rate, seed, options.tools))
-    stats = simulated.stats
+    stats = simulated.engine.stats
     prompt = sum(found.prompt for each in done for found in each.found)
     cached = sum(found.across + found.within + found.ahead for each in done for found in each.found)
     first = [each.first_s for each in done]
@@ -163,7 +163,7 @@ def run(options: Options, row: Row, rate: float, seed: int) -> Figures:
 def main(options: Options, json_file: Path | None = None) -> int:
     """Run, print, write; the exit status. Raises ConfigError."""
     table = list(_runs(options, ROWS, (options.rate,)))
-    swept = list(_runs(options, [row for row in ROWS if row.name in SWEPT], options.rates))
+    swept = list(_runs(options, [row for row in ROWS if row.name in SWEPT], options.rates)) if options.rates else []
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

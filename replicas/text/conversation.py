@@ -114,7 +114,7 @@ class TextSide:
             entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
             entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
-        starts = self._starts(prompt, entry)
+        starts = _starts(prompt, entry) if self._config.kv_tags else ()
         return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark, starts)
 
     async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
@@ -135,7 +135,7 @@ class TextSide:
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
-        return Encoded(tokens, text, mark, self._starts(prompt, entry))
+        return Encoded(tokens, text, mark, _starts(prompt, entry) if self._config.kv_tags else ())
 
     @property
     def eos(self) -> frozenset[int]:
@@ -296,14 +296,6 @@ class TextSide:
         begin = opening(encoded.text)
         return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
 
-    def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
-        """Where its messages begin, if cells are kept by what they are."""
-        if not self._config.kv_tags:
-            return ()
-        begins = message_starts(prompt.messages, entry.text)
-        places = (bisect_right(entry.chars, char) - 1 for char in begins)
-        return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)
-
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))
 
@@ -315,6 +307,13 @@ class TextSide:
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.vocabulary):
             raise InvalidRequestError(f"token ids must be from 0 to {self.vocabulary - 1}", "prompt")
         return ids.astype(np.int32)
+
+
+def _starts(prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
+    """At which tokens the messages of a prompt begin."""
+    begins = message_starts(prompt.messages, entry.text)
+    places = (bisect_right(entry.chars, char) - 1 for char in begins)
+    return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)
 
 
 class CallSkeletons:

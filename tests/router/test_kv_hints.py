@@ -8,7 +8,7 @@ import pytest
 from fake_backend import FakeBackend, World, chat_body
 from service_backend import ServiceBackend
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.kv.tags import PRIORITIES, Hint, Label
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.kv_hints import MAX_ACTIONS, MAX_DIRECTIVES, MAX_DURATION_S
@@ -126,7 +126,16 @@ def test_hints_are_no_part_of_what_decides_an_answer() -> None:
 
 # ---- with the shipped model ----
 
-SMALL = EngineConfig(cells=1024, threads=1, dtype="float32", preposition=False, context_length=512)
+# Nothing stays pinned between turns: what is pinned stands in no tier.
+CONFIG: Any = {
+    "cells": 1024,
+    "threads": 1,
+    "dtype": "float32",
+    "preposition": False,
+    "context_length": 512,
+    "retention": RetentionConfig(policy="none"),
+}
+SMALL = EngineConfig(**CONFIG)
 ABUSE: dict[str, Any] = {
     "nothing": None,
     "all at the top": envelope(action({"priority": 100})),
@@ -185,6 +194,3 @@ def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
             assert by_tag["user_query"] > 0
             assert engine.stats.hits_by_tag["system_prompt"] > off.stats.hits_by_tag["system_prompt"] == 0
             assert raised > 0
-
-
-CONFIG: Any = {"cells": 1024, "threads": 1, "dtype": "float32", "preposition": False, "context_length": 512}

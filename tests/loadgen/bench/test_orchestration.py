@@ -1,0 +1,43 @@
+"""Sutradhara's table on the real engine, in small: every row answers the same, and what is sent ahead is found."""
+
+import asyncio
+
+import pytest
+
+from holdfast.loadgen.bench.orchestration import ROWS, Agent, Run, Sizes, measured, report
+from holdfast.loadgen.bench.orchestration import main as bench
+from holdfast.replicas.errors import ConfigError
+
+
+@pytest.mark.parametrize("workload", ["fan-out", "append-only"])
+def test_every_row_gives_the_same_answers(workload: str) -> None:
+    sizes = Sizes(workload, rounds=1, system=60, result=10)
+    found = asyncio.run(measured("pocket", sizes, warm=1))
+    turns = len(Agent.drawn(0, sizes).systems)
+    for runs in found.values():
+        assert runs[0].said == found["baseline"][0].said
+        assert 0 < runs[0].first_s < runs[0].seconds
+        assert len(runs[0].prompt) == len(runs[0].cached) == turns
+    if workload == "fan-out":
+        assert sum(found["+ splitting"][0].cached) > sum(found["baseline"][0].cached)
+    told = report(found, sizes)
+    assert "1 of them with the same answers" in told[0]
+    assert len(told) == 2 + len(ROWS)
+
+
+def test_gains_are_over_the_first_row() -> None:
+    runs = [Run(1.0, 2.0, ["a"], [10], [100])] * 3
+    fast = [Run(0.5, 1.5, ["b"], [50], [100])] * 3
+    told = report({"baseline": runs, "fast": fast}, Sizes())
+    assert "0 of them" in told[0]
+    assert "50.0% (50.0% to 50.0%)" in told[-1]
+    assert "25.0% (25.0% to 25.0%)" in told[-1]
+    assert told[-1].endswith("50%")
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Sizes("poetry")
+    with pytest.raises(ConfigError):
+        Sizes(rounds=0)
+    assert bench(["--workload", "poetry"]) == 2

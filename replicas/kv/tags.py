@@ -113,7 +113,8 @@ UNLABELLED = Labels()
 @dataclass(frozen=True, slots=True)
 class Hint:
     """What a client says of a part of its prompt: messages or tokens from `start` up to `end`, None: to the very end,
-    the reply included; of the `reply` alone, both mean nothing. Without a tag in the label it is what its role says.
+    the reply included; of the `reply` alone, both mean nothing. What begins behind the prompt begins with the reply.
+    Without a tag in the label it is what its role says.
     """
 
     where: Literal["messages", "tokens", "reply"]
@@ -140,7 +141,7 @@ def labels_of(
         if hint.where == "reply":
             spans.append((length, math.inf, hint.label))
             continue
-        begins, past = hint.start, math.inf if hint.end is None else min(hint.end, length)
+        begins, past = min(hint.start, length), math.inf if hint.end is None else min(hint.end, length)
         if hint.where == "messages":
             begins = starts[hint.start] if hint.start < len(starts) else length
             past = math.inf if hint.end is None else starts[hint.end] if hint.end < len(starts) else length

@@ -58,7 +58,7 @@ def naive(who: list[str], starts: list[int], length: int, asked: list[Hint], pos
             tag = {"system": SYSTEM, "user": "user_query", "tool": "tool_output", "assistant": "response"}.get(role, "")
             tier = 80 if role == "system" else 0
     for hint in asked:
-        begin, past = hint.start, math.inf if hint.end is None else hint.end
+        begin, past = min(hint.start, length), math.inf if hint.end is None else hint.end
         if hint.where == "messages":
             begin = starts[hint.start] if hint.start < len(starts) else length
             past = math.inf if hint.end is None else starts[hint.end] if hint.end < len(starts) else length

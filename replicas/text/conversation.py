@@ -133,6 +133,7 @@ class TextSide:
             for each in UNKNOWN:
                 more = self.cache.begin(text + each, mark, scope, program)
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
+            tokens = tokens[: len(entry.ids) - self.cache.unsure(text)]
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
         return Encoded(tokens, text, mark, _starts(prompt, entry) if self._config.kv_tags else ())

@@ -9,17 +9,22 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from string import printable
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from holdfast.replicas.text.encode import AddedTokens, Encoder, read_added_tokens
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, common_prefix
 
 _SHARE = 0.5
 """Of all characters, how many one tenant may have: whatever it does, the others keep the rest."""
 _OVERHEAD = 256
 """What an entry takes in memory whatever its text, counted in characters."""
+_TAIL = 32
+"""No merge of a text's last token with what follows it reaches further back, in characters."""
+_ENDINGS = 256
+"""How many ends of texts are remembered: those of a template's fixed parts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +88,7 @@ class TokenCache:
         self._size = 0
         self._scopes: dict[str, _ScopeEntries] = {}
         self._used: OrderedDict[Entry, str] = OrderedDict()  # with their scopes, the one used last at the end
+        self._unsure: dict[str, int] = {}
         self.reused = 0  # characters taken from entries
         self.tokenized = 0  # characters tokenized
 
@@ -108,6 +114,16 @@ class TokenCache:
         self.tokenized += len(begun.text) - begun.char
         self._keep(begun, entry)
         return entry.ids
+
+    def unsure(self, text: str) -> int:
+        """How many of a text's last tokens may be others once a character stands behind it."""
+        tail = text[-_TAIL:]
+        if tail not in self._unsure:
+            if len(self._unsure) >= _ENDINGS:
+                self._unsure.clear()
+            ids = self.encoder.encode(tail)
+            self._unsure[tail] = max(len(ids) - common_prefix(ids, self.encoder.encode(tail + c)) for c in printable)
+        return self._unsure[tail]
 
     def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "", program: str = "") -> None:
         """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""

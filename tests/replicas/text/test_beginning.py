@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
@@ -38,6 +38,8 @@ def whole(side: TextSide, messages: list[Any]) -> list[int]:
     return side.tokenize(ChatPrompt(messages, [TOOL])).tolist()
 
 
+@example(first="0", second="P", which=2)
+@example(first="P", second="", which=2)
 @given(first=st.text(min_size=1), second=st.text(), which=st.integers(0, 2))
 def test_whatever_the_results_are(tokenizers: list[Any], first: str, second: str, which: int) -> None:
     side = TextSide(tokenizers[which], EngineConfig())

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
-from holdfast.loadgen.progress import bar
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
@@ -251,14 +250,13 @@ async def measured(model: str, sizes: Sizes, warm: int = _WARM) -> dict[str, lis
     clients = [Client(row, Service.load(replace(config, **row.engine))) for row in ROWS]
     found: dict[str, list[Run]] = {row.name: [] for row in ROWS}
     try:
-        with bar("rounds", warm + sizes.rounds) as shown:
-            for number in range(warm + sizes.rounds):
-                agent, place = Agent.drawn(number, sizes), number % len(clients)
-                for client in (*clients[place:], *clients[:place]):
-                    run = await client.run(agent)
-                    if number >= warm:
-                        found[client.row.name].append(run)
-                shown.advance()
+        for number in range(warm + sizes.rounds):
+            agent, place = Agent.drawn(number, sizes), number % len(clients)
+            for client in (*clients[place:], *clients[:place]):
+                run = await client.run(agent)
+                if number >= warm:
+                    found[client.row.name].append(run)
+            print(f"round {number + 1} of {warm + sizes.rounds}", file=sys.stderr)
     finally:
         for client in clients:
             await client.service.close()

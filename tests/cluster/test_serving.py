@@ -330,9 +330,10 @@ def test_how_long_a_tool_takes_reaches_every_replica_and_a_program_can_be_ended(
     assert [tool["tools"] for tool in found["data"]] == [["get_weather"]]
     assert found["data"][0]["count"] == found["overall"]["count"] == before + 2
     assert counted(http, "holdfast_pin_misses_total") + counted(http, "holdfast_pin_hits_total") >= 2
+    pinned = counted(http, "holdfast_programs_pinned")  # those of other programs last as long as nobody needs cells
     assert http.delete("/v1/programs/weather").json()["deleted"]
     assert http.delete("/v1/programs/weather").status_code == 404
-    eventually(lambda: counted(http, "holdfast_programs_pinned") == 0)
+    eventually(lambda: counted(http, "holdfast_programs_pinned") < pinned)
 
 
 def test_answers_carry_the_request_id_once(http: httpx.Client) -> None:

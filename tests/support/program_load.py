@@ -52,7 +52,8 @@ class Load:
         }
         messages += [
             {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 21, "sky": "clear"}'},
+            # With a field that nobody knows.
+            {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 21, "sky": "clear"}', "took_s": 0.2},
         ]
         self._ask(http, "acme", {**body, "tool_choice": "none"}, {"cache-control": "no-cache"})
         self._ask(http, "small", body, {"cache-control": "no-cache"})

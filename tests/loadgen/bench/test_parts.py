@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.loadgen.bench import parts
 from holdfast.loadgen.bench.parts import Report
 
-parts._GRACE_S = 0.1
+parts._GRACE_S = 1.5
 parser = argparse.ArgumentParser()
 parser.add_argument("what")
 parser.add_argument("--json", type=Path)

@@ -50,8 +50,9 @@ const uint64_t product_source = SOURCE;
 #define REALS 4
 #define INTEGERS (KIND <= WORDS)
 
-enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2, SHARE = 1 << 16 };  // SHARE: bytes that
-                                                                                                   // are drawn at once
+enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2 };
+enum { SHARE = 1 << 16 };  // bytes of weights that are drawn at once
+
 #if KIND == BYTES
 typedef int8_t weight;
 typedef uint8_t quantum;  // of a row as it is multiplied

@@ -11,16 +11,16 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python install.py
 
-.PHONY: serve test lint format types check chart clients docs fuzz options clean
+.PHONY: serve test lint format types check chart clients docs pictures fuzz options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
 
-# Two at a time, each file whole in one of them: much of a test of a cluster is waiting for processes to start.
+# Three at a time, each file whole in one of them: much of a test of a cluster is waiting.
 test: $(STAMP_DEV)
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .
@@ -48,6 +48,10 @@ clients: $(STAMP_DEV)
 docs: $(STAMP_DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# The pictures of a server at work, from one that runs at URL= (make serve) while agents use it.
+pictures: $(STAMP_DEV)
+	PYTHONPATH=tests/support $(BIN)/python tests/support/pictures.py $(or $(URL),http://127.0.0.1:8000)
+
 # The page of all options, from the configuration classes.
 options: $(STAMP_DEV)
 	mkdir -p build
@@ -70,13 +74,15 @@ clean:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or later; say which with PYTHON=" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/*_c.c) | $(BIN)/python
-	@echo "installing into $(VENV); this takes some minutes, once"
-	@$(PIP) -e .
+	@echo "installing Holdfast and what it needs into $(VENV): torch is the largest; once, some minutes"
+	@$(INSTALL) -e .
 	@touch $@
 
 $(STAMP_DEV): $(STAMP)
-	@$(PIP) -e '.[dev]'
+	@echo "installing what tests and tools need"
+	@$(INSTALL) -e '.[dev]'
 	@touch $@

@@ -47,11 +47,11 @@ FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer
 
 
 def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, tuple[str, int, str]]) -> None:
-    """Make `library` of `source`; objects and the compiler's cache go under `room`.
+    """Make `library` of `source`. Objects go under `room`, the compiler's cache beside it, for the next library.
 
     Raises subprocess.CalledProcessError, with what the compiler says, or OSError.
     """
-    cache = str(room.resolve() / "zig-cache")
+    cache = str(room.resolve().parent / "zig-cache")
     environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", *FLAGS.split()]
     digest = int.from_bytes(hashlib.sha256(source.read_bytes()).digest()[:8], "big")

@@ -21,28 +21,34 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.cluster import checks, doctor_checks
 from holdfast.cluster.backend import ServeBackend, expositions
-from holdfast.cluster.config import LOOPBACK_HOSTS, Settings
+from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
-from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.errors import ConfigError, HoldfastError
 from holdfast.router import tracing
+from holdfast.router.accounts import Accounts
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
+from holdfast.router.audit import Audit
 from holdfast.router.conversations import Conversations
 from holdfast.router.drain import Drain
+from holdfast.router.elsewhere import LINES, Served
 from holdfast.router.fleet import FLEET, Listener
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.oidc import IdentityTokens
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.stored_responses import StoredResponses
+from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
+from holdfast.router.usage import Books
 from holdfast.router.watching import watch_line, watch_redis
 
 APPLICATION = "holdfast"
@@ -84,6 +90,7 @@ class Ingress:
         watch_redis(self._metrics, self._store)
         placement = settings.placement
         self._fleet = Listener(self._store, FLEET, placement.report_s, placement.silent_s)
+        self._served = Served(self._store, "slots", LINES, placement.report_s)
         self._latencies = ToolLatencies(self._store, config.store_retry_s)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
@@ -92,17 +99,31 @@ class Ingress:
         )
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
-        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins)
+        self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
+        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, self._tokens)
+        # What outlives a release, and is every model's: who there is, what they may use, and what they have used.
+        shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
+        self._books = RedisStore(shared, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        router = self._metrics.router
+        self._accounts = Accounts(config, self._books, router, settings.server.routers)
+        self._audit = Audit(self._books, config.audit_records, router)
+        self._kept = TenantStore(self._books, tenants, config.audit_records)
+        await self._kept.start()
+        self._accounts.start()
+        self._audit.start()
+        if self._tokens is not None:
+            await self._tokens.start()
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         self._drain, self._parser = Drain(), ParserProcess()
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
+        self._cache = ResponseCache(self._store, config, model)
         self._app = create_app(
             backend,
             tenants,
             self._programs,
-            ResponseCache(self._store, config, model),
+            self._cache,
             self._metrics,
             config,
             self._latencies,
@@ -113,6 +134,11 @@ class Ingress:
             self._parser,
             StoredResponses(self._store, config),
             StoredPrefills(self._store, config),
+            self._store,
+            self._accounts,
+            self._kept,
+            Books(self._books),
+            self._audit,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -135,8 +161,16 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         if self._tenants is not None:
             await self._tenants.close()
+        if self._tokens is not None:
+            await self._tokens.close()
+        await self._kept.close()
+        await self._cache.close()
+        await self._accounts.close()
+        await self._audit.close()
+        await self._books.close()
         await self._parser.close()
         await self._fleet.close()
+        await self._served.close()
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()
@@ -181,6 +215,7 @@ def build(
     no more: on one machine a model that cannot be loaded will not be on the second try. With a `tenants_file` the
     routers go by what stands there, at their start and after a change, and not by the tenants in `settings`.
     """
+    settings = choose_order(settings, _tenants(settings, tenants_file))
     if tenants_file is not None:  # Serve keeps what is bound for routers to come, with keys revoked meanwhile
         settings = replace(settings, tenants=())
     redis = replace(redis, namespace=namespace(settings))
@@ -222,6 +257,14 @@ def build(
         settings.placement.report_s,
     )
     return ingress.bind(engines, settings, redis, tenants_file)
+
+
+def _tenants(settings: Settings, tenants_file: Path | None) -> int:
+    """How many there are; of a file that cannot be read yet that there are several."""
+    try:
+        return len(settings.tenants if tenants_file is None else tenants_in(tenants_file))
+    except ConfigError:
+        return 2
 
 
 def namespace(settings: Settings) -> str:

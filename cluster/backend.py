@@ -1,13 +1,17 @@
 """The router's `Backend` over a Ray Serve handle: calls, streams, and what happens when a replica dies.
 
-Choosing the replica is `router.affinity`'s. Outputs are deterministic, so a request whose replica died before anything
-was passed on is simply sent again; after that it ends with an error.
+Choosing the replica is `router.affinity`'s. A request whose replica died or stops is sent again, to another one: a
+whole reply from the start, a stream from the tokens that its client has the pieces of. What comes next depends on the
+prompt and the position alone, so a stream goes on as it would have.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
@@ -19,6 +23,7 @@ from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
     ChatPrompt,
     Completed,
+    Drawing,
     Errored,
     GenerateRequest,
     ModelCard,
@@ -65,12 +70,15 @@ class ServeBackend:
                 await asyncio.sleep(RETRY_S)
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
-        handle = self._generate.options(session_id=request.program_id)
+        handle, began = self._generate.options(session_id=request.program_id), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
             with own_request():
-                call = handle.remote(request, **{HINT: place})
+                call = handle.remote(_now(request, began), **{HINT: place})
             try:
-                return await call  # type: ignore[no-any-return]
+                routed: Routed = await call
+                if not _stopped(routed.reply):
+                    return routed
+                log.warning("attempt %d of request %s came to a replica that stops", attempt, request.request_id)
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             except asyncio.CancelledError:
@@ -81,13 +89,20 @@ class ServeBackend:
 
     async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         handle = self._stream.options(session_id=request.program_id)
+        replica_id, drawing, began = "", Drawing(request.drawn), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
             with own_request():
-                call = handle.remote(request, **{HINT: place})
-            replica_id, ended = "", False
+                call = handle.remote(_now(request, began), **{HINT: place})
+            ended = False
             try:
                 async for batch in call:
+                    if _stopped(batch.pieces[-1]):
+                        log.warning(
+                            "attempt %d of request %s came to a replica that stops", attempt, request.request_id
+                        )
+                        break
                     replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
+                    drawing.merge(batch.drawn)
                     yield batch
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
@@ -96,8 +111,8 @@ class ServeBackend:
                     call.cancel()
             if ended:
                 return
-            if replica_id:
-                break  # the client has a part of the answer
+            if replica_id:  # the client has a part of the answer
+                request = replace(request, drawn=drawing.whole)
         yield Batch(replica_id, (lost(),))
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
@@ -161,6 +176,12 @@ class ServeBackend:
             return [each for each in told if isinstance(each, ReplicaStatus)]
         return []
 
+    async def activity(self, scope: str | None) -> Sequence[bytes]:
+        with own_request(), suppress(TimeoutError):
+            told = await from_each(self._handle.broadcast("activity", scope), STATUS_S)
+            return [each for each in told if isinstance(each, bytes)]
+        return []
+
     async def healthy(self) -> bool:
         # Asked for real: what the handle knows of its replicas may be from before they died.
         with suppress(TimeoutError, HoldfastError):
@@ -184,6 +205,18 @@ async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mappin
         told = await from_each(handle.broadcast("metrics", only), CONTROL_S)
         return dict(each for each in told if isinstance(each, tuple))
     return {}
+
+
+def _stopped(last: object) -> bool:
+    """Whether a reply has ended because its replica stops, or its engine's thread has died."""
+    return isinstance(last, Errored) and last.error.kind is ErrorKind.UNAVAILABLE
+
+
+def _now(request: GenerateRequest, began: float) -> GenerateRequest:
+    """`request` with what is left of its time since it `began`."""
+    if request.within_s == inf:
+        return request
+    return replace(request, within_s=request.within_s - (time.monotonic() - began))
 
 
 def _attempts(request: GenerateRequest) -> int:

@@ -18,7 +18,7 @@ ANSWERING = (
     "early_stop",
     "tool_format",
     "call_grace",
-    "undeclared",
+    "tools_guarantee",
 )
 """The engine's settings that decide what an answer says; the others decide when it comes and what it costs."""
 MOST_READ = 2**23  # bytes of a file's beginning, and of its end: templates and tokenizers whole, weights in samples

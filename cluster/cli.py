@@ -2,14 +2,15 @@
 
 import argparse
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import cast
 
-from holdfast.cluster import config, config_file, environment, operating_cli, sources
+from holdfast.cluster import config, config_file, environment, operating_cli, sources, tenants_cli
+from holdfast.cluster.arguments import Overview, Parser
 from holdfast.cluster.config import Settings
 from holdfast.loadgen import cli as bench
 from holdfast.loadgen.cli import Commands
@@ -21,12 +22,13 @@ FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit status. Errors of ours become one line on stderr."""
+    """Run one subcommand; the exit status. Errors of ours become one line on stderr. Without one: what there is."""
     parser = _parser()
     options, rest = parser.parse_known_args(argv)
     options.rest = rest
-    if rest and not getattr(options, "takes_rest", False):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if not hasattr(options, "run"):
+        print(parser.format_help(), end="")
+        return 0
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -50,13 +52,15 @@ def _unread() -> int:
     return FAILED
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="holdfast", description="Serve tool-calling agents from a Ray cluster.")
+def _parser() -> Parser:
+    parser = Overview(prog="holdfast", description="Serve tool-calling agents from a Ray cluster.")
     parser.add_argument("--version", action="version", version=f"holdfast {version('holdfast')}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = cast("Commands[argparse.ArgumentParser]", parser.add_subparsers(metavar="COMMAND", parser_class=Parser))
     _add_serve(commands)
+    _add_chat(commands)
     _add_config(commands)
     _add_key(commands)
+    tenants_cli.add(commands)
     operating_cli.add(commands)
     operating_cli.add_checked(commands, _add_settings, _settings)
     _add_inflate(commands)
@@ -70,6 +74,20 @@ def _add_serve(commands: "Commands[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("serve", help=text, description=text)
     _add_settings(command)
     command.set_defaults(run=_serve)
+
+
+def _add_chat(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Talk to a running server: answers as they come, tool calls as they close, and you answer them."
+    command = commands.add_parser("chat", help=text, description=text)
+    add = command.add_argument
+    operating_cli.add_server(command, "an API key")
+    add("--tools", type=Path, metavar="FILE", help="JSON: a tool, or a list of tools, that the model may call")
+    add("--model", default="", help="as in /v1/models (default: the first)")
+    add("--system", default="", metavar="TEXT", help="what the conversation begins with")
+    add("--program", default="", metavar="ID", help="its program_id (default: a new one)")
+    add("--temperature", type=float, default=0.0, help="(default: 0)")
+    add("--max-tokens", type=int, default=512, help="of every answer (default: 512)")
+    command.set_defaults(run=_chat)
 
 
 def _add_config(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -124,6 +142,15 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
+def _chat(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import talk
+
+    server = operating_cli.server(options)
+    tools = talk.read_tools(options.tools) if options.tools else ()
+    asked = talk.Asked(options.model, options.system, options.program, tools, options.temperature, options.max_tokens)
+    return talk.run(server.url, server.key, asked)
+
+
 def _config(options: argparse.Namespace) -> int:
     settings = _settings(options)
     config.check_tenants(settings)
@@ -132,9 +159,9 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _key(options: argparse.Namespace) -> int:
-    from holdfast.router.tenants import Tenant, hash_key
+    from holdfast.router.tenants import Tenant, hash_key, make_key
 
-    key = f"hf-{secrets.token_urlsafe(32)}"
+    key = make_key()
     tenant = Tenant(options.tenant, (hash_key(key),))
     _say(f"API key, shown once: {key}\n\ntenants:\n  - name: {tenant.name}\n    key_hashes: [{tenant.key_hashes[0]!r}]")
     return 0

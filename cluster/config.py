@@ -7,6 +7,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
 from holdfast.router.config import RouterConfig
+from holdfast.router.oidc import IdentityTokens
 from holdfast.router.placement import PlacementConfig
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.tracing import TracingConfig
@@ -29,6 +30,7 @@ class ServerConfig:
     connections: int = 0  # of all clients at once; 0: as many as this process may have files for, at most 16,384
     client_connections: int = 1024  # of one address; beyond it, requests without a key are refused (429)
     internal_host: str = "127.0.0.1"  # where the proxy's own statistics and metrics listen
+    tenants_file: str = ""  # YAML with `tenants` and nothing else, read again when it changes; instead of the section
     refuse: bool = True  # what `holdfast doctor` says would fail is not started; false: it is tried all the same
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class RedisConfig:
     ca_file: str = ""  # certificates that the server's must be signed with; empty: those that the system trusts
     timeout_s: float = 2.0  # of the check before a start
     memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
+    folder: str = ""  # where the embedded server keeps what it has, over a stop; empty: in memory alone
     namespace: str = "holdfast"  # begins every key, before model and version; deployments that share a server need two
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class RedisConfig:
             raise ConfigError("namespace must not be empty", "namespace")
         if self.ca_file and not self.url.startswith("rediss://"):
             raise ConfigError("ca_file is for a server with TLS, whose url begins with rediss://", "ca_file")
+        if self.folder and self.url:
+            raise ConfigError("folder is for the embedded server, and there is a url", "folder")
         if self.memory_mb < 1:
             raise ConfigError(f"memory_mb must be at least 1, not {self.memory_mb}", "memory_mb")
 
@@ -136,9 +141,25 @@ def apply(settings: Settings, overrides: Overrides) -> Settings:
 
 def check_tenants(settings: Settings) -> None:
     """Raises ConfigError for tenants that clash, and for a server open to others without any key."""
-    if not TenantDirectory(settings.tenants).has_keys and not settings.server.local:
+    tokens = IdentityTokens(settings.router.oidc) if settings.router.oidc.issuer else None
+    if settings.tenants and settings.server.tenants_file:
+        message = f"tenants stand in {settings.server.tenants_file}, and nowhere else"
+        raise ConfigError(message, "server.tenants_file")
+    elsewhere = settings.router.admin_key_hashes or settings.server.tenants_file
+    known = TenantDirectory(settings.tenants, tokens=tokens).has_keys or elsewhere
+    if not known and not settings.server.local:
         message = f"listening on {settings.server.host} needs 'tenants' with API keys (see `holdfast key`)"
         raise ConfigError(message, "server.host")
+
+
+def choose_order(settings: Settings, tenants: int) -> Settings:
+    """`settings` with the order of requests, where `engine.order` leaves that open: tenants share where there is more
+    than one of the `tenants`, or administrators may add some.
+    """
+    if settings.engine.order != "auto":
+        return settings
+    several = tenants > 1 or bool(settings.router.admin_key_hashes)
+    return replace(settings, engine=replace(settings.engine, order="fair" if several else "program"))
 
 
 def share_threads(settings: Settings, cores: int) -> Settings:

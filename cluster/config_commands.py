@@ -71,7 +71,9 @@ def report(path: Path, faults: list[Fault], as_json: bool) -> str:
         return json.dumps({"file": str(path), "faults": rows}, indent=2)
     if not faults:
         return f"{path} is a valid configuration"
-    return "\n".join(f"{path}:{fault.line}: {fault.message} [{fault.field}]" for fault in faults)
+    return "\n".join(
+        f"{path}:{fault.line}: {fault.message}{f' [{fault.field}]' if fault.field else ''}" for fault in faults
+    )
 
 
 def _faults(data: dict[str, Any]) -> Iterator[ConfigError]:

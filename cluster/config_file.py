@@ -91,7 +91,7 @@ def mapping(text: str) -> dict[str, Any]:
     try:
         data = load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
-        raise ConfigError(f"not YAML: {error}", "config") from error
+        raise ConfigError(f"not YAML: {_problem(error)}", "config") from error
     except RecursionError as error:
         raise ConfigError("not a configuration: nested too deeply", "config") from error
     if data is None:
@@ -99,6 +99,12 @@ def mapping(text: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"a configuration is a mapping of sections, not {type(data).__name__}", "config")
     return data
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong, in one line, and where."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark and problem else str(error)
 
 
 def settings_of(data: Mapping[str, Any]) -> Settings:

@@ -287,5 +287,8 @@ def redis_server(settings: Settings) -> Iterator[Finding]:
     elif told.policy == "noeviction" and told.limited:
         mend = "CONFIG SET maxmemory-policy volatile-lru: what Holdfast keeps expires and may go, Ray's state may not"
         yield warn("redis", f"version {told.text} refuses writes once it is full", mend)
+    elif told.policy.startswith("allkeys") and told.limited:
+        mend = "CONFIG SET maxmemory-policy volatile-lru: tenants, usage and Ray's state never expire and must not go"
+        yield warn("redis", f"version {told.text} forgets tenants and usage once it is full", mend)
     else:
         yield ok("redis", f"version {told.text} at {redis.without_password(url)}")

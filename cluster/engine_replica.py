@@ -7,7 +7,7 @@ take seconds to import, come in with the constructor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
+    Drawing,
     Errored,
     GenerateRequest,
     ModelCard,
@@ -36,6 +37,7 @@ from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
+from holdfast.router.elsewhere import Served
 from holdfast.router.fleet import Reporter
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tracing import TracingConfig
@@ -74,6 +76,7 @@ class EngineReplica:
         # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
         self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
         self._tools = ToolWatch(self._store, router.tool_latency_s, self._replica.learn)
+        self._served = Served(self._store, "steps", Steps(self._replica), report_s)
         self._reporter = Reporter(self._store, self._id, report_s, self._how, self._replica.expect)
 
     def _how(self) -> LoadReport | None:
@@ -95,12 +98,13 @@ class EngineReplica:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
         _serving(request)
         span = replica_spans.begin(self._spans, request)
+        drawing = Drawing(request.drawn)
         try:
-            async with aclosing(self._replica.stream(request)) as batches:
+            async with aclosing(self._replica.stream(request, drawing)) as batches:
                 async for pieces in batches:
                     if span is not None:
                         span.pieces(pieces)
-                    yield Batch(self._id, pieces)
+                    yield Batch(self._id, pieces, drawn=drawing.take())
         finally:
             if span is not None:
                 span.end()
@@ -140,6 +144,11 @@ class EngineReplica:
     async def status(self) -> ReplicaStatus:
         return await self._replica.status()
 
+    async def activity(self, scope: str | None) -> bytes:
+        from holdfast.replicas.actor import told_activity
+
+        return told_activity(self._replica.service, self._id, scope)
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._replica.record_autoscaling_stats()
 
@@ -149,10 +158,25 @@ class EngineReplica:
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._reporter.close()
         await self._tools.close()
+        await self._served.close()
         await self._store.close()
         await self._replica.shutdown()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
+
+
+class Steps:
+    """The steps of a replica's engine, as what its tenants share."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        return self._replica.contended
+
+    def learn(self, elsewhere: Mapping[str, float]) -> None:
+        self._replica.learn_served(elsewhere)
 
 
 def _serving(request: GenerateRequest) -> None:

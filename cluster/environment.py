@@ -83,6 +83,8 @@ def for_ray(
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         # Trap: a proxy that is not ready within 5 s, three times, is killed; on a busy machine it takes longer.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        # Trap: one that has died is started again after three looks, which are ten seconds apart by default.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # Trap: Ray's and Serve's own ports run pickled code for anyone who can connect; with a token, only for us.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / TOKEN),
@@ -104,6 +106,11 @@ def for_ray(
 def api_key() -> str:
     """The key that commands show to a running server, "" where none is set."""
     return os.environ.get("HOLDFAST_API_KEY", "")
+
+
+def admin_key() -> str:
+    """The key that `holdfast tenants` shows to a running server, "" where none is set."""
+    return os.environ.get("HOLDFAST_ADMIN_KEY", "")
 
 
 def settings_variables() -> Mapping[str, str]:

@@ -22,12 +22,13 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Add the commands."""
     text = "Print what a running server does: replicas, cells, tenants, programs."
     command = commands.add_parser("status", help=text, description=text)
-    _add_server(command)
+    add_server(command)
     command.add_argument("--json", action="store_true", help="print JSON, with up to 200 programs")
     command.set_defaults(run=_status)
     text = "The same, kept on the screen with rates; q or Ctrl-C leaves, another key looks at once."
-    command = commands.add_parser("top", help=text, description=text)
-    _add_server(command)
+    pipe = "In a pipe it looks twice and prints the second look, with rates, as plain text."
+    command = commands.add_parser("top", help=text, description=f"{text} {pipe}")
+    add_server(command)
     command.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default: 1)")
     command.set_defaults(run=_top)
 
@@ -69,14 +70,15 @@ def add_config(
     options.set_defaults(run=_config_options)
 
 
-def _add_server(command: argparse.ArgumentParser) -> None:
+def add_server(command: argparse.ArgumentParser, key: str = "an operator's API key") -> None:
+    """Arguments that say which server is asked; `server` reads them."""
     command.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     command.add_argument(
-        "--api-key-file", type=Path, help="file with an operator's API key, where one is needed (or HOLDFAST_API_KEY)"
+        "--api-key-file", type=Path, help=f"file with {key}, where one is needed (or HOLDFAST_API_KEY)"
     )
 
 
-def _server(options: argparse.Namespace) -> "Watched":
+def server(options: argparse.Namespace) -> "Watched":
     from holdfast.cluster import watch
 
     return watch.Watched(options.url, watch.key_from(options.api_key_file, environment.api_key()))
@@ -85,7 +87,7 @@ def _server(options: argparse.Namespace) -> "Watched":
 def _status(options: argparse.Namespace) -> int:
     from holdfast.cluster import top
 
-    top.status(_server(options), options.json, print)
+    top.status(server(options), options.json, print)
     return 0
 
 
@@ -147,5 +149,5 @@ def _sizing(options: argparse.Namespace) -> int:
 def _top(options: argparse.Namespace) -> int:
     from holdfast.cluster import top
 
-    top.top(_server(options), max(0.1, options.interval))
+    top.top(server(options), max(0.1, options.interval))
     return 0

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import EnumMeta
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
@@ -98,7 +99,7 @@ def _kind(hint: Any) -> str:
     names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     if hint in names:
         return names[hint]
-    inside = get_args(hint)
+    inside = tuple(str(each.value) for each in list[Any](hint)) if isinstance(hint, EnumMeta) else get_args(hint)
     if all(isinstance(each, str) for each in inside):
         return ", ".join(f"`{each}`" for each in inside)
     if type(None) in inside:

@@ -82,15 +82,17 @@ def without_password(url: str) -> str:
 
 
 class EmbeddedRedis:
-    """A redis-server child on a socket in `folder`, which must be private (0700). Memory only, no TCP.
+    """A redis-server child on a socket in `folder`, which must be private (0700). No TCP.
 
     A context manager. The server goes with this process, however that ends. It serves this machine alone: a
     cluster of several needs `redis.url`.
     """
 
-    def __init__(self, folder: Path, megabytes: int) -> None:
+    def __init__(self, folder: Path, megabytes: int, kept: Path | None = None) -> None:
+        """`kept`: the folder for what outlives the server, written within a second. None: nothing does."""
         self._folder = folder
         self._megabytes = megabytes
+        self._kept = kept
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -102,6 +104,8 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> "EmbeddedRedis":
+        if self._kept is not None:
+            self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self._folder / "redis.log").open("wb") as log:
             self._process = subprocess.Popen(
                 self._command(),
@@ -131,11 +135,11 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self._folder / "redis.sock"),
             "unixsocketperm": "700",
-            "dir": str(self._folder),
+            "dir": str(self._kept or self._folder),
             "save": "",
-            "appendonly": "no",
+            "appendonly": "yes" if self._kept else "no",
             "maxmemory": f"{self._megabytes}mb",
-            "maxmemory-policy": "allkeys-lru",
+            "maxmemory-policy": "volatile-lru",  # what has no end, tenants and records, does not give way
         }
         return [str(server_binary()), *(word for name, value in options.items() for word in (f"--{name}", value))]
 

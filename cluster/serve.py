@@ -32,6 +32,7 @@ from holdfast.cluster import (
 )
 from holdfast.cluster.config import Settings, share_threads
 from holdfast.cluster.redis import EmbeddedRedis
+from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.store import RedisAddress
 
@@ -59,6 +60,8 @@ def run(settings: Settings, say: Say) -> None:
     machine = environment.machine()
     settings = share_threads(settings, machine.cores)
     checks.check(settings)
+    if (tenants_file := _tenants_file(settings)) is not None:
+        tenants_in(tenants_file)  # a fault in it is told before anything is started
     if settings.server.refuse:
         doctor_checks.refuse(settings, machine_facts.gather(machine.temporary, machine.cores))
     processes.adopt_orphans()
@@ -69,7 +72,11 @@ def run(settings: Settings, say: Say) -> None:
         around.enter_context(_leave_nothing(say))
         try:
             running = _start(settings, stack, signals, say)
-            say(warmup.banner(running.url, running.model, time.monotonic() - started, bool(settings.tenants)))
+            say(
+                warmup.banner(
+                    running.url, running.model, time.monotonic() - started, bool(settings.tenants), settings.router.page
+                )
+            )
             _watch(running, say)
         except KeyboardInterrupt:
             signals.stopping = True
@@ -115,12 +122,20 @@ class Signals:
         raise KeyboardInterrupt
 
 
+def _tenants_file(settings: Settings) -> Path | None:
+    return Path(settings.server.tenants_file).resolve() if settings.server.tenants_file else None
+
+
+def _kept(settings: Settings) -> Path | None:
+    return Path(settings.redis.folder).resolve() if settings.redis.folder else None
+
+
 def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> Running:
     folder = signals.folder = stack.enter_context(_private_folder())
     redis = None
     if not settings.redis.url:
         say("starting Redis")
-        redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb))
+        redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb, _kept(settings)))
     internal = ports.internal(random.Random())
     told = bool(settings.server.ray_metrics_port)
     proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
@@ -246,7 +261,7 @@ def _deploy(settings: Settings, redis: RedisAddress, say: Say) -> None:
 
     gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
     share = min(1.0, gpus / settings.replicas.count)
-    built = application.build(settings, redis, share)
+    built = application.build(settings, redis, share, tenants_file=_tenants_file(settings))
     # Trap: what Serve is started with holds for its controller and proxies, not for replicas.
     target = serve.RunTarget(built, name=application.APPLICATION, logging_config=_quiet(settings))
     serve.run_many([target], wait_for_applications_running=False)

@@ -62,7 +62,7 @@ class TenantsWatch:
         if text == self._text:
             return
         found = await asyncio.to_thread(tenants_in, self._path)
-        if found != self._directory.tenants:
+        if found != self._directory.configured:
             self._directory.replace(found)
             log.warning("%s has changed: there are %d tenants now", self._path, len(found))
         self._text = text

@@ -1,4 +1,7 @@
-"""`holdfast status` and `holdfast top`: a server's status printed once, or kept on the screen until q or Ctrl-C."""
+"""`holdfast status` and `holdfast top`: a server's status printed once, or kept on the screen until q or Ctrl-C.
+
+Where nobody looks, in a pipe or a file, both print plain lines as wide as they need to be, and end.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ Wait = Callable[[float], str]  # waits so many seconds at most for a key; "" whe
 
 LEAVE = frozenset({"q", "Q", "\x1b", "\x03", "\x04"})
 MOST = 200  # programs that a screen could have room for
+PLAIN = 400  # columns of plain text: as many as the longest name needs
 SOME = 20  # programs of a status that is printed
 
 
@@ -37,17 +41,32 @@ def status(server: Watched, as_json: bool, say: Say) -> None:
     if as_json:
         say(json.dumps(told, indent=2))
     else:
-        Console().print(view(told))
+        _console().print(view(told))
 
 
 def top(server: Watched, interval_s: float) -> None:
-    """Keep the status on the screen. Raises UnavailableError where the first look fails; later ones are shown."""
-    console = Console()
+    """Keep the status on the screen; in a pipe print it once, with the rates of one interval.
+
+    Raises UnavailableError where the first look fails; later ones are shown.
+    """
+    console = _console()
     with watch.client() as client:
         first = watch.ask(client, server, MOST)
+        if not console.is_terminal:
+            time.sleep(interval_s)
+            console.print(view(watch.ask(client, server, MOST), first))
+            return
         with _keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
             for shown in looks(lambda: watch.ask(client, server, MOST), first, interval_s, console, wait):
                 live.update(shown, refresh=True)
+
+
+def _console() -> Console:
+    """The terminal; what is none gets no control codes, and lines that nobody has to cut."""
+    if sys.stdout.isatty():
+        return Console()
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a bar has characters that not all can write
+    return Console(force_terminal=False, color_system=None, width=PLAIN)
 
 
 def looks(

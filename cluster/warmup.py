@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from holdfast.cluster.config import Settings
+from holdfast.cluster.watch import URL
 from holdfast.replicas.errors import UnavailableError
 
 TOOLS: list[dict[str, Any]] = [
@@ -68,10 +69,12 @@ def example(model: str) -> dict[str, Any]:
     }
 
 
-def banner(url: str, model: str, seconds: float, needs_key: bool = False) -> str:
-    """What to do with the cluster: a line to paste, and how the `openai` client reaches it."""
+def banner(url: str, model: str, seconds: float, needs_key: bool = False, page: bool = True) -> str:
+    """What to do with the cluster: a line to paste, where its page is, and how the `openai` client reaches it."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     body = json.dumps(example(model), separators=(",", ":"))
+    here = "" if url == URL else f" --url {url}"
+    look, talk = (f"{url}/   or ", f"{url}/#try   or ") if page else ("", "")
     return f"""
 Holdfast serves {model} at {url}/v1 (ready in {seconds:.0f} s; Ctrl-C stops it)
 
@@ -79,5 +82,7 @@ Try a tool call:
 
 curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'
 
+Look at it:   {look}`holdfast top{here}`
+Talk to it:   {talk}`holdfast chat{here}`
 From Python:  openai.OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if needs_key else "none"}")
 """

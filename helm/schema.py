@@ -6,6 +6,7 @@ alerts that there are. All else in the file is written by hand.
 
 import dataclasses
 import json
+from enum import EnumMeta
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -31,6 +32,8 @@ def of(hint: Any) -> dict[str, Any]:
         return {"anyOf": [of(each) for each in inside]}
     if get_origin(hint) is tuple:
         return {"type": "array", "items": of(inside[0])}
+    if isinstance(hint, EnumMeta):
+        return {"enum": [each.value for each in hint]}
     raise TypeError(f"no schema for {hint}")
 
 

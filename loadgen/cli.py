@@ -24,6 +24,17 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     overhead.add_argument("--model", default="pocket", help="as for serve (default: pocket)")
     overhead.add_argument("--requests", type=int, default=200, help="requests of each kind (default: 200)")
     overhead.set_defaults(run=_overhead)
+    text = "How much has its answer in time when more comes than can be served, on a server of its own, where that is "
+    text += "told the time and where it is not."
+    overload = kinds.add_parser("overload", help=text, description=text)
+    add = overload.add_argument
+    add("--model", default="pocket", help="as for serve (default: pocket)")
+    add("--loads", type=numbers, default=(0.8, 1.0, 2.0, 3.0), metavar="X,X,..", help="times the capacity "
+        "(default: 0.8,1,2,3)")  # fmt: skip
+    add("--seconds", type=float, default=40.0, help="of each run (default: 40)")
+    add("--deadline", type=float, default=6.0, help="seconds, mean; from half to one and a half (default: 6)")
+    add("--sequences", type=int, default=8, help="engine.max_sequences (default: 8)")
+    overload.set_defaults(run=_overload)
     _add_generator(kinds)
     _add_orchestrator(kinds)
     _add_drafts(kinds)
@@ -256,6 +267,14 @@ def _add_ablation(kinds: "Commands[argparse.ArgumentParser]") -> None:
     text = "Turn latencies of an engine with everything on, and with each mechanism off; no server."
     ablation = kinds.add_parser("ablation", help=text, add_help=False)  # the arguments are the benchmark's own
     ablation.set_defaults(run=_ablation, takes_rest=True)
+
+
+def _overload(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import overload
+
+    names = ("model", "loads", "seconds", "sequences")
+    asked = {name: getattr(options, name) for name in names}
+    return overload.main(overload.Options(**asked, deadline_s=options.deadline))
 
 
 def _overhead(options: argparse.Namespace) -> int:

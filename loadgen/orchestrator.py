@@ -19,6 +19,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote
@@ -103,7 +104,9 @@ class Orchestrator:
     `fields` (`temperature`, `max_tokens`, `chat_template_kwargs`) and `headers` go into every turn. `prompt` makes of
     the conversation what the model is asked with, where that is not the conversation itself; it is asked before all
     results are there, too. `dispatch` false: tools wait for the end of the answer. `split` false: nothing is sent
-    ahead; so it becomes where a server has no such path. Raises ConfigError for less than one turn.
+    ahead; so it becomes where a server has no such path. While a run goes on the server hears so every `heartbeat_s`
+    seconds: it ends a program whose client has gone without a word. 0: it does not, as with `keep`. Raises ConfigError
+    for less than one turn.
     """
 
     client: ChatClient
@@ -115,6 +118,7 @@ class Orchestrator:
     max_turns: int = 50
     dispatch: bool = True
     split: bool = True
+    heartbeat_s: float = 10.0
     _callbacks: list[Callable[[Told], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -231,6 +235,8 @@ class _Running:
         self._exchanges.append(exchange)
         if exchange.failure:
             raise TurnFailedError(exchange)
+        if self._holdfast and len(self._exchanges) == 1 and agent.heartbeat_s and not self._keep:
+            self._begin(self._beat(), "a heartbeat")
         self._over = "program_end" in body
         calls = hearing.calls(exchange.answer)
         said = Said("".join(exchange.answer.text), tuple(calls.values()))
@@ -254,6 +260,15 @@ class _Running:
 
     def _run_tool(self, call: WrittenCall) -> asyncio.Task[Outcome]:
         return self._begin(self._agent.tools.run(call), f"the tool {call.name}")
+
+    async def _beat(self) -> None:
+        """Say that the run goes on, three times as often as the server expects it."""
+        agent, path = self._agent, f"/v1/programs/{quote(self._id, safe='')}/heartbeat"
+        body, status = {"within_s": 3 * agent.heartbeat_s}, 0
+        while status not in _MISSING:
+            await asyncio.sleep(agent.heartbeat_s)
+            with suppress(UnavailableError):
+                status, _ = await agent.client.call("POST", path, body, agent.headers)
 
     # ---- a pause ----
 

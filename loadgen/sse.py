@@ -69,6 +69,8 @@ class Gathered:
     output_tokens: int = 0
     done: bool = False
     timing: ServerTiming = field(default_factory=ServerTiming)
+    drafted: int = 0  # tokens that the server guessed
+    accepted: int = 0  # of these, right ones
     closed: list[int] = field(default_factory=list)  # calls that are whole, in the order in which they closed
     marked: bool = False  # the server says itself which call has closed: it is Holdfast
 
@@ -84,6 +86,8 @@ class Gathered:
             self._usage(chunk.get("usage"))
             if chunk.get("timing"):
                 self.timing = from_object(chunk["timing"])
+                self.drafted = int(chunk["timing"].get("drafted") or 0)
+                self.accepted = int(chunk["timing"].get("accepted") or 0)
             pieces = [self._choice(choice) for choice in chunk.get("choices") or ()]
             if (mark := (chunk.get("holdfast") or {}).get("tool_call_closed")) is not None:
                 self._close(int(mark))

@@ -73,6 +73,11 @@ class EngineThread:
         began, config = self._step_began, self._engine.config
         return began is not None and self._clock() - began > max(config.hung_s, config.hung_factor * self._longest_s)
 
+    @property
+    def unread(self) -> int:
+        """Commands that the engine has not seen yet."""
+        return self._inbox.qsize()
+
     def start(self) -> None:
         self._thread.start()
 
@@ -263,6 +268,11 @@ class Bridge:
             if not ended:
                 self._leaving(request_id)
                 self._thread.send(Abort(request_id))
+
+    @property
+    def unread(self) -> int:
+        """Commands that the engine has not seen yet."""
+        return self._thread.unread
 
     async def drawn(self, request_id: str) -> Usage | None:
         """What was computed and drawn for a request whose caller has left or is leaving, once the engine has ended it.

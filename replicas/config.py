@@ -16,10 +16,10 @@ from holdfast.replicas.speculation.ngrams import WINDOW
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
-Undeclared: TypeAlias = Literal["text", "regenerate"]
+Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
 CpuAttention: TypeAlias = Literal["auto", "avx512_bf16", "avx512", "avx2", "torch"]
-OrderName: TypeAlias = Literal["program", "request", "plas", "infercept", "fair"]
+OrderName: TypeAlias = Literal["auto", "program", "request", "plas", "infercept", "fair"]
 PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept", "gittins"]
 
 POCKET = "pocket"  # the name of the shipped model
@@ -134,7 +134,8 @@ class EngineConfig:
     session_questions: int = 8  # standing questions of a session; 0: none
     tenant_questions: int = 64  # and of all sessions of a tenant
     question_tokens: int = 256  # tokens that an answer to one may have
-    max_waiting: int = 4096  # queued requests; one more is refused
+    max_waiting: int = 4096  # queued requests; one more is refused, or one of a lower class for it
+    max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     preposition_after_s: float = 0.02  # so long after a turn it begins: a tool that returns sooner finds no work
@@ -150,6 +151,7 @@ class EngineConfig:
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
     chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
+    batch_share: float = 0.05  # of the time, what batch has at least where interactive requests would take all of it
     background_chunk: int = 128  # tokens a step of prompts that are computed ahead of their turns, all together
 
     # Switches, one for each mechanism, so that its worth can be measured.
@@ -166,9 +168,11 @@ class EngineConfig:
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
-    tool_format: str = ""  # hermes, llama3, llama3_function, mistral, pythonic or none; empty: by the chat template
+    tool_format: str = ""  # how calls are written, see docs/api.md, or none; empty: by the chat template
     call_grace: int = 16  # characters of white space after a closed tool call in which another one may begin
-    undeclared: Undeclared = "text"  # a call of a tool that the request does not declare: as text, or written again
+    tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments
+        "schema"  # of its schema's types, or nothing but what a request asks for; off: undeclared calls are text
+    )
     grammar_cache: int = 64  # compiled grammars of constrained replies
     forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
     render_cache: int = 256  # prompts whose rendering is remembered; 0: none
@@ -181,7 +185,7 @@ class EngineConfig:
     host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
 
     order: OrderName = (  # who is served first: by `program` arrival, by `request`, as Autellix (`plas`) or InferCept
-        "program"  # (`infercept`) do, or tenants by their weights (`fair`)
+        "auto"  # (`infercept`) do, or tenants by their weights (`fair`); auto: fair with several tenants, else program
     )
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
@@ -208,15 +212,17 @@ class EngineConfig:
         _check(self, _one_of(get_args(DType)), "dtype")
         _check(self, _one_of(get_args(Decoder)), "decoder")
         _check(self, _one_of(get_args(CpuAttention)), "cpu_attention")
-        _check(self, _one_of(get_args(Undeclared)), "undeclared")
+        _check(self, _one_of(get_args(Guarantee)), "tools_guarantee")
         _check(self, _one_of(get_args(Overlap)), "overlap_steps")
         _check(self, _one_of(get_args(OrderName)), "order")
         _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting", "background_chunk")
+        _check(self, _AT_LEAST_ONE, "max_waiting_tokens")
         _check(
             self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor", "question_tokens"
         )
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
         _check(self, _SHARE, "kv_tags_share")
+        _check(self, _Rule("in [0, 1)", lambda value: 0 <= value < 1), "batch_share")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
@@ -285,6 +291,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         cells=cells,
         host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
+        order="program" if config.order == "auto" else config.order,
         overlap_steps=config.overlap_steps if config.overlap_steps != "auto" else "on" if device != "cpu" else "off",
     )
 

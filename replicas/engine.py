@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -88,7 +88,7 @@ class Engine:
         self.stats = EngineStats(drafts=self._drafter.counts)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
-        self._live: dict[str, Sequence] = {}
+        self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; `activity` looks at them, too
         self._arrivals = Arrivals()
         self._beginnings = Beginnings()
         self._events: list[Event] = []
@@ -125,6 +125,14 @@ class Engine:
             seconds_per_token=self._learned.token_s,
             prefixes=self._beginnings.held,
         )
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        """Seconds that were served while others waited, by `<class>/<tenant>`; {} where the order does not share them.
+
+        Any thread may ask.
+        """
+        return self._order.contended
 
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
         """An open session. Any thread may ask, this and the next."""
@@ -182,10 +190,10 @@ class Engine:
     def _accept(self, command: Request, now: float, arrived: float) -> None:
         request_id = command.request_id
         try:
-            if request_id in self._live or request_id in self._sessions:
+            if request_id in self.live or request_id in self._sessions:
                 raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
             waiting = len(self.scheduler.admission) + self._sessions.n_queued
-            if isinstance(command, Submit) and waiting >= self.config.max_waiting:
+            if isinstance(command, Submit) and command.session_id and waiting >= self.config.max_waiting:
                 raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
             if isinstance(command, OpenSession):
                 self._sessions.open(command, now, arrived)
@@ -218,7 +226,10 @@ class Engine:
             sequence.cache_scope = self._cache_scope(sequence)
             if self.config.prefix_cache:
                 for digest in submit.prefixes:
-                    self._beginnings.seen(submit.scope, digest, submit.tokens)
+                    self._beginnings.seen(submit.cache_scope, digest, submit.tokens)
+            if session is None:
+                self.scheduler.admission.judge(sequence)
+                self._events += self.scheduler.admission.make_room(sequence, self._sessions.n_queued)
             self.scheduler.add(sequence, now)
         except HoldfastError as error:
             self._events.append(Rejected(request_id, error.info))
@@ -227,7 +238,7 @@ class Engine:
             log.exception("a request could not be taken in")
             self._events.append(Failed(request_id, EngineError(f"the engine failed: {failure}").info))
             return None
-        self._live[request_id] = sequence
+        self.live[request_id] = sequence
         return sequence
 
     def _begin_next(self, session: Session, now: float) -> None:
@@ -245,7 +256,7 @@ class Engine:
     def _end(self, command: Stop | Abort, now: float) -> None:
         """End a request, if there still is one of that id."""
         request_id = command.request_id
-        sequence = self._live.get(request_id)
+        sequence = self.live.get(request_id)
         if sequence is None:
             if request_id in self._sessions:
                 self._sessions.abort(request_id, now)
@@ -281,7 +292,7 @@ class Engine:
         """Where a request's cells are found and kept: with its tenant's, with those of its owner alone, or nowhere."""
         submit, owner = sequence.submit, sequence.owner
         if self.config.prefix_cache:
-            return submit.scope
+            return submit.cache_scope
         if owner is not None and owner.is_handle:  # those of the program that comes back for them
             owner = Owner(submit.scope, submit.program_id, session=False)
         return owner.own_scope if owner is not None and (owner.session or self.config.sessions) else None
@@ -306,10 +317,10 @@ class Engine:
         self._pipeline.forget()
         error = EngineError(f"the engine failed: {failure}").info
         told = {event.request_id for event in self._events if isinstance(event, Terminal)}
-        if coming is not None and not (coming in told or coming in self._live or coming in self._sessions):
+        if coming is not None and not (coming in told or coming in self.live or coming in self._sessions):
             self._events.append(Failed(coming, error))
         before, waiting = self.scheduler, []
-        for sequence in self._live.values():
+        for sequence in self.live.values():
             if sequence.request_id not in told and sequence in before.admission:
                 waiting.append(sequence)
                 continue
@@ -327,9 +338,9 @@ class Engine:
         for event in self._events:  # more may be told meanwhile
             if not isinstance(event, Tokens):
                 self.stats.ended[type(event).__name__.lower()] += 1
-                sequence = self._live.get(event.request_id)
+                sequence = self.live.get(event.request_id)
                 if sequence is not None and sequence.status is Status.ENDED:
-                    del self._live[event.request_id]
+                    del self.live[event.request_id]
                     session = self._sessions.ended(sequence, event, now)
                     if session is not None:
                         self._begin_next(session, now)

@@ -18,6 +18,7 @@ class ErrorKind(StrEnum):
     SESSION_LOST = "session_lost"  # its replica is gone, and its state with it: open it again
     TOO_LONG = "context_length_exceeded"
     OVERLOADED = "overloaded"  # no room now: come back later
+    DEADLINE = "deadline_unmet"  # its answer cannot be there in the time that it gave, so nothing was begun
     UNAVAILABLE = "unavailable"  # shutting down, or the replica died
     TIMEOUT = "timeout"
     INTERNAL = "internal_error"
@@ -30,6 +31,7 @@ class ErrorInfo:
     kind: ErrorKind
     message: str
     field: str | None = None
+    retry_after_s: float | None = None  # when it may be tried again, where that is known
 
 
 class HoldfastError(Exception):
@@ -101,6 +103,23 @@ class OverloadedError(HoldfastError):
     kind = ErrorKind.OVERLOADED
 
 
+class DeadlineError(OverloadedError):
+    """An answer cannot be there in the time that was given for it."""
+
+    kind = ErrorKind.DEADLINE
+
+    def __init__(self, message: str, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, field)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(self.kind, self.message, self.field, self.retry_after_s)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str | None, float | None]]:  # type: ignore[override]
+        return type(self), (self.message, self.field, self.retry_after_s)
+
+
 class UnavailableError(HoldfastError):
     """The engine is stopping or has died."""
 
@@ -127,6 +146,7 @@ _TYPES: dict[ErrorKind, type[HoldfastError]] = {
     ErrorKind.SESSION_LOST: SessionLostError,
     ErrorKind.TOO_LONG: ContextLengthError,
     ErrorKind.OVERLOADED: OverloadedError,
+    ErrorKind.DEADLINE: DeadlineError,
     ErrorKind.UNAVAILABLE: UnavailableError,
 }
 

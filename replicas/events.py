@@ -5,6 +5,7 @@ Every submitted request ends in exactly one terminal event: `Finished`, `Aborted
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
@@ -13,7 +14,7 @@ from holdfast.replicas.kv.tags import UNLABELLED, Labels
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import NO_TOKENS, TokenIds, record
+from holdfast.replicas.types import NO_TOKENS, RANKS, Priority, TokenIds, record, salted
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -78,15 +79,45 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens as an engine counts them for one request: of its prompt `computed` and found in the cache, drawn, drafted,
+    and of the drafts `accepted`.
+
+    More is drawn than a reply has where that is ended early, and computed where a sequence was preempted.
+    """
+
+    computed: int = 0
+    cached: int = 0
+    drawn: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.computed + other.computed,
+            self.cached + other.cached,
+            self.drawn + other.drawn,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one request. `cached` of the `prompt` tokens were not computed again; `reasoning` of the
     `completion` tokens were thinking, which the text side tells and the engine does not.
+
+    `work`: what it took, which another run of the same request may do otherwise: two usages are equal without it.
     """
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    work: Work = field(default=NO_WORK, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +164,11 @@ class Submit:
     drawn. Operations of a session run in order; one for a `standing` question does not keep it open.
     `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
     `program_end`: it has none after this one.
-    `weight` is the tenant's, for an order that shares. `prefixes` are a router's digests of what
-    it begins with. `background`: it is work ahead, with `sampling.max_tokens` 0; it ends sooner, with reason "stop",
-    where the turn comes that it is for, or no cells are free for it. `labels` say what its tokens are, a session's
-    excepted: they have none.
+    `weight` is the tenant's, `priority` the request's class, and `root` the program that it counts for, where that is
+    not its own: a sub-agent's. `prefixes` are a router's digests of what it begins with. `background`: it is work
+    ahead, with `sampling.max_tokens` 0; it ends sooner, with reason "stop", where the turn comes that it is for, or no
+    cells are free for it. `labels` say what its tokens are, a session's excepted: they have none. Its answer is wanted
+    within `within_s` seconds of its arrival, with `begins` only the beginning of it.
     """
 
     request_id: str
@@ -154,11 +186,31 @@ class Submit:
     answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
+    priority: Priority = Priority.INTERACTIVE
+    within_s: float = inf
+    begins: bool = False
+    root: str = ""
+    cache_salt: str = ""
     prefixes: tuple[str, ...] = ()
     background: PartialPrefill | None = None
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)
     standing: bool = False
     labels: Labels = UNLABELLED
+
+    @property
+    def rank(self) -> int:
+        """Of its class: the highest gives way first, and to lower ones only."""
+        return len(RANKS) if self.background is not None else RANKS.index(self.priority)
+
+    @property
+    def cache_scope(self) -> str:
+        """Where its cells are found: its tenant's, or with a salt a part of that."""
+        return salted(self.scope, self.cache_salt)
+
+    @property
+    def root_program(self) -> str:
+        """The program that it counts for among those of its tenant."""
+        return self.root or self.who
 
     @property
     def who(self) -> str:
@@ -268,9 +320,16 @@ class ToolLatencies:
     latency: LatencySnapshot
 
 
+@dataclass(frozen=True, slots=True)
+class ServedElsewhere:
+    """What other replicas have served since the last time while others waited, in seconds, by `<class>/<tenant>`."""
+
+    seconds: Mapping[str, float]
+
+
 SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
 Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
-Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | HandleReleased | ToolLatencies
+Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | HandleReleased | ToolLatencies | ServedElsewhere
 Command: TypeAlias = Request | Stop | Abort | Notice
 
 # ---- events ----

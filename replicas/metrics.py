@@ -118,6 +118,30 @@ REQUESTS = (
         lambda r: r.now.waiting,
     ),
     gauge(
+        "tokens_waiting",
+        "tokens",
+        "Tokens in the prompts of these, cached or not",
+        "Near `engine.max_waiting_tokens`: requests will be refused",
+        lambda r: r.now.tokens_waiting,
+    ),
+    counter(
+        "requests_not_begun",
+        "",
+        "Requests that ended before anything was done for them: the queue was `full`; it `gave_way` to one of a higher "
+        "class; the time that it gave was too short, as was `foreseen` before it was read or `refused` by the engine, "
+        "or over in the queue (`dropped`); it `waited` for `engine.queue_timeout_s`",
+        "More replicas. `foreseen` is how an overload is to look: who is let in has its answer in time",
+        lambda r: r.stats.not_begun,
+        "reason",
+    ),
+    gauge(
+        "start_gap_seconds",
+        "s",
+        "Between two starts of requests while others wait, as learned",
+        "Times `holdfast_sequences_waiting`: what a new request waits",
+        lambda r: r.now.start_gap_s,
+    ),
+    gauge(
         "sequence_rows_taken",
         "",
         "Rows of the sequence pool in use",
@@ -315,6 +339,21 @@ SCHEDULING = (
         lambda r: r.stats.preemptions,
     ),
     counter(
+        "batch_yields",
+        "",
+        "Of the preemptions, those of batch for interactive requests",
+        "Nothing: batch gives way, and goes on later where it was",
+        lambda r: r.stats.yielded,
+    ),
+    counter(
+        "engine_seconds",
+        "seconds",
+        "Seconds of steps that each tenant had, which the sequences of a step share by their tokens",
+        "With `engine.order: fair` alike for their weights, where all have requests waiting",
+        lambda r: r.stats.served_s.copy(),
+        "tenant",
+    ),
+    counter(
         "tokens_recomputed",
         "tokens",
         "Computed before a preemption, and again after it",
@@ -510,9 +549,23 @@ TEXT = (
     counter(
         "replies_rewritten",
         "",
-        "Replies in which a call of an undeclared tool was written again",
-        "Many: the model does not follow its tools; ask for `strict` ones",
+        "Replies in which a bare call of an undeclared tool was written again",
+        "Many: the model does not follow its tools",
         lambda r: r.text.rewritten,
+    ),
+    counter(
+        "replies_unguarded",
+        "",
+        "Replies whose calls are not guaranteed, because the grammar of their tools took too long to compile",
+        "Any: schemas that are large, or hostile",
+        lambda r: r.text.unguarded,
+    ),
+    counter(
+        "call_tokens_refused",
+        "tokens",
+        "Drawn in a call where its tool's schema has no place for them, and drawn again",
+        "Many: the model does not follow its tools; each costs a step",
+        lambda r: r.stats.refused,
     ),
 )
 

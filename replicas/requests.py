@@ -6,12 +6,14 @@ or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes o
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import PartialPrefill, Sampling, Timing, Usage
+from holdfast.replicas.events import PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
+from holdfast.replicas.types import Priority
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -69,16 +71,36 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens of a reply from its `start`-th on, with their log probabilities where these are asked for.
+
+    `seed`: what they are drawn with, where neither the request nor its prompt says that.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    seed: int | None = None
+    start: int = 0
+
+
+NOTHING_DRAWN = Drawn()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One accepted request, validated by the router.
 
     `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many.
     `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
-    the program will not come back after it. `weight` is the tenant's. `prefixes`: a router's digests of what the prompt
-    of a new program begins with.
+    the program will not come back after it. `weight` is the tenant's, `priority` the
+    request's class, `root` the program that it is a sub-agent of, if it is; with a `cache_salt` it finds
+    cells that came with the same, and no others. `prefixes`: a router's digests of what the
+    prompt of a new program begins with.
     `background`: of the prompt, a chat, what the program's next one is sure to begin with is computed ahead; the reply
     is empty, with reason "length" where all of it is, "stop" where as much as there was time and room for.
     `hints`: what the client says its prompt's parts are worth; where it says nothing their roles decide.
+    `within_s`: its answer is wanted so soon from now on, with `begins` only the beginning of it.
+    `drawn`: what another replica has drawn of the reply, whose pieces are with the client: what comes is the rest.
     With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing.
@@ -95,12 +117,18 @@ class GenerateRequest:
     answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
+    priority: Priority = Priority.INTERACTIVE
+    within_s: float = inf
+    begins: bool = False
+    root: str = ""
+    cache_salt: str = ""
     prefixes: tuple[str, ...] = ()
     fits: bool = False
     background: PartialPrefill | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()
+    drawn: Drawn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +320,43 @@ class ModelCard:
     fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
     longest_token: int = 0
     defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+class Drawing:
+    """What a reply has drawn by now: a replica keeps it to tell of it piece by piece, a router to have the whole."""
+
+    def __init__(self, drawn: Drawn | None = None) -> None:
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._told = 0
+        self.seed: int | None = None
+        if drawn is not None:
+            self.merge(drawn)
+            self._told = len(self._tokens)
+
+    def add(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
+        self._tokens.extend(tokens)
+        self._logprobs.extend(logprobs)
+
+    def withdraw(self, kept: int) -> None:
+        """Only the first `kept` tokens stand."""
+        del self._tokens[kept:], self._logprobs[kept:]
+        self._told = min(self._told, kept)
+
+    def merge(self, drawn: Drawn) -> None:
+        """What a replica has told."""
+        self.withdraw(drawn.start)
+        self.add(drawn.tokens, drawn.logprobs)
+        self.seed = drawn.seed
+
+    def take(self) -> Drawn:
+        """What was drawn, or withdrawn, since the last call."""
+        start, self._told = self._told, len(self._tokens)
+        return Drawn(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start)
+
+    @property
+    def whole(self) -> Drawn:
+        return Drawn(tuple(self._tokens), tuple(self._logprobs), self.seed)
 
 
 class AnswerBuilder:

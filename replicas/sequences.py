@@ -11,10 +11,10 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage
+from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage, Work
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import Priority, TokenIds
 
 
 class Owner(NamedTuple):
@@ -82,6 +82,11 @@ class Sequence:
     length: int
     n_cached: int = 0  # prompt tokens that were found in the cache when it was first admitted
     n_computed: int = 0
+    # What the engine's totals have of it, in tokens: of the prompt computed, drawn, and drafted, and right of these.
+    prompt_work: int = 0
+    drawn: int = 0
+    drafted: int = 0
+    accepted: int = 0
     status: Status = Status.WAITING
     preempted: bool = False
     reuse: bool = True  # False once a cached prefix left it too little room to grow, though it ran alone
@@ -89,6 +94,7 @@ class Sequence:
     holding: Holding | None = None
     scheduled: float | None = None
     first_token: float | None = None
+    expected_s: float = 0.0  # until its answer, as was foretold when it came; 0: nothing was
     n_history: int = 0  # tokens of the session before this operation: they stay pinned whatever becomes of it
     n_before: int = 0  # tokens that were computed when it was preempted, while it waits
     cache_scope: str | None = None  # where its cells are found and kept; None: nowhere
@@ -97,6 +103,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
     attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
+    turn: tuple[float, float] = (0.0, 0.0)  # its turn among its tenant's programs, where the order gives them turns
     draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
     # While the step after one in flight is planned, else 0 and None: how many tokens that one computes, and which of
     # its chunks draws this sequence's next token.
@@ -123,6 +130,11 @@ class Sequence:
     @property
     def sampling(self) -> Sampling:
         return self.submit.sampling
+
+    @property
+    def batch(self) -> bool:
+        """It takes what interactive requests leave."""
+        return self.submit.priority is Priority.BATCH and self.submit.background is None
 
     @property
     def background(self) -> bool:
@@ -186,7 +198,11 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.n_prompt, self.n_cached, self.length - self.n_prompt)
+        """As its client knows it: what it goes on from is a part of its reply, and not of its prompt."""
+        n_prompt = self.n_prompt - self.submit.n_generated
+        found = 0 if self.background else self.n_cached
+        work = Work(self.prompt_work, found, self.drawn, self.drafted, self.accepted)
+        return Usage(n_prompt, min(self.n_cached, n_prompt), self.length - n_prompt, work=work)
 
     def timing(self, now: float) -> Timing:
         return Timing(self.arrived, self.scheduled, self.first_token, now)
@@ -197,7 +213,10 @@ class Sequence:
         self.status = status
 
     def append(self, drawn: tuple[int, ...], now: float) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends."""
+        """Append drawn tokens up to the one that ends the sequence; returns those kept, and why it ends.
+
+        Those from the first one on that the matcher refuses are not kept: it is drawn again, under its mask.
+        """
         if self.first_token is None:
             self.first_token = now
         matcher, end = self.matcher, self.length + len(drawn)
@@ -206,14 +225,14 @@ class Sequence:
             self.length = end
             return drawn, None
         for i, token in enumerate(drawn):
+            stops = token in self.stop_ids
+            if matcher is not None and not (stops and matcher.binding) and not matcher.advance(token):
+                self.draw = None
+                return drawn[:i], None
             self.buffer[self.length] = token
             self.length += 1
-            if token in self.stop_ids:
+            if stops or (matcher is not None and matcher.finished):
                 return drawn[: i + 1], "stop"
-            if matcher is not None:
-                matcher.advance(token)
-                if matcher.finished:
-                    return drawn[: i + 1], "stop"
             if self.length == len(self.buffer):
                 return drawn[: i + 1], "length"
         return drawn, None

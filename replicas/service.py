@@ -16,20 +16,23 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Self
 
 import numpy as np
 
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.constraints.compiler import CompilerThreads
+from holdfast.replicas.constraints.compiler import GUARANTEE, CompilerThreads
 from holdfast.replicas.constraints.given import GivenTokens
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
     ErrorInfo,
     ErrorKind,
     HoldfastError,
     InvalidRequestError,
+    OverloadedError,
     SessionExistsError,
     UnavailableError,
     UnknownSessionError,
@@ -53,6 +56,7 @@ from holdfast.replicas.events import (
     Tokens,
     TurnEnded,
     Usage,
+    Work,
 )
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
@@ -64,6 +68,8 @@ from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
     Completed,
+    Drawing,
+    Drawn,
     EndSession,
     Errored,
     ForkOff,
@@ -83,8 +89,8 @@ from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.conversation import Encoded, TextSide
-from holdfast.replicas.text.reply import Reply, Rewrite
+from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
+from holdfast.replicas.text.reply import Reply
 from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
@@ -114,6 +120,7 @@ class Service:
         loaded = _load_in_passing_thread(config)
         engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
+        text.prepare()
         name, context = loaded.config.served_name, loaded.config.context_length
         card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
         return cls(engine, text, card)
@@ -171,22 +178,27 @@ class Service:
                 builder.add(pieces)
         return builder.answer() or builder.error()
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+    async def stream(
+        self, request: GenerateRequest, drawing: Drawing | None = None
+    ) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply as it is made: what each step adds, the last piece being `Completed` or `Errored`.
 
-        Closing the generator early aborts the request.
+        Closing the generator early aborts the request. With the pieces come, into `drawing`, the tokens they are of.
         """
         opens = request.session is not None and request.session.opens
         with self.questions.others():
-            async with aclosing(self.sessions.opening(request) if opens else self._stream(request)) as stream:
+            async with aclosing(self.sessions.opening(request) if opens else self._stream(request, drawing)) as stream:
                 async for pieces in stream:
                     yield pieces
 
-    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+    async def _stream(
+        self, request: GenerateRequest, drawing: Drawing | None = None
+    ) -> AsyncGenerator[tuple[Piece, ...], None]:
         try:
             if request.background is not None:
                 yield (await _ahead(self._text, self._bridge, request),)
                 return
+            _foresee(self.engine, self._bridge, request)
             built = AnswerBuilder()
             if self._preposition is not None:
                 self._preposition.turn_comes(request)
@@ -197,8 +209,15 @@ class Service:
             else:
                 encoded, closing = await self.sessions.part(request, request.session)
             spent = Spent(render_s=time.perf_counter() - began)
-            echo, begun = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded), False
-            attempt: Attempt | None = await self._first(request, encoded, closing, spent)
+            begun = request.drawn is not None
+            echo = None
+            if not begun:
+                echo = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded, spent)
+            first = await self._first(request, encoded, closing, spent, drawing or Drawing())
+            if request.drawn is not None:
+                first, pieces = first.resumed(request.drawn)
+                built.add(pieces)
+            attempt: Attempt | None = first
             while attempt is not None:
                 async with aclosing(self._bridge.run(attempt.submit)) as steps:
                     async for events in steps:
@@ -216,12 +235,14 @@ class Service:
 
     # ---- the attempts of a request ----
 
-    async def _first(self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent) -> Attempt:
+    async def _first(
+        self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent, drawing: Drawing
+    ) -> Attempt:
         turn = request.session or _NO_SESSION
         if request.session is not None:
             # What is asked is in `encoded`, and what is answered is text. The session is the program.
             request = replace(request, prompt=_NOTHING, program_id="", program_arrival=0.0)
-        limits = await self._compiling.run(partial(self._text.constraints, request.prompt), request.scope)
+        limits = await _limits(self._text, self._compiling, request)
         submit = Submit(
             request.request_id,
             encoded.tokens,
@@ -237,12 +258,18 @@ class Service:
             answered_turns=request.answered_turns,
             program_end=request.program_end,
             weight=request.weight,
+            priority=request.priority,
+            within_s=request.within_s if request.drawn is None else inf,  # what has begun goes on
+            begins=request.begins,
+            root=request.root,
+            cache_salt=request.cache_salt,
             prefixes=request.prefixes,
             closing=closing,
             standing=turn.standing,
             labels=_labels(request, encoded),
         )
-        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent)
+        drawing.seed = submit.sampling.seed
+        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent, drawing)
 
     def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
         """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.
@@ -255,7 +282,9 @@ class Service:
         self._text.rewritten += 1
         reply = self._text.reply(request, encoded)
         reply.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
-        return Attempt(first.rewritten(rewrite), reply, first.spent, ended)
+        first.drawing.withdraw(len(rewrite.tokens))
+        submit = first.going_on(rewrite.tokens, rewrite.matcher)
+        return Attempt(submit, reply, first.spent, first.drawing, ended)
 
     def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> Sequence[Piece]:
         """What the client is told of an event."""
@@ -273,6 +302,7 @@ class Service:
         if reply.done:
             return ()  # drawn after the text had ended, before the engine heard of it
         began = time.perf_counter()
+        attempt.drawing.add(drawn.tokens, drawn.logprobs)
         pieces = reply.feed(drawn.tokens, drawn.logprobs)
         attempt.spent.validate_s += time.perf_counter() - began
         if reply.done:
@@ -295,6 +325,27 @@ class Service:
         return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found, reply.stop))
 
 
+def _foresee(engine: Engine, bridge: Bridge, request: GenerateRequest) -> None:
+    """Raises DeadlineError for what would be refused once it were read, and the step before it over."""
+    if request.within_s < inf and not request.program_turns and request.session is None and request.drawn is None:
+        asked = Submit("", NO_TOKENS, priority=request.priority, within_s=request.within_s, begins=request.begins)
+        max_tokens = request.sampling.max_tokens if request.sampling.max_tokens >= 0 else inf
+        error = engine.scheduler.admission.foresee(asked, max_tokens, bridge.unread)
+        if error is not None:
+            raise error
+
+
+async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
+    """What the reply must be. A guarantee that nobody has asked for is left out where it would be waited for."""
+    try:
+        return await compiling.run(partial(text.constraints, request.prompt), request.scope)
+    except OverloadedError as error:
+        if error.info.field != GUARANTEE:
+            raise
+    text.unguarded += 1
+    return Constraints()
+
+
 async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Completed | Errored:
     """Compute what the next prompt begins with, without drawing anything."""
     if not isinstance(request.prompt, ChatPrompt):
@@ -308,6 +359,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
         request.program_id,
         request.program_arrival,
         weight=request.weight,
+        cache_salt=request.cache_salt,
         prefixes=request.prefixes,
         background=request.background,
         labels=_labels(request, encoded),
@@ -324,7 +376,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
 
 
 async def _echo(
-    text: TextSide, bridge: Bridge, vocabulary: int, request: GenerateRequest, encoded: Encoded
+    text: TextSide, bridge: Bridge, vocabulary: int, request: GenerateRequest, encoded: Encoded, spent: Spent
 ) -> TextDelta | None:
     """The prompt, where the reply begins with it. Its log probabilities are those of a reply that must be it.
 
@@ -345,6 +397,9 @@ async def _echo(
             program_arrival=request.program_arrival,
             matcher=given,
             weight=request.weight,
+            priority=request.priority,
+            root=request.root or request.program_id,
+            cache_salt=request.cache_salt,
         )
         last: Event | None = None
         async with aclosing(bridge.run(submit)) as steps:
@@ -355,15 +410,17 @@ async def _echo(
             raise error_of(last.error)
         if not isinstance(last, Finished):
             raise UnavailableError("the request was aborted")
+        spent.work += last.usage.work
     return text.echoed(prompt, encoded, logprobs)
 
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of the text side, of all attempts of a request."""
+    """Seconds of the text side, of all attempts of a request, and other work for it."""
 
     render_s: float = 0.0
     validate_s: float = 0.0
+    work: Work = field(default_factory=Work)  # beside the reply itself: log probabilities of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,30 +429,50 @@ class Attempt:
 
     submit: Submit
     reply: Reply
-    spent: Spent = field(default_factory=Spent)
+    spent: Spent
+    drawing: Drawing
     earlier: Finished | None = None
 
-    def rewritten(self, rewrite: Rewrite) -> Submit:
-        """What to submit next, so that a call is written again.
+    def resumed(self, drawn: Drawn) -> tuple[Attempt, Sequence[Piece]]:
+        """This attempt from behind what another replica has drawn of it, and the pieces of that."""
+        pieces = self.reply.feed(drawn.tokens, drawn.logprobs)
+        matcher = self.submit.matcher
+        if matcher is not None and not all(map(matcher.advance, drawn.tokens)):
+            matcher = None  # there it was not followed: its grammar was not compiled in time
+        submit = self.going_on(drawn.tokens, matcher)
+        if drawn.seed is not None:
+            submit = replace(submit, sampling=replace(submit.sampling, seed=drawn.seed))
+        if self.reply.done:  # but for its end, which was lost
+            submit = replace(submit, sampling=replace(submit.sampling, max_tokens=0))
+        self.drawing.seed = submit.sampling.seed
+        return replace(self, submit=submit), pieces
 
-        It goes on from the tokens that are kept, with the noise and the penalties of this attempt: but for what its
-        grammar forbids it draws what this one would have drawn.
+    def going_on(self, drawn: Sequence[int], matcher: Matcher | None) -> Submit:
+        """What to submit to go on from these tokens of the reply.
+
+        The noise and the penalties are this attempt's: but for what its grammar forbids it draws what this one would
+        have drawn.
         """
-        sampling = self.submit.sampling
+        sampling, before = self.submit.sampling, self.submit.n_generated
+        prompt = self.submit.tokens[: len(self.submit.tokens) - before]
         if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=prompt_seed(self.submit.tokens))
+            sampling = replace(sampling, seed=prompt_seed(prompt))
         return replace(
             self.submit,
-            tokens=np.concatenate((self.submit.tokens, np.array(rewrite.tokens, np.int32))),
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(rewrite.tokens)),
-            matcher=rewrite.matcher,
-            n_generated=len(rewrite.tokens),
+            tokens=np.concatenate((prompt, np.array(drawn, np.int32))),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens + before - len(drawn)),
+            matcher=matcher,
+            n_generated=len(drawn),
         )
 
     def usage(self, ended: Finished) -> Usage:
         """Of the reply as the client has it: tokens that were withdrawn are not in it."""
-        first = (self.earlier or ended).usage
-        return Usage(first.prompt, first.cached, self.reply.completion_tokens, self.reply.reasoning_tokens)
+        first, reply, work = (self.earlier or ended).usage, self.reply, ended.usage.work
+        if self.earlier is not None:
+            work = self.earlier.usage.work + work
+        return Usage(
+            first.prompt, first.cached, reply.completion_tokens, reply.reasoning_tokens, work + self.spent.work
+        )
 
     def timing(self, ended: Finished) -> Timing:
         """From the first attempt's arrival to the last one's end."""

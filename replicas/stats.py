@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from holdfast.replicas.kv.tags import OTHER, TAGS
 
+NOT_BEGUN = ("full", "gave_way", "foreseen", "refused", "dropped", "waited")
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -78,8 +80,11 @@ class EngineStats:
     completion: int = 0
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
+    refused: int = 0  # drawn in a call that they had no place in, and drawn again
+    yielded: int = 0  # of `preemptions`, those of batch for interactive requests
     preemptions: int = 0
     failed_steps: int = 0
+    not_begun: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NOT_BEGUN, 0))  # requests, by why
     turns_continued: int = 0  # turns of programs and sessions that took over the row of the one before
     tokens_continued: int = 0  # cached tokens of these turns: shown by the row, neither copied nor written to it
     tokens_rewritten: int = 0  # computed for a program's last turn, and behind a token that its next prompt changed
@@ -101,6 +106,7 @@ class EngineStats:
     failed_moves: int = 0  # steps whose copies between the tiers failed: the host tier began anew
     hits_by_tag: dict[str, int] = field(default_factory=_by_tag)  # of `prompt_cached`, tokens
     evicted_by_tag: dict[str, int] = field(default_factory=_by_tag)  # cells
+    served_s: dict[str, float] = field(default_factory=dict)  # seconds of steps, by cache scope, shared by their tokens
     drafts: DraftCounts = field(default_factory=DraftCounts)
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
@@ -128,6 +134,7 @@ class Occupancy:
     cells_raised: int = 0  # of `cells_tree`, those in nobody's use that stand above the others by what they are
     cells_host_total: int = 0  # room in host memory; 0: no second tier
     tokens_waiting: int = 0  # in the prompts of the `waiting`; some of them may be found in the cache
+    start_gap_s: float = 0.0  # between two starts while somebody waits, as learned; 0: not known yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +165,7 @@ class TextStats:
     characters_tokenized: int = 0
     stopped: int = 0  # replies ended early
     rewritten: int = 0  # replies of which a part was written again
+    unguarded: int = 0  # replies whose calls are not guaranteed: their grammar took too long
 
 
 @dataclass(slots=True)
@@ -191,6 +199,12 @@ class ReplicaStatus:
     pin_misses: int
     preemptions: int
     failed_steps: int
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """All of it as one flat mapping, for JSON."""
+        told = asdict(self)
+        return {**{name: value for name, value in told.items() if name != "occupancy"}, **told["occupancy"]}
 
 
 def replica_status(replica_id: str, model: str, device: str, stats: EngineStats, now: Occupancy) -> ReplicaStatus:

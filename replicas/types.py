@@ -1,6 +1,7 @@
-"""What every room of `replicas` may know: token ids, and frozen data that is cheap to make."""
+"""What every room of `replicas` may know: token ids, classes of requests, and frozen data that is cheap to make."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
@@ -11,6 +12,21 @@ T = TypeVar("T")
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
+
+
+class Priority(StrEnum):
+    """The class of a request: somebody waits for it, or it takes what those leave."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
+RANKS = tuple(Priority)  # the last one's requests give way first
+
+
+def salted(tenant: str, salt: str) -> str:
+    """A tenant's cache scope, or with a salt a part of it. What stands behind a NUL names the part."""
+    return f"{tenant}\0salt\0{salt}" if salt else tenant
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

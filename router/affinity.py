@@ -29,10 +29,11 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from holdfast.replicas.errors import OverloadedError, SessionLostError, UnavailableError
+from holdfast.replicas.errors import DeadlineError, OverloadedError, SessionLostError, UnavailableError
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
-from holdfast.router import fleet
+from holdfast.replicas.types import Priority
+from holdfast.router import elsewhere, fleet
 from holdfast.router.backend import ANYWHERE, Place
 from holdfast.router.gate import Gate
 from holdfast.router.line_stats import LineStats, show
@@ -42,6 +43,7 @@ from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, P
 HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
 ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its placement
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
+DEADLINE = "_holdfast_deadline"  # attribute of a pending request: when its answer is wanted, on the monotonic clock
 LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
 KNOWN_S = 2.0  # within which a router learns of a replica that others know
 REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
@@ -88,7 +90,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._config = PlacementConfig(**kwargs)
         self._pins = Pins(self._config.pins)
         self._placement = Placement(self._config, random.Random())
-        self._gate = Gate(self._config.max_waiting, self._placement, control_calls, fair=fair)
+        most, tokens = self._config.max_waiting, self._config.max_waiting_tokens
+        self._gate = Gate(most, self._placement, control_calls, fair=fair, max_waiting_tokens=tokens)
+        elsewhere.LINES.add(self._gate.shares)
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
         self._calls: WeakSet[Call] = WeakSet()
@@ -100,7 +104,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     @property
     def line_stats(self) -> LineStats:
         balance = self._placement.balance
-        return replace(self._tally, waiting=len(self._gate), replicas=len(self._by_id), balance=balance)
+        waiting, tokens = len(self._gate), self._gate.tokens
+        return replace(self._tally, waiting=waiting, tokens=tokens, replicas=len(self._by_id), balance=balance)
 
     # ---- choosing ----
 
@@ -109,7 +114,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """The replica that is to have this request, once it has room and nobody is before it.
 
-        Raises UnavailableError where there is none, OverloadedError where too many wait or this one does too long.
+        Raises UnavailableError where there is none, OverloadedError where too many wait or this one does too long,
+        DeadlineError where it would, or does, wait longer than its client.
         """
         request_id = pending_request.metadata.internal_request_id
         _waited(pending_request)  # it waits from now on
@@ -155,27 +161,38 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         """The replica that took this request; None once its program has waited long enough for its own alone, or
         where the last replica has gone.
         """
-        waited = _waited(pending_request)
+        waited, turn = _waited(pending_request), _turn(pending_request)
         left = self._config.queue_timeout_s - waited
+        if turn is not None and turn.within_s < math.inf:
+            given = _left(pending_request, turn)
+            # A program that goes on has its place before those that came later, so for it nothing is foretold.
+            expected = 0.0 if turn.program_turns else self._gate.expected_s
+            if expected > given or given <= 0:
+                told = f"a replica is expected to have room in {expected:.1f} s, and the request gives it {given:.1f} s"
+                raise DeadlineError(told, "timeout", retry_after_s=expected - given if expected > given else None)
+            left = min(left, given)
         patience = self._placement.patience(ask) - waited if choice.reason is Reason.HOME else 0.0
         if ask.bound:
             patience = left
         home = choice.replica_id if ask.bound or 0 < patience < left else None
-        if home is not None and not ask.bound and (turn := _turn(pending_request)) is not None:
+        if home is not None and not ask.bound and turn is not None:
             fleet.FLEET.expect(home, turn.scope, turn.program_id, patience)
         # As the engine orders its queue: whose state is kept first, then by when programs began; work ahead is last.
-        turn = _turn(pending_request)
         ahead = turn is not None and turn.background is not None
         key = (float(ahead), float(ask.home not in self._by_id), _arrival(pending_request), pending_request.created_at)
         request_id = pending_request.metadata.internal_request_id
         began = time.monotonic()
         try:
             within_s = left if home is None else patience
-            chosen = await self._gate.wait(key, home, request_id, within_s, _payer(pending_request))
+            payer = _payer(pending_request)
+            chosen = await self._gate.wait(key, home, request_id, within_s, payer, ask.tokens)
         finally:
             again = home is None and ask.home is not None and waited > 0
             self._tally = self._tally.waited(time.monotonic() - began, again, for_home=home is not None)
-        if chosen is None and _waited(pending_request) >= self._config.queue_timeout_s:
+        waited = _waited(pending_request)
+        if chosen is None and turn is not None and turn.within_s < math.inf and _left(pending_request, turn) <= 0:
+            raise DeadlineError("the time that the request gave was over before a replica had room", "timeout")
+        if chosen is None and waited >= self._config.queue_timeout_s:
             raise OverloadedError("the request waited too long for a replica with room")
         if chosen is not None and ask.bound and chosen != home:  # which went meanwhile
             self._gate.give_back(chosen, request_id)
@@ -245,6 +262,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         """
 
         def send(pending_request: PendingRequest, with_rejection: bool) -> ReplicaResult:
+            turn = _turn(pending_request)
+            if turn is not None and turn.within_s < math.inf:  # what is left of its time
+                now = replace(turn, within_s=_left(pending_request, turn))
+                pending_request.args = [now if each is turn else each for each in pending_request.args]
             result = replica.try_send_request(pending_request, with_rejection=with_rejection)
             call = Call(replica, result)
             self._calls.add(call)
@@ -406,6 +427,13 @@ def _waited(pending_request: PendingRequest) -> float:
     return now - float(vars(pending_request).setdefault(ENTERED, now))
 
 
+def _left(pending_request: PendingRequest, turn: GenerateRequest) -> float:
+    """Seconds until the answer is wanted."""
+    now = time.monotonic()
+    # Trap: as above; and what is sent says what was left then.
+    return float(vars(pending_request).setdefault(DEADLINE, now - _waited(pending_request) + turn.within_s)) - now
+
+
 def _arrival(pending_request: PendingRequest) -> float:
     """When the program of a call began; a call that is no turn of a program keeps nobody waiting."""
     turn = _turn(pending_request)
@@ -413,8 +441,12 @@ def _arrival(pending_request: PendingRequest) -> float:
 
 
 def _payer(pending_request: PendingRequest) -> Payer:
+    """What a request counts for. Work ahead, which nobody waits for, goes with batch."""
     turn = _turn(pending_request)
-    return Payer(turn.scope, turn.weight) if turn else NOBODY
+    if turn is None:
+        return NOBODY
+    priority = turn.priority if turn.background is None else Priority.BATCH
+    return Payer(turn.scope, turn.weight, priority, turn.root or turn.program_id or turn.request_id)
 
 
 def _turn(pending_request: PendingRequest) -> GenerateRequest | None:

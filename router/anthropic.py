@@ -183,7 +183,7 @@ class CountTokens:
         self._config = config
 
     async def count(self, request: Request) -> Response:
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")

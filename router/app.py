@@ -15,7 +15,10 @@ from starlette.responses import HTMLResponse, Response
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
 from holdfast.router import metric_list as listed
+from holdfast.router.accounts import Accounts
+from holdfast.router.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.anthropic import CountTokens, MessagesFormat
+from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
@@ -30,8 +33,10 @@ from holdfast.router.http import (
     json_response,
     supervised,
 )
+from holdfast.router.live import Live
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
+from holdfast.router.page_files import PageFiles
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
@@ -50,12 +55,15 @@ from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
 from holdfast.router.sessions import SessionEndpoints
-from holdfast.router.store import MemoryStore
+from holdfast.router.store import MemoryStore, Store
 from holdfast.router.stored_responses import StoredResponses
+from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
 from holdfast.router.turns import Turns
+from holdfast.router.usage import Books
+from holdfast.router.watching import watch_cache
 
 ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients, and of no others
 
@@ -75,31 +83,43 @@ def create_app(
     parser: ParserProcess | None = None,
     responses: StoredResponses | None = None,
     prefills: StoredPrefills | None = None,
+    store: Store | None = None,
+    accounts: Accounts | None = None,
+    tenant_store: TenantStore | None = None,
+    books: Books | None = None,
+    audit: Audit | None = None,
 ) -> FastAPI:
     """The application around `backend`. Whoever made the arguments closes them."""
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies()
     metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
+    watch_cache(metrics, cache)
+    if tenant_store is not None:
+        tenant_store.watch_purges(cache.purged)
     reports = reports or TurnReports()
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
     drain = drain or Drain()
-    guard = Guard(tenants, metrics, config, drain, parser or ParserProcess())
+    accounts, audit = accounts or Accounts(config), audit or Audit()
+    guard = Guard(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
     turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
-    responses = responses or StoredResponses(MemoryStore(config.store_entries, config.store_memory), config)
+    store = store or MemoryStore(config.store_entries, config.store_memory)
+    responses = responses or StoredResponses(store, config)
     stored = ResponseEndpoints(guard, responses)
-    handles = prefills or StoredPrefills(MemoryStore(config.store_entries, config.store_memory), config)
+    handles = prefills or StoredPrefills(store, config)
     ahead = PrefillEndpoints(backend, guard, programs, conversations, handles, metrics, config, drain)
-    agents = ProgramEndpoints(backend, guard, programs, latencies)
+    agents = ProgramEndpoints(backend, guard, programs, latencies, store)
     sessions = SessionEndpoints(backend, guard, programs, turns)
     small = SmallEndpoints(backend, guard, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
+    usage = UsageEndpoints(guard, books, accounts)
+    admin = AdminEndpoints(tenants, tenant_store, books, audit, guard, config)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
 
     def generates(format_: Format) -> Handler:
         return partial(turns.serve, format_=format_)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    routes: Sequence[tuple[str, str, Handler]] = (
+    routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", generates(ChatFormat(guard, handles))),
         ("POST", "/v1/completions", generates(CompletionFormat(guard))),
         ("POST", "/v1/messages", generates(MessagesFormat(guard, config))),
@@ -126,8 +146,21 @@ def create_app(
         ("GET", "/v1/sessions/{session_id}/questions", sessions.questions),
         ("GET", "/v1/sessions/{session_id}/questions/{question_id}", sessions.answer),
         ("DELETE", "/v1/sessions/{session_id}/questions/{question_id}", sessions.withdraw),
+        ("POST", "/v1/programs/{program_id:path}/heartbeat", agents.heartbeat),
         ("DELETE", "/v1/programs/{program_id:path}", agents.end),
         ("GET", "/v1/tools/latency", agents.tool_latency),
+        ("GET", "/v1/usage", usage.sums),
+        ("GET", "/v1/usage/records", usage.records),
+        ("GET", "/v1/admin/tenants", admin.tenants),
+        ("POST", "/v1/admin/tenants", admin.add),
+        ("PATCH", "/v1/admin/tenants/{name}", admin.change),
+        ("DELETE", "/v1/admin/tenants/{name}", admin.remove),
+        ("DELETE", "/v1/admin/tenants/{name}/cache", admin.purge),
+        ("POST", "/v1/admin/tenants/{name}/keys", admin.add_key),
+        ("DELETE", "/v1/admin/tenants/{name}/keys/{key_id}", admin.remove_key),
+        ("GET", "/v1/admin/usage", admin.sums),
+        ("GET", "/v1/admin/usage/records", admin.records),
+        ("GET", "/v1/admin/audit", admin.audit),
         ("GET", "/v1/cluster/status", status.show),
         ("POST", "/tokenize", small.tokenize),
         ("POST", "/detokenize", small.detokenize),
@@ -141,6 +174,14 @@ def create_app(
         ("GET", "/metrics/targets", told.targets),
         ("GET", "/metrics/processes/{process}", told.process),
     )
+    if config.page:
+        page_files = PageFiles()
+        live = Live(backend, guard, reports, metrics.router)
+        routes += (
+            ("GET", "/", page_files.index),
+            ("GET", "/page/{name}", page_files.file),
+            ("GET", "/v1/live", live.show),
+        )
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
         shape = anthropic_error if path.startswith("/v1/messages") else api_error
@@ -151,7 +192,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "POST", "PATCH", "DELETE"),
             allow_headers=("*",),
             expose_headers=("*",),
         )
@@ -168,29 +209,29 @@ class SmallEndpoints:
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             prompt, card = await self._guard.read(request, read_tokenize, await self._models())
             return json_response(tokenize_reply(await self._backend.tokenize(prompt), card))
 
     async def detokenize(self, request: Request) -> Response:
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             tokens = await self._guard.read(request, read_detokenize, await self._models())
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
         reply = anthropic_models_reply if ANTHROPIC in request.headers else models_reply
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             return json_response(reply(await self._backend.models(), self._started))
 
     async def model(self, request: Request) -> Response:
         reply = anthropic_model_reply if ANTHROPIC in request.headers else model_reply
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
             return json_response(reply(card, self._started))
 
     async def version(self, request: Request) -> Response:
         """What runs here, as vLLM tells it."""
-        with self._guard.entered(request):
+        async with self._guard.entered(request):
             return json_response(orjson.dumps({"version": metadata.version("holdfast")}))
 
     async def health(self, request: Request) -> Response:

@@ -9,8 +9,10 @@ from typing import Protocol
 
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
+    NOTHING_DRAWN,
     Answer,
     ChatPrompt,
+    Drawn,
     Errored,
     GenerateRequest,
     ModelCard,
@@ -34,12 +36,13 @@ class Routed:
 class Batch:
     """Pieces of a reply that arrived together, in order, and the replica they come from. Never empty.
 
-    `choice`: of which answer to the request, where there are several.
+    `choice`: of which answer to the request, where there are several. `drawn`: the tokens they come from.
     """
 
     replica_id: str
     pieces: tuple[Piece, ...]
     choice: int = 0
+    drawn: Drawn = NOTHING_DRAWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,14 @@ class Backend(Protocol):
 
     async def status(self) -> Sequence[ReplicaStatus]:
         """What each replica that answers in time says of itself."""
+        ...
+
+    async def activity(self, scope: str | None) -> Sequence[bytes]:
+        """What each replica that answers in time does now for a tenant, None: for all, in JSON.
+
+        An object each: `replica`, its id; `status`, a `ReplicaStatus` for those who ask for all; `turns` and `pins`,
+        rows as `replicas.activity` has them.
+        """
         ...
 
     async def healthy(self) -> bool:

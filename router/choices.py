@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from holdfast.replicas.events import Sampling, Usage
+from holdfast.replicas.events import Sampling, Usage, Work
 from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest
 from holdfast.router.backend import Backend, Batch, Place, Routed
 from holdfast.router.protocol.errors import ReplyError
@@ -55,6 +55,7 @@ def total(usages: Sequence[Usage], others: Sequence[Choice]) -> Usage:
         cached=sum(each.cached for each in prompts),
         completion=sum(each.completion for each in usages),
         reasoning=sum(each.reasoning for each in usages),
+        work=sum((each.work for each in usages), Work()),
     )
 
 

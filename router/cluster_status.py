@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.backend import Backend
 from holdfast.router.http import caller, json_response
 from holdfast.router.programs import ProgramTable
@@ -61,7 +60,7 @@ class ClusterStatus:
             "time": now,
             "up_s": now - self._started,
             "store": "degraded" if self._degraded() else "ok",
-            "replicas": [_replica(each) for each in sorted(replicas, key=lambda each: each.replica_id)],
+            "replicas": [each.row for each in sorted(replicas, key=lambda each: each.replica_id)],
             "tenants": list(self._tenant_rows(live)),
             "programs": list(self._program_rows(live, limit, now)),
         }
@@ -92,11 +91,6 @@ class ClusterStatus:
                 "tools": program.tools if program and waits else "",
                 "age_s": max(0.0, now - program.arrival) if program else 0.0,
             }
-
-
-def _replica(status: ReplicaStatus) -> dict[str, Any]:
-    told = asdict(status)
-    return {**{name: value for name, value in told.items() if name != "occupancy"}, **told["occupancy"]}
 
 
 def _limit(text: str | None) -> int:

@@ -1,10 +1,12 @@
 """Settings of the router. Frozen; `cluster` composes them with the other folders'."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.replicas.errors import ConfigError
 
+KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 HEADER = re.compile(r"[a-zA-Z0-9_-]+")
 PROGRAM_HEADERS = (
     "x-program-id",
@@ -16,7 +18,56 @@ PROGRAM_HEADERS = (
     "session_id",  # and its older releases
     "conversation_id",
 )
-PLACEMENT_HEADERS = ("x-parent-session-id", "x-codex-parent-thread-id", "x-correlation-id")
+DEADLINE_HEADERS = (
+    "x-stainless-timeout",  # OpenAI's and Anthropic's clients: seconds
+    "request-timeout",  # seconds
+    "x-request-timeout",
+    "grpc-timeout",  # a number and a unit
+    "x-envoy-expected-rq-timeout-ms",  # milliseconds, as all that end so
+)
+PARENT_HEADERS = ("x-parent-session-id", "x-codex-parent-thread-id")
+PLACEMENT_HEADERS = (*PARENT_HEADERS, "x-correlation-id")
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a request costs, in units: a tenant's budgets are counted in them. By default a token is one."""
+
+    input: float = 1.0  # of a prompt's token that was computed
+    cached_input: float = 1.0  # of one that was found in the cache
+    output: float = 1.0  # of a drawn token
+    request: float = 0.0  # of the request itself
+    repeat: float = 0.0  # part of all this that an answer from the response cache costs, and counts against limits
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Oidc:
+    """Tokens of an identity provider, taken where API keys are: signed JWTs. `issuer` empty: none are."""
+
+    issuer: str = ""  # the value that `iss` must have
+    audience: str = ""  # that `aud` must have, or be among
+    jwks_url: str = ""  # where the issuer's public keys are; empty: `<issuer>/.well-known/jwks.json`
+    tenant_claim: str = "tenant"  # the claim that names the tenant, which must be among `tenants`
+    scope_claim: str = "scope"  # what it may do, as `infer`, `usage`, `operate`; absent: `infer` and `usage`
+    algorithms: tuple[str, ...] = ("RS256", "ES256", "EdDSA")  # signatures that are taken
+    refresh_s: float = 300.0  # between two looks at the public keys
+
+    def __post_init__(self) -> None:
+        if self.issuer and not self.audience:
+            raise ConfigError("an issuer needs an audience: its tokens for others are no keys here", "audience")
+        if any(name == "none" or name.startswith("HS") for name in self.algorithms) or not self.algorithms:
+            raise ConfigError(f"algorithms must be those of public keys, not {list(self.algorithms)}", "algorithms")
+        if self.refresh_s <= 0:
+            raise ConfigError(f"refresh_s must be positive, not {self.refresh_s}", "refresh_s")
+
+    @property
+    def keys_url(self) -> str:
+        return self.jwks_url or f"{self.issuer.rstrip('/')}/.well-known/jwks.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +84,8 @@ class RouterConfig:
     cors_origins: tuple[str, ...] = ()  # web pages that may call, as `https://chat.example`; `*`: all that have a key
     model_defaults: bool = True  # the model's generation_config.json says how to sample where a request does not
 
+    page: bool = True  # the page at `/`, and `/v1/live`, which it shows
+
     response_cache: bool = True  # exact repeats are answered without an engine
     cache_entries: int = 1024  # answers in this process
     cache_memory: int = 64 * 2**20  # bytes of the answers in this process
@@ -40,6 +93,8 @@ class RouterConfig:
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
     cache_share: float = 0.5  # of this process's answers that one tenant keeps once they are full and others want some
     cache_tenant_bytes: int = 2**27  # of the answers that one tenant may put into Redis in `cache_ttl_s`
+    single_flight: bool = True  # of requests for the same answer one is computed, the others wait for it
+    cache_lease_s: float = 3.0  # what a router computes for all is left to others so soon after it has died
 
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
@@ -57,11 +112,23 @@ class RouterConfig:
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
     program_rest_s: float = 3600.0  # after a longer rest a program has lost its place in the order: it begins anew
     program_headers: tuple[str, ...] = PROGRAM_HEADERS  # name the program where its body does not; the first counts
+    parent_headers: tuple[str, ...] = PARENT_HEADERS  # name the program that a new one counts with, as its sub-agent
+    deadline_headers: tuple[str, ...] = DEADLINE_HEADERS  # say how long a client waits, beside `timeout` in a body
     placement_headers: tuple[str, ...] = PLACEMENT_HEADERS  # name what a new program is placed with, no program
 
     store_timeout_s: float = 0.25  # of one Redis operation; after a longer one a router works from its own memory
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
+    admin_key_hashes: tuple[str, ...] = ()  # of keys for `/v1/admin` and `holdfast tenants`, as `holdfast key` prints
+    oidc: Oidc = field(default_factory=Oidc)
+
+    prices: Prices = field(default_factory=Prices)
+    output_estimate: int = 512  # tokens that a request without `max_tokens` is taken to draw, until it has
+    program_quota_s: float = 600.0  # a program counts against `max_programs` so long after a turn, unless it is over
+    usage_records: int = 10000  # of one tenant in Redis, the latest; the older ones are in the sums alone
+    usage_days: int = 400  # sums of days and months are kept so long
+    audit_records: int = 10000  # acts and refusals in Redis, the latest
+
     metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"
     store_entries: int = 65536  # kept in memory where there is no Redis
     store_memory: int = 256 * 2**20  # bytes of what is kept in memory where there is no Redis
@@ -69,7 +136,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if name.endswith("_headers"):
+            if name == "admin_key_hashes":
+                if not all(KEY_HASH.fullmatch(each) for each in value):
+                    raise ConfigError(f"{name} must be 'sha256:' and 64 hex digits each; see `holdfast key`", name)
+            elif name.endswith("_headers"):
                 if not all(HEADER.fullmatch(each) for each in value):
                     raise ConfigError(f"{name} must be names of headers, not {list(value)}", name)
             elif isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:

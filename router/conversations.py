@@ -28,7 +28,7 @@ import orjson
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt
 from holdfast.router.identity import unnamed_program
 from holdfast.router.lru import SHARE, Lru
-from holdfast.router.programs import BEGIN, Begun, ProgramTable, Scripts, Stand
+from holdfast.router.programs import BEGIN, Begun, ProgramTable, Scripts, Stand, program_name
 
 REPLIES = 32  # of a conversation that are looked back over, the latest
 MOST = 64  # programs kept at one place, the latest
@@ -124,6 +124,18 @@ def preamble(scope: str, prompt: ChatPrompt | RawPrompt) -> Preamble:
     return Preamble(digest, tokens, whole)
 
 
+def placed_by(tenant: str, model: str, cache_salt: str) -> str:
+    """What the beginning of a prompt is never shared across, for placement."""
+    return f"{tenant} {model}\0{cache_salt}" if cache_salt else f"{tenant} {model}"
+
+
+def prompt_tokens(prompt: ChatPrompt | RawPrompt) -> int:
+    """About how many tokens it has, by its length."""
+    if isinstance(prompt, RawPrompt):
+        return len(prompt.content) // (CHARACTERS if isinstance(prompt.content, str) else 1)
+    return (len(orjson.dumps(prompt.tools)) + sum(map(_length, prompt.messages))) // CHARACTERS
+
+
 def hint(name: str) -> str:
     """The digest of what two prompts share because their clients say so."""
     return _hash(b"hint", name)[:8].hex()
@@ -205,14 +217,14 @@ return found
 _GO_ON = (
     BEGIN
     + """
-local new, value, most, places, likely = ARGV[9], ARGV[10], tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13]
+local new, value, most, places, likely = ARGV[10], ARGV[11], tonumber(ARGV[12]), tonumber(ARGV[13]), ARGV[14]
 local heads, here = KEYS[2], KEYS[3]
 
 local function candidates()
   if likely ~= '' then return cjson.decode(likely) end
   local found = {}
   for i = 4, #KEYS do
-    local mark, again, rows = ARGV[7 + 2 * i], KEYS[i] == here, {}
+    local mark, again, rows = ARGV[8 + 2 * i], KEYS[i] == here, {}
     local all = redis.call('HGETALL', KEYS[i])
     for j = 1, #all, 2 do
       local kept = cjson.decode(all[j + 1])
@@ -228,7 +240,7 @@ local function candidates()
       if one[1] ~= two[1] then return one[1] < two[1] end
       return one[2] < two[2]
     end)
-    for _, each in ipairs(rows) do found[#found + 1] = {each[3], ARGV[6 + 2 * i], i} end
+    for _, each in ipairs(rows) do found[#found + 1] = {each[3], ARGV[7 + 2 * i], i} end
     if #found >= most then break end
   end
   return found
@@ -301,16 +313,16 @@ class Conversations:
         self._places = places
         self._near: Lru[dict[str, Kept]] = Lru(max_entries, share=SHARE)
 
-    async def begin(self, tenant: str, sent: Conversation) -> tuple[Begun, Standing]:
-        """A turn comes, of the program that this conversation continues or of a new one: in one step in Redis, and for
-        a plain prompt in two.
+    async def begin(self, tenant: str, sent: Conversation, parent: str = "") -> tuple[Begun, Standing]:
+        """A turn comes, of the program that this conversation continues or of a new one, a sub-agent of `parent`: in
+        one step in Redis, and for a plain prompt in two.
         """
         if self._programs.untold:
             await self._programs.catch_up(kept.program for kept in self._near_by(tenant, sent))
         new, id_ = unnamed_program(tenant, secrets.token_hex(12)), secrets.token_hex(6)
-        begun = await self._begin(tenant, sent, new, id_)
+        begun = await self._begin(tenant, sent, new, id_, parent)
         if begun is None:
-            begun = await self._begin_alone(tenant, sent, new, id_)
+            begun = await self._begin_alone(tenant, sent, new, id_, parent)
         return begun, self._move(tenant, begun.key, sent)
 
     async def look(self, tenant: str, sent: Conversation) -> str | None:
@@ -326,9 +338,9 @@ class Conversations:
         there = self._near.get(f"{standing.tenant}/{kept.place}", self._clock())
         if there is not None and kept.program in there:
             there[kept.program] = kept
-        return Stand(_key(standing.tenant, kept.place), _name(kept.program), kept.value())
+        return Stand(_key(standing.tenant, kept.place), program_name(kept.program), kept.value())
 
-    async def _begin(self, tenant: str, sent: Conversation, new: str, id_: str) -> Begun | None:
+    async def _begin(self, tenant: str, sent: Conversation, new: str, id_: str, parent: str) -> Begun | None:
         """None: Redis is away."""
         places, likely = list(sent.places), b""
         of_places: list[str] = []
@@ -339,19 +351,21 @@ class Conversations:
             found = await self._find(tenant, sent)
             if found is None:
                 return None
-            likely = orjson.dumps([(_name(kept.program), kept.head, 4 + places.index(kept.place)) for kept in found])
+            likely = orjson.dumps(
+                [(program_name(kept.program), kept.head, 4 + places.index(kept.place)) for kept in found]
+            )
         kept = Kept(new, sent.length, sent.head, sent.place, self._clock())
         keys = [_heads(tenant), *(_key(tenant, place) for place in (sent.place, *places))]
-        told: list[str | bytes] = [_name(new), kept.value(), str(MOST), str(self._places), likely, *of_places]
-        return await self._programs.find(_GO_ON, tenant, sent.head, keys, told, id_)
+        told: list[str | bytes] = [program_name(new), kept.value(), str(MOST), str(self._places), likely, *of_places]
+        return await self._programs.find(_GO_ON, tenant, sent.head, keys, told, id_, parent)
 
-    async def _begin_alone(self, tenant: str, sent: Conversation, new: str, id_: str) -> Begun:
+    async def _begin_alone(self, tenant: str, sent: Conversation, new: str, id_: str, parent: str) -> Begun:
         """By what this process knows."""
         for kept in self._near_by(tenant, sent):
             begun = await self._programs.go_on(kept.program, sent.head, kept.head, id_)
             if begun is not None:
                 return begun
-        return await self._programs.begin(new, sent.head, id_)
+        return await self._programs.begin(new, sent.head, id_, parent)
 
     async def _find(self, tenant: str, sent: Conversation) -> list[Kept] | None:
         """The programs that a request may go on with, the likeliest first; None: Redis is away."""
@@ -394,8 +408,3 @@ def _heads(tenant: str) -> str:
 
 def _key(tenant: str, place: str) -> str:
     return f"{_heads(tenant)}/{place}"
-
-
-def _name(program: str) -> str:
-    """A program's key without its tenant."""
-    return program.partition("/")[2]

@@ -1,29 +1,38 @@
 """Where requests wait until a replica has room for them: slots and lines joined, on one event loop.
 
 Whenever a slot comes free its replica takes whoever is first in line for it. So a replica with room has nobody waiting
-for it, and one that comes then may have the slot at once. `fair`: of several tenants it is the one whose turn it is,
-and where the line is full the last of whoever has most of it gives way.
+for it, and one that comes then may have the slot at once. Batch waits behind interactive requests, and leaves a part of
+each replica's slots to them. `fair`: of several tenants it is the one whose turn it is, and where the line is full the
+last of whoever has most of it gives way.
 """
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from holdfast.replicas.errors import OverloadedError
+from holdfast.replicas.scheduling.forecast import Mean
+from holdfast.replicas.scheduling.shares import Turn
+from holdfast.replicas.types import Priority
 from holdfast.router.lines import NOBODY, Key, Lines, Payer, SlotShares
 from holdfast.router.slots import Slots
 
 NOWHERE = ""  # no replica's id: its line is empty, so who waits for any comes first
+GIVES_WAY = "so much waits that this request has to give way"
+SPARED = 8  # batch leaves the eighth part of a replica's slots to interactive requests
 CLOSED_S = 0.05  # how long a replica that said it is full is left alone, if nothing ends there meanwhile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """One request in line; `taken` gets the id of the replica that is to have it, None where there is none any more."""
+    """One request in line, with its `turn` there; `taken` gets the id of the replica that is to have it, None where
+    there is none any more.
+    """
 
     request_id: str
     payer: Payer
+    turn: Turn
     taken: asyncio.Future[str | None]
 
 
@@ -38,23 +47,43 @@ class Hand(Protocol):
 class Gate:
     """Replicas are known by their ids. Every slot that is taken has to be given back; `hand` is told of both."""
 
-    def __init__(self, max_waiting: int, hand: Hand, control_calls: int = 0, *, fair: bool = False) -> None:
+    def __init__(
+        self,
+        max_waiting: int,
+        hand: Hand,
+        control_calls: int = 0,
+        *,
+        fair: bool = False,
+        max_waiting_tokens: int = 1 << 62,
+    ) -> None:
         self._hand = hand
         self._fair = fair
-        self._shares = SlotShares()
-        self._payers: dict[tuple[str, str], Payer] = {}  # of the slots that tenants have, by replica and request
+        self.shares = SlotShares()
+        self._payers: dict[tuple[str, str], tuple[Payer, float]] = {}  # of slots, and since when
         self._slots = Slots(CLOSED_S, control_calls)
-        self._lines: Lines[Waiter] = Lines(max_waiting)
+        self._lines: Lines[Waiter] = Lines(max_waiting, max_waiting_tokens)
+        self._gap = Mean()  # seconds between two that get a slot while others wait
+        self._since: float | None = None  # the latest of these
 
     def __len__(self) -> int:
         """Requests that wait."""
         return len(self._lines)
 
+    @property
+    def tokens(self) -> int:
+        """In their prompts."""
+        return self._lines.tokens
+
+    @property
+    def expected_s(self) -> float:
+        """How long one that comes last will wait; 0 where nobody waits, or that is not known yet."""
+        return (len(self._lines) + 1) * self._gap.value if len(self._lines) else 0.0
+
     def take(self, replica_id: str, request_id: str, payer: Payer = NOBODY) -> bool:
         """Take a slot at a replica; False where it has none."""
-        if not self._slots.room(replica_id, asyncio.get_running_loop().time()):
+        if not self._room(replica_id, payer.priority):
             return False
-        self._take(replica_id, request_id, payer if self._fair else NOBODY)
+        self._take(replica_id, request_id, self._counted(payer))
         return True
 
     def take_any(self, request_id: str, payer: Payer = NOBODY) -> str | None:
@@ -62,20 +91,33 @@ class Gate:
         return next((each for each in self._slots.free if self.take(each, request_id, payer)), None)
 
     async def wait(
-        self, key: Key, home: str | None, request_id: str, timeout_s: float, payer: Payer = NOBODY
+        self,
+        key: Key,
+        home: str | None,
+        request_id: str,
+        timeout_s: float,
+        payer: Payer = NOBODY,
+        tokens: int = 0,
     ) -> str | None:
         """A slot at replica `home`, or at any, in the order of keys; None where none came in time, or the last
         replica went.
 
-        Raises OverloadedError where too many wait already, or this one has to give way to another tenant's.
+        Raises OverloadedError where too much waits already, or this one has to give way to another tenant's, or to one
+        of a higher class.
         """
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[str | None] = loop.create_future()
-        payer = payer if self._fair else NOBODY
-        if self._lines.full:
-            self._make_room(payer)
-        place = self._lines.enter(key, Waiter(request_id, payer, taken), home, payer.tenant)
-        self._shares.come(payer, loop.time())
+        payer = self._counted(payer)
+        while self._lines.full(tokens) and self._make_room(payer):
+            pass
+        turn = self.shares.come(payer, loop.time())
+        try:
+            waiter = Waiter(request_id, payer, turn, taken)
+            place = self._lines.enter((*turn, *key), waiter, home, payer.line, tokens)
+        except OverloadedError:
+            self.shares.leave(payer)
+            raise
+        self._since = loop.time() if self._since is None else self._since
         try:
             await asyncio.wait({taken}, timeout=max(0.0, timeout_s))
         except asyncio.CancelledError:
@@ -83,14 +125,20 @@ class Gate:
                 self.give_back(replica_id, request_id)
             raise
         finally:
-            self._lines.leave(place)
+            if not place.gone:
+                self._lines.leave(place)
+                self.shares.leave(payer)
+            if not len(self._lines):
+                self._since = None
         return taken.result() if taken.done() else None
 
     def give_back(self, replica_id: str, request_id: str) -> None:
         """A request has ended at a replica, was refused there or never went there."""
         if self._slots.give_back(replica_id, request_id):
-            payer = self._payers.pop((replica_id, request_id), NOBODY)
-            self._shares.give_back(payer, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            payer, since = self._payers.pop((replica_id, request_id), (None, now))
+            if payer is not None:
+                self.shares.give_back(payer, now, now - since)
             self._hand.ended(replica_id)
         self._serve(replica_id)
 
@@ -112,7 +160,8 @@ class Gate:
         self._slots.update(capacity)
         self._lines.keep(set(capacity))
         if not capacity:
-            while (waiter := self._next(NOWHERE)) is not None:
+            while (waiter := self._next(NOWHERE, batch=True)) is not None:
+                self.shares.leave(waiter.payer)
                 waiter.taken.set_result(None)
         for replica_id in capacity:
             self._serve(replica_id)
@@ -125,27 +174,49 @@ class Gate:
 
     def _serve(self, replica_id: str) -> None:
         now = asyncio.get_running_loop().time()
-        while self._slots.room(replica_id, now) and (waiter := self._next(replica_id)) is not None:
-            self._take(replica_id, waiter.request_id, waiter.payer)
+        while self._room(replica_id, Priority.INTERACTIVE):
+            waiter = self._next(replica_id, batch=self._room(replica_id, Priority.BATCH))
+            if waiter is None:
+                return
+            self._take(replica_id, waiter.request_id, waiter.payer, waiter.turn)
             waiter.taken.set_result(replica_id)
+            if self._since is not None:
+                self._gap.add(now - self._since)
+            self._since = now if len(self._lines) else None
 
-    def _next(self, replica_id: str) -> Waiter | None:
-        """Who waits for a replica and is first, out of its line."""
-        tenants = self._lines.tenants(replica_id)
-        if not tenants:
+    def _room(self, replica_id: str, priority: Priority) -> bool:
+        spared = SPARED if priority is Priority.BATCH else 0
+        return self._slots.room(replica_id, asyncio.get_running_loop().time(), spared)
+
+    def _next(self, replica_id: str, *, batch: bool) -> Waiter | None:
+        """Who waits for a replica and is first, out of its line; without `batch` one that is interactive."""
+        lines = [line for line in self._lines.lines(replica_id) if batch or line.priority is Priority.INTERACTIVE]
+        if not lines:
             return None
-        return self._lines.take(replica_id, self._shares.first(tenants, asyncio.get_running_loop().time()))
+        return self._lines.take(replica_id, self.shares.first(lines, asyncio.get_running_loop().time()))
 
-    def _make_room(self, payer: Payer) -> None:
-        """In a full line the last of a tenant that has more of it than `payer` gives way."""
-        crowds = self._shares.crowds(self._lines.waiting(), payer) if payer.tenant else None
+    def _make_room(self, payer: Payer) -> bool:
+        """In a full line the last of a tenant that has more of it than `payer` gives way, or one of batch; False: none
+        does.
+        """
+        crowds = self.shares.crowds(self._lines.waiting(), payer)
         waiter = None if crowds is None else self._lines.take_last(crowds)
-        if waiter is not None:
-            waiter.taken.set_exception(OverloadedError("so many requests wait that this one has to give way"))
+        if waiter is None:
+            return False
+        self.shares.leave(waiter.payer)
+        waiter.taken.set_exception(OverloadedError(GIVES_WAY))
+        return True
 
-    def _take(self, replica_id: str, request_id: str, payer: Payer) -> None:
+    def _take(self, replica_id: str, request_id: str, payer: Payer, turn: Turn | None = None) -> None:
         self._slots.take(replica_id, request_id)
-        if payer.tenant and (replica_id, request_id) not in self._payers:
-            self._payers[replica_id, request_id] = payer
-            self._shares.take(payer, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        if (replica_id, request_id) not in self._payers:
+            self._payers[replica_id, request_id] = payer, now
+            self.shares.take(payer, now, turn)
+        elif turn is not None:
+            self.shares.leave(payer)
         self._hand.sent(replica_id)
+
+    def _counted(self, payer: Payer) -> Payer:
+        """What a request counts for here: where tenants do not share, its class alone."""
+        return payer if self._fair else replace(NOBODY, priority=payer.priority)

@@ -1,25 +1,28 @@
 """What stands before every call of a tenant: who calls, whether it may call now, and how its body is read.
 
-In this order, so that a caller who is refused costs no body: key or address, then the tenant's limits, then the
-declared length, and only then the bytes. A place that a call takes here is kept until its answer is complete.
+In this order: key or address, then a place, and what is known of the tenant's limits, then the declared length, and
+only then the bytes. So a caller who is refused again costs no body. What a call counts against the limits is charged
+once that is known (`accounts`). A place that it takes here is kept until its answer is complete.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from starlette.requests import Request
 
+from holdfast.router.accounts import Accounts, Admission
+from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
-from holdfast.router.http import caller, read_body
+from holdfast.router.http import answer_headers, caller, read_body
 from holdfast.router.limits import Limiter
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
-from holdfast.router.protocol.errors import RefusedError
-from holdfast.router.tenants import Tenant, TenantDirectory
-from holdfast.router.watching import watch_tenants
+from holdfast.router.protocol.errors import Refusal, RefusedError, reason
+from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
+from holdfast.router.watching import watch_accounts, watch_tenants
 
 T = TypeVar("T")
 
@@ -34,6 +37,8 @@ class Guard:
         config: RouterConfig,
         drain: Drain,
         parser: ParserProcess,
+        accounts: Accounts | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._tenants = tenants
         self._config = config
@@ -42,34 +47,56 @@ class Guard:
         tenants.watch(self._limiter.share)
         self._drain = drain
         self._parser = parser
+        self._accounts = accounts or Accounts(config)
+        self._audit = audit or Audit()
+        tenants.watch(self._accounts.keep)
+        watch_accounts(metrics, self._accounts)
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
 
-    def authenticate(self, request: Request) -> Tenant:
-        """Whose call it is. Raises RefusedError (401, 403) or ClientGoneError."""
-        return self._tenants.authenticate(caller(request))
+    def authenticate(self, request: Request, scope: Scope = Scope.INFER) -> Principal:
+        """Whose call it is. Raises RefusedError (401, 403; also for a key that is not for this) or ClientGoneError."""
+        who = caller(request)
+        try:
+            principal = self._tenants.authenticate(who)
+            if not principal.allows(scope):
+                raise RefusedError(Refusal.FORBIDDEN, f"This API key does not have the scope '{scope}'")
+        except RefusedError as error:
+            self._audit.refused(reason(error), who.peer or "", request.url.path)
+            raise
+        return principal
 
     @contextmanager
-    def admitted(self, tenant: Tenant) -> Iterator[None]:
-        """A place for one call of `tenant`. Raises RefusedError or OverloadedError (429), or UnavailableError (503)
-        while the server stops.
+    def place(self, tenant: Tenant) -> Iterator[None]:
+        """A place for one call of `tenant`. Raises OverloadedError (429), or UnavailableError (503) while the server
+        stops.
         """
         self._drain.check()
-        self._limiter.enter(tenant, self._metrics.clock())
+        self._limiter.enter(tenant)
         try:
             yield
         finally:
             self._limiter.leave(tenant)
 
     @contextmanager
-    def entered(self, request: Request) -> Iterator[Tenant]:
-        """Both: the tenant that calls, with a place for the call."""
+    def admitted(self, principal: Principal) -> Iterator[Admission]:
+        """A place for a call, which is yet to be charged. Raises as `place`, and QuotaError (429) where it is known
+        already that the tenant has no room.
+        """
+        with self.place(principal.tenant):
+            yield self._accounts.admission(principal)
+
+    @asynccontextmanager
+    async def entered(self, request: Request, scope: Scope = Scope.INFER) -> AsyncIterator[Tenant]:
+        """All of it, for a call that generates nothing: the tenant that calls, with a place for the call."""
         try:
-            tenant = self.authenticate(request)
+            principal = self.authenticate(request, scope)
         except RefusedError as error:
             self._metrics.refused(error)
             raise
-        with self.admitted(tenant):
-            yield tenant
+        with self.admitted(principal) as admission:
+            await admission.charge_call()
+            answer_headers(request).standing = admission.standing
+            yield principal.tenant
 
     async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
         """What `parse(body, *arguments)` makes of the request's body; a long one is parsed beside the event loop.

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.router.event_stream import ClientGoneError
+from holdfast.router.limit_headers import anthropic_headers, openai_headers
 from holdfast.router.protocol.errors import ApiError, Refusal, RefusedError, api_error
+from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
 
 log = logging.getLogger(__name__)
@@ -42,9 +45,12 @@ class AnswerHeaders:
 
     request_id: str
     cache: str = "bypass"
+    age_s: float | None = None  # of an answer from the response cache; None: no such header
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
     skipped: str = ""  # likewise
+    standing: Standing | None = None  # with the tenant's limits; likewise
+    anthropic: bool = False  # it is told as Anthropic's clients know it
 
     def encode(self) -> list[tuple[bytes, bytes]]:
         told = [
@@ -53,10 +59,14 @@ class AnswerHeaders:
             (b"x-holdfast-cache", self.cache.encode()),
             (b"x-holdfast-replica", self.replica.encode()),
         ]
+        if self.age_s is not None:
+            told.append((b"age", str(int(self.age_s)).encode()))
         if self.server_timing:
             told.append((b"server-timing", self.server_timing.encode()))
         if self.skipped:
             told.append((b"x-holdfast-skipped", self.skipped.encode()))
+        if self.standing is not None:
+            told += anthropic_headers(self.standing, time.time()) if self.anthropic else openai_headers(self.standing)
         return told
 
 
@@ -70,7 +80,7 @@ class AnswerHeadersMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = AnswerHeaders(_request_id(scope))
+        headers = AnswerHeaders(_request_id(scope), anthropic=scope["path"].startswith("/v1/messages"))
         scope[STATE] = headers
 
         async def send_with_headers(message: Message) -> None:
@@ -157,6 +167,8 @@ def supervised(handler: Handler, shape: ErrorShape = api_error) -> Handler:
             known = request if request.client is not None else await _look_for_client(request)
             return await handler(known)
         except HoldfastError as error:
+            if isinstance(error, QuotaError):
+                answer_headers(request).standing = error.standing
             return error_response(error, shape)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)

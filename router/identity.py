@@ -4,11 +4,15 @@ A request that names no program may go on with a conversation that is known: tha
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.types import Priority
 from holdfast.router.protocol.turn import ClaimedIds
 
 MAX_LENGTH = 256
+GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+PRIORITY = "x-priority"  # the header that names a request's class, where its body does not
 
 
 def program_named(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str | None:
@@ -33,10 +37,41 @@ def neighbour(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: S
     It has the form of a program's key: a sub-agent that names its parent says whose neighbour it is. What cannot be a
     program's name is no hint.
     """
-    for value in (*(headers.get(name) for name in names), ids.prompt_cache_key):
-        if value and _fits(value):
-            return f"{tenant}/{_escaped(value)}"
-    return ""
+    return _first(tenant, (*(headers.get(name) for name in names), ids.prompt_cache_key))
+
+
+def parent_named(tenant: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """The key of the program that a new one is a sub-agent of, by the first of the headers `names`; "": of none."""
+    return _first(tenant, [headers.get(name) for name in names])
+
+
+def priority_named(headers: Mapping[str, str]) -> Priority | None:
+    """The class that the headers ask for; None: none. Raises InvalidRequestError for one that there is not."""
+    value = headers.get(PRIORITY, "").strip().lower()
+    if value and value not in tuple(Priority):
+        raise InvalidRequestError(f"'{PRIORITY}' must be one of {', '.join(Priority)}", PRIORITY)
+    return Priority(value) if value else None
+
+
+def within_named(headers: Mapping[str, str], names: Sequence[str]) -> float:
+    """For how many seconds the client waits, by the shortest time in its headers; infinity: it does not say.
+
+    What cannot be read says nothing: clients and proxies put these there for others.
+    """
+    return min((_seconds(name, headers[name].strip()) for name in names if name in headers), default=inf)
+
+
+def _seconds(name: str, value: str) -> float:
+    unit = 1.0
+    if name == "grpc-timeout":
+        unit, value = GRPC_UNITS.get(value[-1:], 0.0), value[:-1]
+    elif name.endswith("-ms"):
+        unit = 1e-3
+    try:
+        seconds = float(value) * unit
+    except ValueError:
+        return inf
+    return seconds if seconds > 0 else inf
 
 
 def named_program(tenant: str, program_id: str) -> str:
@@ -64,6 +99,10 @@ def _scoped(tenant: str, value: str, field: str) -> str:
     if not _fits(value):
         raise InvalidRequestError(f"'{field}' must be at most {MAX_LENGTH} printable characters", field)
     return f"{tenant}/{_escaped(value)}"
+
+
+def _first(tenant: str, values: Sequence[str | None]) -> str:
+    return next((f"{tenant}/{_escaped(value)}" for value in values if value and _fits(value)), "")
 
 
 def _fits(value: str) -> bool:

@@ -20,6 +20,7 @@ class LineStats:
     """
 
     waiting: int = 0
+    tokens: int = 0  # in their prompts, now
     waits: int = 0
     home_waits: int = 0  # of the waits, those for the replica that holds the program's state
     wait_s: float = 0.0

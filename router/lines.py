@@ -1,19 +1,21 @@
 """Requests that wait for a replica, each line in order, all lines together bounded. Pure: who is next, not when.
 
 A request waits for its program's replica, or for any. A replica with room takes the first of its own line and the line
-for any, whichever comes first; so among those that it could serve, nobody is overtaken. Where tenants share the slots
-by their weights each has lines of its own, and whose turn it is comes first (`SlotShares`).
+for any, whichever comes first; so among those that it could serve, nobody of one class is overtaken. Batch waits behind
+interactive requests. Where tenants share the slots by their weights each has lines of its own, and whose turn it is
+comes first (`SlotShares`).
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.scheduling.shares import Shares
+from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Classes, Roots, Shares, Turn
+from holdfast.replicas.types import Priority
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[float, ...]
@@ -21,12 +23,25 @@ Key: TypeAlias = tuple[float, ...]
 _SLACK = 64  # places that were given up may stay in a line of any length
 
 
+class Line(NamedTuple):
+    """Requests of one tenant and class wait in one line."""
+
+    tenant: str
+    priority: Priority = Priority.INTERACTIVE
+
+
 @dataclass(frozen=True, slots=True)
 class Payer:
-    """The tenant that a request counts for."""
+    """What a request counts for: a tenant, its class, and the program of the tenant's; "": none."""
 
     tenant: str
     weight: float = 1.0
+    priority: Priority = Priority.INTERACTIVE
+    root: str = ""
+
+    @property
+    def line(self) -> Line:
+        return Line(self.tenant, self.priority)
 
 
 NOBODY = Payer("")  # whose requests go before those of all tenants, and count for none
@@ -39,71 +54,151 @@ class Place(Generic[T]):
     key: Key
     waiter: T
     home: str | None
-    tenant: str = ""
+    line: Line = NOBODY.line
+    tokens: int = 0
     gone: bool = False
 
 
 class SlotShares:
-    """Who of several tenants gets the next slot: the rule of `engine.order: fair`, over the seconds that they have
-    slots. What is nobody's goes first. Times are of one clock that does not go back.
+    """Who gets the next slot: the classes in turn, in each of them tenants, and their programs, by the rule of
+    `engine.order: fair`, over the seconds that they have slots. What is nobody's goes first in its class, and its
+    programs have no turns. Times are of one clock that does not go back.
     """
 
-    def __init__(self) -> None:
-        self._shares = Shares()
-        self._counted: dict[str, float] = {}  # until when, of those that have slots
+    def __init__(self, batch_share: float = BATCH_SHARE) -> None:
+        self._classes = Classes(batch_share)
+        self._shares = {each: Shares() for each in Priority}
+        self._roots: OrderedDict[Line, Roots] = OrderedDict()
+        self._counted: dict[Line, float] = {}  # until when, of those that have slots
+        self._contended: dict[str, float] = {}
+        self._looked = 0.0  # when the classes were told last
+        self._running: Counter[Priority] = Counter()  # slots
+        self._waiting: Counter[Priority] = Counter()  # requests
 
-    def come(self, payer: Payer, now: float) -> None:
-        """A request waits from now on."""
+    def come(self, payer: Payer, now: float) -> Turn:
+        """A request waits from now on: its turn among its tenant's."""
+        alone = not self._waiting[payer.priority]
+        self._waiting[payer.priority] += 1
+        return self._come(payer, now, alone=alone)
+
+    def leave(self, payer: Payer) -> None:
+        """It waits no longer, and has no slot."""
+        self._waiting[payer.priority] -= 1
+        if payer.root:
+            self._roots_of(payer.line).leave(payer.root)
+
+    def take(self, payer: Payer, now: float, turn: Turn | None = None) -> None:
+        """A request has got a slot, with the turn that it waited with, or at once."""
+        self._tell_classes(now)
+        self._running[payer.priority] += 1
+        if turn is None:
+            turn = self._come(payer, now, alone=not self._waiting[payer.priority])
+        else:
+            self._waiting[payer.priority] -= 1
         if not payer.tenant:
             return
-        self._count(payer.tenant, now)
-        self._shares.come(payer.tenant, payer.weight)
+        self._count(payer.line, now)
+        self._shares[payer.priority].begin(payer.tenant).weight = payer.weight
+        self._roots_of(payer.line).begin(turn)
+        self._counted[payer.line] = now
 
-    def take(self, payer: Payer, now: float) -> None:
-        """A request has got a slot."""
+    def give_back(self, payer: Payer, now: float, seconds: float = 0.0) -> None:
+        """A request has no slot any more, which it had for so long."""
+        self._tell_classes(now)
+        self._running[payer.priority] -= 1
         if not payer.tenant:
             return
-        self._count(payer.tenant, now)
-        self._shares.begin(payer.tenant).weight = payer.weight
-        self._counted[payer.tenant] = now
+        self._count(payer.line, now)
+        shares = self._shares[payer.priority]
+        shares.end(payer.tenant)
+        if payer.root:
+            self._roots_of(payer.line).charge(payer.root, seconds)
+            self._roots_of(payer.line).leave(payer.root)
+        if not shares.of(payer.tenant).running:
+            del self._counted[payer.line]
 
-    def give_back(self, payer: Payer, now: float) -> None:
-        if not payer.tenant:
-            return
-        self._count(payer.tenant, now)
-        share = self._shares.of(payer.tenant)
-        share.running -= 1
-        if not share.running:
-            del self._counted[payer.tenant]
-
-    def first(self, tenants: Sequence[str], now: float) -> str:
+    def first(self, lines: Sequence[Line], now: float) -> Line:
         """Whose turn it is of these, of whom there is one at least."""
-        if NOBODY.tenant in tenants:
-            return NOBODY.tenant
-        for tenant in tenants:
-            self._count(tenant, now)
-        chosen = min(tenants, key=self._shares.standing)
-        self._shares.chosen(chosen)
+        self._tell_classes(now)
+        wanted = Priority.BATCH if self._classes.due else Priority.INTERACTIVE
+        lines = [line for line in lines if line.priority is wanted] or lines
+        nobody = next((line for line in lines if line.tenant == NOBODY.tenant), None)
+        if nobody is not None:
+            return nobody
+        for line in lines:
+            self._count(line, now)
+        shares = self._shares[lines[0].priority]
+        chosen = min(lines, key=lambda line: shares.standing(line.tenant))
+        shares.choose(line.tenant for line in lines)
         return chosen
 
-    def crowds(self, waiting: Mapping[str, int], payer: Payer) -> str | None:
-        """Who has most of a full line for its weight, more than `payer` had with one more; None where nobody has."""
-        counts = {tenant: n / self._shares.of(tenant).weight for tenant, n in waiting.items() if tenant}
+    def crowds(self, waiting: Mapping[Line, int], payer: Payer) -> Line | None:
+        """Who has most of a full line for its weight, more than `payer` had with one more; None where nobody has.
+
+        For an interactive request batch gives way, whoever's.
+        """
+        batch = {line: n for line, n in waiting.items() if line.priority is Priority.BATCH}
+        if payer.priority is Priority.INTERACTIVE and batch:
+            return max(batch, key=batch.__getitem__)
+        shares = self._shares[payer.priority]
+        counts = {
+            line: n / shares.of(line.tenant).weight
+            for line, n in waiting.items()
+            if line.tenant and line.priority is payer.priority
+        }
         most = max(counts, key=counts.__getitem__, default=None)
-        if most is None or counts[most] <= (waiting.get(payer.tenant, 0) + 1) / payer.weight:
+        if not payer.tenant or most is None or counts[most] <= (waiting.get(payer.line, 0) + 1) / payer.weight:
             return None
         return most
 
-    def _count(self, tenant: str, now: float) -> None:
+    def learn(self, elsewhere: Mapping[str, float]) -> None:
+        """So many seconds more tenants had slots of other routers, by the names that `contended` has."""
+        for name, seconds in elsewhere.items():
+            priority, _, tenant = name.partition("/")
+            if priority in tuple(Priority):
+                self._shares[Priority(priority)].elsewhere(tenant, seconds)
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        """Seconds of slots while others waited, by class and tenant, for other routers to count."""
+        return self._contended.copy()
+
+    def _come(self, payer: Payer, now: float, *, alone: bool) -> Turn:
+        if not payer.tenant:
+            return (0.0, 0.0)
+        for line in list(self._counted):
+            self._count(line, now)
+        self._shares[payer.priority].come(payer.tenant, payer.weight, alone=alone)
+        return self._roots_of(payer.line).come(payer.root) if payer.root else (0.0, 0.0)
+
+    def _count(self, line: Line, now: float) -> None:
         """Charge a tenant for the slots it has had since that was done last."""
-        since = self._counted.get(tenant)
-        if since is None:
+        since = self._counted.get(line)
+        if since is None or since == now:
             return
-        share = self._shares.of(tenant)
-        seconds = share.running * (now - since)
-        share.served += seconds / share.weight
-        self._shares.spend(seconds)
-        self._counted[tenant] = now
+        shares = self._shares[line.priority]
+        seconds = shares.of(line.tenant).running * (now - since)
+        shares.charge(line.tenant, seconds)
+        if self._waiting[line.priority]:
+            name = f"{line.priority}/{line.tenant}"
+            self._contended[name] = self._contended.get(name, 0.0) + seconds
+        self._counted[line] = now
+
+    def _tell_classes(self, now: float) -> None:
+        seconds, self._looked = now - self._looked, now
+        batch, slots = self._running[Priority.BATCH], self._running.total()
+        wanted = batch > 0 or self._waiting[Priority.BATCH] > 0
+        part = batch / slots if slots else 0.0
+        self._classes.serve(seconds * (1.0 - part) if slots else 0.0, seconds * part, wanted=wanted)
+
+    def _roots_of(self, line: Line) -> Roots:
+        roots = self._roots.get(line)
+        if roots is None:
+            roots = self._roots[line] = Roots()
+            if len(self._roots) > TENANTS:
+                self._roots.popitem(last=False)
+        self._roots.move_to_end(line)
+        return roots
 
 
 class Lines(Generic[T]):
@@ -111,27 +206,30 @@ class Lines(Generic[T]):
     are of them.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_tokens: int = 1 << 62) -> None:
         self._most = most
+        self._most_tokens = most_tokens
+        self.tokens = 0  # of those that wait
         self._tickets = count()  # breaks ties first-in first-out
-        self._lines: dict[str | None, dict[str, list[tuple[Key, int, Place[T]]]]] = {}  # by home and tenant
+        self._lines: dict[str | None, dict[Line, list[tuple[Key, int, Place[T]]]]] = {}  # by home
         self._waiting = 0
-        self._of: Counter[str] = Counter()  # how many wait, by tenant
+        self._of: Counter[Line] = Counter()  # how many wait
 
     def __len__(self) -> int:
         return self._waiting
 
-    @property
-    def full(self) -> bool:
-        return self._waiting >= self._most
+    def full(self, tokens: int = 0) -> bool:
+        """Whether one of so many tokens has no place. Where nobody waits there is one for any."""
+        return self._waiting >= self._most or (self._waiting > 0 and self.tokens + tokens > self._most_tokens)
 
-    def enter(self, key: Key, waiter: T, home: str | None, tenant: str = "") -> Place[T]:
-        """Raises OverloadedError where too many wait already."""
-        if self.full:
-            raise OverloadedError(f"{self._most} requests wait for a replica already")
-        place = Place(key, waiter, home, tenant)
+    def enter(self, key: Key, waiter: T, home: str | None, line: Line = NOBODY.line, tokens: int = 0) -> Place[T]:
+        """Raises OverloadedError where too much waits already."""
+        if self.full(tokens):
+            raise OverloadedError(f"{self._waiting} requests of {self.tokens} tokens wait for a replica already")
+        place = Place(key, waiter, home, line, tokens)
         self._waiting += 1
-        self._of[tenant] += 1
+        self.tokens += tokens
+        self._of[line] += 1
         self._push(place)
         return place
 
@@ -146,31 +244,32 @@ class Lines(Generic[T]):
         if not place.gone:
             place.gone = True
             self._waiting -= 1
-            self._of[place.tenant] -= 1
-            if not self._of[place.tenant]:
-                del self._of[place.tenant]
+            self.tokens -= place.tokens
+            self._of[place.line] -= 1
+            if not self._of[place.line]:
+                del self._of[place.line]
 
-    def tenants(self, replica_id: str) -> list[str]:
-        """Who has requests that a replica could serve."""
-        names = {tenant: None for home in (replica_id, None) for tenant in list(self._lines.get(home, ()))}
-        return [tenant for tenant in names if any(self._heads(replica_id, tenant))]
+    def lines(self, replica_id: str) -> list[Line]:
+        """Those with requests that a replica could serve."""
+        names = {line: None for home in (replica_id, None) for line in list(self._lines.get(home, ()))}
+        return [line for line in names if any(self._heads(replica_id, line))]
 
-    def take(self, replica_id: str, tenant: str = "") -> T | None:
-        """A tenant's next for a replica, which leaves its line; None: nobody waits for it."""
-        heads = list(self._heads(replica_id, tenant))
+    def take(self, replica_id: str, line: Line = NOBODY.line) -> T | None:
+        """A line's next for a replica, which leaves its line; None: nobody waits for it."""
+        heads = list(self._heads(replica_id, line))
         if not heads:
             return None
         place = min(heads)[2]
         self.leave(place)
         return place.waiter
 
-    def waiting(self) -> Mapping[str, int]:
-        """How many requests wait, by tenant."""
+    def waiting(self) -> Mapping[Line, int]:
+        """How many requests wait in each line."""
         return self._of
 
-    def take_last(self, tenant: str) -> T | None:
-        """The one of a tenant's that would be served last leaves its line. Looks at all of them."""
-        entries = (entry for lines in self._lines.values() for entry in lines.get(tenant, ()))
+    def take_last(self, line: Line) -> T | None:
+        """The one of a line that would be served last leaves it. Looks at all of them."""
+        entries = (entry for lines in self._lines.values() for entry in lines.get(line, ()))
         place = max((entry for entry in entries if not entry[2].gone), default=(None, 0, None))[2]
         if place is None:
             return None
@@ -179,29 +278,29 @@ class Lines(Generic[T]):
 
     def keep(self, replica_ids: set[str]) -> None:
         """These are the replicas there are: who waited for another one waits for any."""
-        for home in [line for line in self._lines if line is not None and line not in replica_ids]:
-            for line in self._lines.pop(home).values():
-                for _, _, place in line:
+        for home in [each for each in self._lines if each is not None and each not in replica_ids]:
+            for entries in self._lines.pop(home).values():
+                for _, _, place in entries:
                     if place.home == home:
                         self.free(place)
 
     def _push(self, place: Place[T]) -> None:
-        line = self._lines.setdefault(place.home, {}).setdefault(place.tenant, [])
-        if len(line) > 2 * self._waiting + _SLACK:
-            line[:] = [entry for entry in line if not entry[2].gone and entry[2].home == place.home]
-            heapq.heapify(line)
-        heapq.heappush(line, (place.key, next(self._tickets), place))
+        entries = self._lines.setdefault(place.home, {}).setdefault(place.line, [])
+        if len(entries) > 2 * self._waiting + _SLACK:
+            entries[:] = [entry for entry in entries if not entry[2].gone and entry[2].home == place.home]
+            heapq.heapify(entries)
+        heapq.heappush(entries, (place.key, next(self._tickets), place))
 
-    def _heads(self, replica_id: str, tenant: str) -> Iterator[tuple[Key, int, Place[T]]]:
-        """The first of a tenant's in the line of a replica, and in the line for any."""
+    def _heads(self, replica_id: str, line: Line) -> Iterator[tuple[Key, int, Place[T]]]:
+        """The first of a line for a replica, and of the one for any."""
         for home in (replica_id, None):
             lines = self._lines.get(home, {})
-            line = lines.get(tenant)
-            while line and (line[0][2].gone or line[0][2].home != home):
-                heapq.heappop(line)
-            if line:
-                yield line[0]
-            elif tenant in lines:
-                del lines[tenant]
+            entries = lines.get(line)
+            while entries and (entries[0][2].gone or entries[0][2].home != home):
+                heapq.heappop(entries)
+            if entries:
+                yield entries[0]
+            elif line in lines:
+                del lines[line]
                 if not lines:
                     del self._lines[home]

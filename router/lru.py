@@ -23,6 +23,7 @@ class Lru(Generic[V]):
         self._entries: OrderedDict[str, tuple[V, float, int, str]] = OrderedDict()
         self._owned: dict[str, OrderedDict[str, None]] = {}  # the keys of each owner, the least recently used first
         self._owners: defaultdict[str, float] = defaultdict(float)  # how much each has, as a part of all there may be
+        self._weights: defaultdict[str, int] = defaultdict(int)  # of each owner
         self._weight = 0
 
     def __len__(self) -> int:
@@ -54,15 +55,24 @@ class Lru(Generic[V]):
             if now < deadline:
                 yield key, value
 
-    def put(self, key: str, value: V, deadline: float, weight: int = 1, owner: str = "") -> None:
-        """Keep `value` until `deadline`. One that is heavier than the whole map is not kept."""
+    def put(
+        self, key: str, value: V, deadline: float, weight: int = 1, owner: str = "", most: int | None = None
+    ) -> None:
+        """Keep `value` until `deadline`. One that is heavier than the whole map is not kept.
+
+        With `most` its owner's values weigh as much together at most: its own least recently used ones go first.
+        """
         self.remove(key)
-        if self._max_weight is not None and weight > self._max_weight:
+        bound = min(each for each in (self._max_weight, most, weight) if each is not None)
+        if weight > bound:
             return
         self._entries[key] = (value, deadline, weight, owner)
         self._owned.setdefault(owner, OrderedDict())[key] = None
         self._owners[owner] += self._part(weight)
+        self._weights[owner] += weight
         self._weight += weight
+        while most is not None and self._weights[owner] > most:
+            self.remove(next(iter(self._owned[owner])))
         while len(self._entries) > self._max_entries or self._over_weight():
             self.remove(self._first_out())
 
@@ -78,9 +88,10 @@ class Lru(Generic[V]):
             _, _, weight, owner = entry
             self._weight -= weight
             self._owners[owner] -= self._part(weight)
+            self._weights[owner] -= weight
             del self._owned[owner][key]
             if not self._owned[owner]:
-                del self._owned[owner], self._owners[owner]
+                del self._owned[owner], self._owners[owner], self._weights[owner]
 
     def _first_out(self) -> str:
         if self._share < 1.0:

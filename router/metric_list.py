@@ -117,7 +117,7 @@ TENANT_TOKENS = _counter(
     "tenant_tokens",
     "tokens",
     "Tokens of requests that completed, or whose clients left: `prompt`, of these `cached`, and `completion`",
-    "Who uses what. No base of a bill: counts go with their router",
+    "Who uses what. For a bill see the records of usage: these counts go with their router",
     *WHO,
     "kind",
 )
@@ -125,25 +125,83 @@ TENANT_IN_FLIGHT = _gauge(
     "tenant_requests_in_flight",
     "",
     "Admitted requests of a tenant that have not ended",
-    "At its limit for long: raise `max_concurrent`, or ask the tenant",
+    "Near its part of `router.max_in_flight` for long: another router",
     "tenant",
 )
 TENANT_LIMIT = _gauge(
     "tenant_limit",
     "",
-    "What a tenant may ask for: `requests_per_minute`, `max_concurrent`; no sample where there is no limit. "
-    "Each router counts for itself",
+    "What a tenant may use, by the names of `tenants[].limits`, of all routers together; no sample where there is no "
+    "limit",
     "Set in `tenants`",
     "tenant",
     "limit",
 )
+QUOTA_USED = _gauge(
+    "tenant_quota_used",
+    "",
+    "What a tenant has used of each of its limits, as this router was told last: in the last minute, at this moment, "
+    "in the day or the month",
+    "Near `holdfast_tenant_limit`: it will be refused",
+    "tenant",
+    "limit",
+)
+QUOTA_REFUSED = _counter(
+    "tenant_quota_refusals",
+    "",
+    "Calls that one of a tenant's limits refused",
+    "Raise the limit, or ask the tenant what it does",
+    "tenant",
+    "limit",
+)
+QUOTA_LOCAL = _gauge(
+    "quota_local",
+    "",
+    "1 while Redis cannot be reached and the router goes by its own part of every limit",
+    "Bring Redis back: until then a tenant whose requests come to one router alone gets a part of its limits",
+)
+QUOTA_ROUTERS = _gauge(
+    "quota_routers",
+    "",
+    "Routers that share the limits, as Redis said last",
+    "Other than those that run: look into their logs",
+)
+USAGE_RECORDS = _counter(
+    "usage_records",
+    "",
+    "Records of requests: `booked`, `again` (told twice, booked once), `lost` (more waited for Redis than fit)",
+    "Any `lost`: these are on no bill. Redis was away for too long",
+    "result",
+)
+USAGE_WAITING = _gauge(
+    "usage_records_waiting", "", "Ends of requests that Redis does not know yet", "Above 0 for long: bring Redis back"
+)
 CACHE = _counter(
     "response_cache_lookups",
     "",
-    "Look-ups in the response cache: `hit`, `miss` or `bypass`",
+    "Look-ups in the response cache: `hit`, `joined` (somebody else was computing it), `miss` or `bypass`",
     "Few hits are usual: it answers exact repeats only",
     "tenant",
     "result",
+)
+CACHE_BYTES = _gauge(
+    "response_cache_bytes",
+    "bytes",
+    "Answers that the router's process keeps",
+    "At `router.cache_memory` with few hits: raise it, or leave more to Redis",
+)
+FLIGHTS_WAITING = _gauge(
+    "response_cache_waiting",
+    "",
+    "Requests that wait for an answer which another one computes in the same process",
+    "Many for long: clients send the same again before they have an answer",
+)
+FLIGHTS_BROKEN = _counter(
+    "response_cache_released",
+    "",
+    "Requests that computed what they had waited for: the client they waited for `left`, or it `failed`",
+    "`failed`: see what `holdfast_request_errors_total` says",
+    "reason",
 )
 
 SKIPPED = _counter(
@@ -160,6 +218,12 @@ LINE = _gauge(
     "",
     "Requests in the router's program-ordered line, for no replica has room",
     "Above 0 for long: more replicas, or a higher `replicas.max_ongoing_requests`",
+)
+LINE_TOKENS = _gauge(
+    "tokens_in_line",
+    "tokens",
+    "Tokens in the prompts of these, about",
+    "Near `placement.max_waiting_tokens`: requests will be refused",
 )
 LINE_WAITS = _counter(
     "line_waits",
@@ -248,12 +312,28 @@ STARTED = _gauge(
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
     "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
-    "Tenants": (TENANT_TOKENS, TENANT_IN_FLIGHT, TENANT_LIMIT, CACHE, SKIPPED),
+    "Tenants": (
+        TENANT_TOKENS,
+        TENANT_IN_FLIGHT,
+        TENANT_LIMIT,
+        QUOTA_USED,
+        QUOTA_REFUSED,
+        QUOTA_LOCAL,
+        QUOTA_ROUTERS,
+        USAGE_RECORDS,
+        USAGE_WAITING,
+        CACHE,
+        CACHE_BYTES,
+        FLIGHTS_WAITING,
+        FLIGHTS_BROKEN,
+        SKIPPED,
+    ),
     "Replicas and the line before them": (
         REPLICAS,
         REPLICAS_JOINED,
         REPLICAS_LOST,
         LINE,
+        LINE_TOKENS,
         LINE_WAITS,
         LINE_SECONDS,
         PLACED,

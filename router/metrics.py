@@ -22,7 +22,7 @@ from holdfast.router.protocol.errors import Refusal, api_error, reason
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
 # Of these the first one counts: alerts look at how many came, and a series that begins with a 1 has risen by nothing.
 # So they stand at 0 from the start.
-REFUSED = (Refusal.RATE_LIMITED.value, ErrorKind.OVERLOADED.value)  # of a tenant
+REFUSED = (Refusal.RATE_LIMITED.value, ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value)  # of a tenant
 UNKNOWN = Refusal.UNAUTHENTICATED.value  # of nobody
 
 Refresh: TypeAlias = Callable[[], Awaitable[None]]

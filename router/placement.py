@@ -39,11 +39,12 @@ class PlacementConfig:
     silent_s: float = 6.0  # a replica that reports nothing for so long is passed by
     accept_s: float = 3.0  # a replica that has not accepted a call in this time is passed by for silent_s
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
-    max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused
+    max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused, or one of a lower class
+    max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     def __post_init__(self) -> None:
-        for name in ("pins", "turn_tokens", "max_waiting"):
+        for name in ("pins", "turn_tokens", "max_waiting", "max_waiting_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         if self.crowded_load < 1:

@@ -6,6 +6,8 @@ where its replica has died the next request computes what is missing.
 
 import secrets
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
-from holdfast.replicas.events import PartialPrefill, Sampling
+from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError, UnavailableError
+from holdfast.replicas.events import PartialPrefill, Sampling, Usage
 from holdfast.replicas.requests import Errored, GenerateRequest
+from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place
 from holdfast.router.config import RouterConfig
-from holdfast.router.conversations import Conversations, conversation, preamble
+from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.guard import Guard
@@ -100,7 +103,8 @@ class PrefillEndpoints:
 
         It belongs to the program that is named, or whose conversation it goes on with; else to a new one.
         """
-        with self._guard.entered(request) as tenant:
+        async with self._admitted(request) as admission:
+            tenant = admission.principal.tenant
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
@@ -118,39 +122,69 @@ class PrefillEndpoints:
                 program=program or unnamed_program(tenant.name, unique),
                 keep_s=self._keep_s(asked.keep_s),
                 created=int(time.time()),
+                cache_salt=asked.cache_salt,
             )
-            return await self._compute(request, tenant, prefill)
+            return await self._compute(request, admission, prefill)
 
     async def extend(self, request: Request) -> Response:
         """More has become known: compute that as well, under the same handle."""
-        with self._guard.entered(request) as tenant:
-            before = await self._find(request, tenant)
+        async with self._admitted(request) as admission:
+            before = await self._find(request, admission.principal.tenant)
             messages, keep_s = await self._guard.read(request, read_extension)
             check_results(before.messages, messages)
             keep_s = before.keep_s if keep_s is None else self._keep_s(keep_s)
             longer = replace(before, messages=[*before.messages, *messages], keep_s=keep_s)
-            return await self._compute(request, tenant, longer)
+            return await self._compute(request, admission, longer)
 
     async def show(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             return json_response(prefill_reply(prefill, shown_program(prefill.program)))
 
     async def delete(self, request: Request) -> Response:
         """Nobody comes back for it: a tool has failed, say."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             await self._stored.delete(tenant.name, prefill.id)
             await self._backend.release(tenant.name, prefill.id)
             return json_response(prefill_deleted_reply(prefill.id))
 
-    async def _compute(self, request: Request, tenant: Tenant, prefill: Prefill) -> Response:
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[Admission]:
+        """A call that may compute something. What is wrong counts, too."""
+        try:
+            principal = self._guard.authenticate(request)
+        except RefusedError as error:
+            self._metrics.refused(error)
+            raise
+        with self._guard.admitted(principal) as admission:
+            try:
+                yield admission
+            except HoldfastError:
+                if not admission.charged:
+                    await admission.charge_call()
+                raise
+
+    async def _compute(self, request: Request, admission: Admission, prefill: Prefill) -> Response:
+        """The end is booked by its outcome; of one whose client leaves nothing is known here."""
+        tenant, began = admission.principal.tenant, time.monotonic()
+        await admission.charge(1, prompt_tokens(prefill.prompt))
+        answer_headers(request).standing = admission.standing
+        used = Usage()
+
+        def booked(outcome: Outcome) -> None:
+            replica, http_id = answer_headers(request).replica, answer_headers(request).request_id
+            program = prefill.program.partition("/")[2]
+            served = Served(prefill.model, program, "prefill", replica=replica, http_id=http_id)
+            admission.end(outcome.value, used, time.monotonic() - began, served)
+
         meter = Meter(self._metrics, "prefill")
         meter.tenant = tenant.name
+        meter.on_end = booked
         try:
             meter.asks(prefill.model)
             known = await self._programs.look(prefill.program)
-            begins = preamble(f"{tenant.name} {prefill.model}", prefill.prompt)
+            begins = preamble(placed_by(tenant.name, prefill.model, prefill.cache_salt), prefill.prompt)
             command = GenerateRequest(
                 request_id=f"{prefill.id}/{secrets.token_hex(4)}",
                 prompt=prefill.prompt,
@@ -159,6 +193,7 @@ class PrefillEndpoints:
                 program_id=prefill.program,
                 program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
                 weight=tenant.weight,
+                cache_salt=prefill.cache_salt,
                 prefixes=(begins.digest,) if begins.digest else (),
                 background=PartialPrefill(prefill.id, prefill.keep_s),
             )
@@ -170,7 +205,7 @@ class PrefillEndpoints:
             answer_headers(request).replica = routed.replica_id or "none"
             if isinstance(routed.reply, Errored):
                 raise ReplyError(routed.reply.error)
-            usage = routed.reply.usage
+            used = usage = routed.reply.usage
             meter.used(usage)
             done = replace(
                 prefill,
@@ -187,6 +222,7 @@ class PrefillEndpoints:
                 raise
             await self._programs.placed(prefill.program, routed.replica_id)
             meter.end(Outcome.COMPLETED)
+            await admission.booked()
             return json_response(prefill_reply(done, shown_program(done.program)))
         except BaseException as error:
             meter.failed(error)

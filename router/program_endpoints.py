@@ -1,41 +1,118 @@
-"""Programs and their tools over HTTP: a program is ended, and how long tools take is shown."""
+"""Programs and their tools over HTTP: how a program ends, by request or as its client goes, and how long tools take."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from holdfast.replicas.errors import HoldfastError
 from holdfast.router.backend import Backend
+from holdfast.router.background import Background
 from holdfast.router.guard import Guard
 from holdfast.router.http import json_response
 from holdfast.router.identity import named_program
+from holdfast.router.lru import SHARE, Lru
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.protocol.programs import latency_reply, program_ended_reply
+from holdfast.router.protocol.programs import heartbeat_reply, latency_reply, program_ended_reply, read_heartbeat
+from holdfast.router.store import Store
 from holdfast.router.tool_latency import ToolLatencies
+
+log = logging.getLogger(__name__)
+
+MOST = 65_536  # programs that live by their clients' word, of one router; the tenant with most of them loses its oldest
+SPARE_S = 0.5  # that a word counts longer here than in the store, so that it is gone there when it is looked for
+
+
+class Heartbeats:
+    """Programs whose clients say every now and then that they are there; `over` ends those whose clients do not.
+
+    The router that heard of a program last ends it. What the others heard stands in the store as long as it counts;
+    while the store is away nobody knows that, and a program is left to its pin's time.
+    """
+
+    def __init__(self, store: Store, over: Callable[[str, str], Awaitable[object]]) -> None:
+        self._store = store
+        self._over = over
+        self._timers: Lru[asyncio.TimerHandle] = Lru(MOST, share=SHARE)
+        self._background = Background()
+
+    async def heard(self, tenant: str, key: str, within_s: float) -> None:
+        """The client of a program is there, and says so again in `within_s` seconds."""
+        await self._store.set(_heard(key), b"1", within_s)
+        self.forget(key)
+        timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key)
+        self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
+
+    def forget(self, key: str) -> None:
+        """The program is over, or heard of once more."""
+        timer = self._timers.get(key, time.monotonic())
+        if timer is not None:
+            timer.cancel()
+            self._timers.remove(key)
+
+    def _silent(self, tenant: str, key: str) -> None:
+        if key in self._timers:
+            self._timers.remove(key)
+            self._background.start(self._end(tenant, key))
+
+    async def _end(self, tenant: str, key: str) -> None:
+        if await self._store.get(_heard(key)) is not None or self._store.degraded:
+            return
+        try:
+            await self._over(tenant, key)
+            log.info("the client of program %s has gone", key)
+        except HoldfastError as error:
+            log.info("the client of program %s has gone, and not every replica knows: %s", key, error)
+
+
+def _heard(key: str) -> str:
+    return f"heard/{key}"
 
 
 class ProgramEndpoints:
     """What a tenant may do with its programs besides asking them."""
 
-    def __init__(self, backend: Backend, guard: Guard, programs: ProgramTable, latencies: ToolLatencies) -> None:
+    def __init__(
+        self, backend: Backend, guard: Guard, programs: ProgramTable, latencies: ToolLatencies, store: Store
+    ) -> None:
         self._backend = backend
         self._guard = guard
         self._programs = programs
         self._latencies = latencies
+        self._heartbeats = Heartbeats(store, self._over)
 
     async def end(self, request: Request) -> Response:
         """A program is over: nothing is kept for it, and its name is free.
 
         Raises RefusedError for an unknown one, UnavailableError where a replica does not answer: to be tried again.
         """
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
-            await self._backend.end_program(tenant.name, key)  # first: where it fails, the program can be ended again
-            if not await self._programs.forget(key):
+            if not await self._over(tenant.name, key):
                 raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
             return json_response(program_ended_reply(program_id))
 
+    async def heartbeat(self, request: Request) -> Response:
+        """The program's client is there. Where it does not say so again in time, the program is over."""
+        async with self._guard.entered(request) as tenant:
+            program_id = request.path_params["program_id"]
+            key = named_program(tenant.name, program_id)
+            within_s = await self._guard.read(request, read_heartbeat)
+            await self._heartbeats.heard(tenant.name, key, within_s)
+            return json_response(heartbeat_reply(program_id, within_s))
+
+    async def _over(self, tenant: str, key: str) -> bool:
+        """End a program; False where it is unknown. Raises UnavailableError where a replica does not answer."""
+        await self._backend.end_program(tenant, key)  # first: where it fails, the program can be ended again
+        self._heartbeats.forget(key)
+        return await self._programs.forget(key)
+
     async def tool_latency(self, request: Request) -> Response:
         """The caller's own tools, and all tenants' together."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             return json_response(latency_reply(tenant.name, await self._latencies.known()))

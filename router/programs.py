@@ -61,6 +61,7 @@ class Program:
     head: str = ""
     gone: bool = False
     told: str = ""  # the id of what was done to it last
+    root: str = ""  # the name of the program that it is a sub-agent of, at the top; "": it is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,11 @@ class Begun:
     program: Program
     pause: Pause | None = None
     shared: bool = True
+
+    @property
+    def root(self) -> str:
+        """The key of the program that it counts for among those of its tenant: its own, but for a sub-agent."""
+        return f"{_tenant(self.key)}/{self.program.root}" if self.program.root else self.key
 
 
 class Scripts(Protocol):
@@ -166,7 +172,15 @@ end
 BEGIN = (
     _RECORD
     + """
-local rest, life, head = tonumber(ARGV[6]), ARGV[7], ARGV[8]
+local rest, life, head, parent = tonumber(ARGV[6]), ARGV[7], ARGV[8], ARGV[9]
+
+local function rooted(record, key)
+  local above = all .. '/' .. parent
+  if parent == '' or above == key then return end
+  local root = redis.call('HGET', above, 'root')
+  record.root = root and root ~= '' and root or parent
+end
+
 local function begin(key, record)
   if record and record.told == id then return cjson.encode(row(record)), '' end
   local before = ''
@@ -174,6 +188,7 @@ local function begin(key, record)
     local version = record and record.version
     record = made(life)
     if version then record.version = version end
+    rooted(record, key)
   else
     local rested = now - tonumber(record.seen) > rest
     if rested then record.answered_turns, record.run_turns = record.turns, '0' end
@@ -194,7 +209,7 @@ end
 _BEGIN = (
     BEGIN
     + """
-local continues, record = ARGV[9], read(KEYS[2], known)
+local continues, record = ARGV[10], read(KEYS[2], known)
 if continues ~= '' and (not record or record.gone == '1' or record.head ~= continues) then return {} end
 return {begin(KEYS[2], record)}
 """
@@ -343,9 +358,11 @@ class ProgramTable:
         self._telling = asyncio.Lock()
         self._teller: asyncio.Task[None] | None = None
 
-    async def begin(self, key: str, head: str = "", id_: str = "") -> Begun:
-        """A turn comes for the program `key`, with the conversation `head`."""
-        begun = await self._begin(key, head, "", id_)
+    async def begin(self, key: str, head: str = "", id_: str = "", parent: str = "") -> Begun:
+        """A turn comes for the program `key`, with the conversation `head`; where it is a new one, a sub-agent of
+        `parent`, the key of another one of its tenant.
+        """
+        begun = await self._begin(key, head, "", id_, parent)
         assert begun is not None  # it claims nothing
         return begun
 
@@ -354,16 +371,24 @@ class ProgramTable:
         return await self._begin(key, head, continues, id_)
 
     async def find(
-        self, source: str, tenant: str, head: str, keys: Sequence[str], arguments: Sequence[str | bytes], id_: str
+        self,
+        source: str,
+        tenant: str,
+        head: str,
+        keys: Sequence[str],
+        arguments: Sequence[str | bytes],
+        id_: str,
+        parent: str = "",
     ) -> Begun | None:
         """A turn comes, with the conversation `head`, for a program of `tenant` that `source` finds: a script that goes
         on from `BEGIN`, and returns the program's name and what `begin` says. It gets `keys` after the records', and
-        `arguments` after the head. None: Redis is away; then nothing is done, or was done by the name of `id_`.
+        `arguments` after the head and the name of the `parent` that a new one has. None: Redis is away; then nothing is
+        done, or was done by the name of `id_`.
         """
         if self._scripts is None:
             return None
         first: list[str | bytes | float] = [int(self._ttl_s * 1000), 0.0, id_, "", self._most, self._rest_s]
-        told = [*first, secrets.token_hex(6), head, *arguments]
+        told = [*first, secrets.token_hex(6), head, program_name(parent), *arguments]
         answer = await self._scripts.script(source, [_records(tenant), *keys], told)
         return None if answer is None else self._begun(f"{tenant}/{answer[0].decode()}", answer[1:])
 
@@ -378,14 +403,18 @@ class ProgramTable:
             if key in self._untold:
                 await self._catch_up(key)
 
-    async def _begin(self, key: str, head: str, continues: str, id_: str = "") -> Begun | None:
+    async def _begin(self, key: str, head: str, continues: str, id_: str = "", parent: str = "") -> Begun | None:
         life, known = secrets.token_hex(6), self._get(key)
-        answer = await self._tell(_Step.now(_BEGIN, key, known, self._rest_s, life, head, continues, id_=id_))
+        told = (self._rest_s, life, head, program_name(parent), continues)
+        answer = await self._tell(_Step.now(_BEGIN, key, known, *told, id_=id_))
         if answer is None:
             known = self._get(key)  # may have changed meanwhile
             if continues and (known is None or known.gone or known.head != continues):
                 return None
-            program, pause = _begun(known, self._clock(), self._rest_s, life, head)
+            above = self._get(parent) if parent and parent != key else None
+            root = program_name(parent) if parent != key else ""
+            root = above.root or root if above is not None else root
+            program, pause = _begun(known, self._clock(), self._rest_s, life, head, root)
             self._keep(key, program)
             return Begun(key, program, pause, shared=False)
         return self._begun(key, answer) if answer else None
@@ -524,10 +553,12 @@ class ProgramTable:
 # ---- what the scripts do, while Redis is away ----
 
 
-def _begun(program: Program | None, now: float, rest_s: float, life: str, head: str) -> tuple[Program, Pause | None]:
-    """A turn comes at `now`: the record with it, and the pause that it ends."""
+def _begun(
+    program: Program | None, now: float, rest_s: float, life: str, head: str, root: str = ""
+) -> tuple[Program, Pause | None]:
+    """A turn comes at `now`: the record with it, and the pause that it ends. A new one has this `root`."""
     if program is None or program.gone:
-        program = Program(life, now, now, version=program.version if program else 0)
+        program = Program(life, now, now, version=program.version if program else 0, root=root)
     rested = now - program.seen > rest_s
     pause = None
     if program.paused is not None and not rested:
@@ -573,6 +604,11 @@ def _tenant(key: str) -> str:
     return key.partition("/")[0]
 
 
+def program_name(key: str) -> str:
+    """What a program is called within its tenant."""
+    return key.partition("/")[2]
+
+
 def _records(tenant: str) -> str:
     """The key of what names a tenant's records."""
     return f"programs/{{{tenant}}}"
@@ -613,4 +649,5 @@ def _record(row: bytes) -> Program:
         head=found["head"],
         gone=found["gone"] == "1",
         told=found["told"],
+        root=found["root"],
     )

@@ -184,27 +184,27 @@ class ResponseEndpoints:
         self._stored = stored
 
     async def show(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             if request.query_params.get("stream", "false").lower() not in ("false", "0"):
                 raise InvalidRequestError("'stream': only responses made in the background can be streamed", "stream")
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(stored.response))
 
     async def delete(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             response_id = request.path_params["response_id"]
             await self._stored.delete(tenant.name, response_id)
             return json_response(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: Request) -> Response:
         """Always refused: what is stored has ended, and nothing is made in the background."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             await self._stored.find(tenant.name, request.path_params["response_id"])
             raise InvalidRequestError("Cannot cancel a synchronous response: close its connection instead")
 
     async def input_items(self, request: Request) -> Response:
         """The items that the response's own request had, the latest first unless `order` says `asc`."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(_page(stored.input, request.query_params)))
 
@@ -218,7 +218,7 @@ class CountInput:
         self._stored = stored
 
     async def count(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")

@@ -229,12 +229,13 @@ class SessionEndpoints:
 
     async def fork(self, request: Request) -> Response:
         """A second session with the history that the first one has now."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             child = await self._guard.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
             session_id = request.path_params["session_id"]
             await self._homes.home(tenant.name, session_id)
             await self._homes.check_free(tenant.name, child)
-            begun = await self._programs.begin(session_program(tenant.name, child))
+            parent = session_program(tenant.name, session_id)
+            begun = await self._programs.begin(session_program(tenant.name, child), parent=parent)
             if begun.program.came > 1:
                 raise SessionExistsError(f"session {child!r} is being opened", "id")
             try:
@@ -247,20 +248,20 @@ class SessionEndpoints:
             return json_response(session_reply(state, (await self._card()).name))
 
     async def show(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(session_reply(state, (await self._card()).name))
 
     async def listed(self, request: Request) -> Response:
         """The caller's own ones, the latest first."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             limit = _limit(request.query_params.get("limit", "100"))
             states = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.age_s)
             return json_response(sessions_reply(states, (await self._card()).name, limit))
 
     async def close(self, request: Request) -> Response:
         """The session is over. One that was lost with its replica is over, too."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             session_id = request.path_params["session_id"]
             with suppress(SessionLostError):
                 await self._homes.ask(EndSession(tenant.name, session_id))
@@ -271,26 +272,26 @@ class SessionEndpoints:
 
     async def stand(self, request: Request) -> Response:
         """A question is to be answered ahead, after each append."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             session_id, question_id = request.path_params["session_id"], f"q_{secrets.token_hex(8)}"
             question = await self._guard.read(request, read_question, (await self._card(),), question_id)
             state = await self._homes.ask(AddQuestion(tenant.name, session_id, question))
             return json_response(question_reply(state, question_id))
 
     async def questions(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(questions_reply(state))
 
     async def answer(self, request: Request) -> Response:
         """The latest answer, with what it has seen."""
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             named = request.path_params
             state = await self._homes.ask(ReadQuestion(tenant.name, named["session_id"], named["question_id"]))
             return json_response(question_reply(state, named["question_id"]))
 
     async def withdraw(self, request: Request) -> Response:
-        with self._guard.entered(request) as tenant:
+        async with self._guard.entered(request) as tenant:
             named = request.path_params
             await self._homes.ask(RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
             return json_response(question_removed_reply(named["question_id"]))

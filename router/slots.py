@@ -35,10 +35,12 @@ class Slots:
                 del known[replica_id]
         self._free = {each: None for each in capacity if self._in_hand[each] < capacity[each]}
 
-    def room(self, replica_id: str, now: float) -> bool:
+    def room(self, replica_id: str, now: float, spared: int = 0) -> bool:
+        """Whether it takes one more; `spared`: such a part of its slots, one of so many, is for others."""
         if self._closed.get(replica_id, now) > now:
             return False
-        return self._in_hand[replica_id] < self._capacity.get(replica_id, 0)
+        capacity = self._capacity.get(replica_id, 0)
+        return self._in_hand[replica_id] < capacity - (capacity // spared if spared else 0)
 
     def take(self, replica_id: str, request_id: str) -> None:
         self._taken[replica_id, request_id] += 1

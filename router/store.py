@@ -5,10 +5,13 @@ Redis answers again. Keys come in already scoped (`cache/<tenant>/...`); nothing
 """
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -17,7 +20,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import RedisError
+from redis.exceptions import NoScriptError, RedisError
 
 from holdfast.router.lru import SHARE, Lru
 from holdfast.router.redis_info import RedisInfo
@@ -36,6 +39,27 @@ if used > tonumber(ARGV[3]) then return {0} end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1}
 """
+
+# A value, or where there is none the lease on making it. KEYS: the value's, the lease's. ARGV: who asks, milliseconds.
+TAKE = """
+local value = redis.call('GET', KEYS[1])
+if value then return {value} end
+local holder = redis.call('GET', KEYS[2])
+if holder and holder ~= ARGV[1] then return {0} end
+redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2])
+return {1}
+"""
+# KEYS: leases. ARGV: who has them, milliseconds; none: they end.
+EXTEND = """
+for i = 1, #KEYS do
+  if redis.call('GET', KEYS[i]) == ARGV[1] then
+    if ARGV[2] then redis.call('PEXPIRE', KEYS[i], ARGV[2]) else redis.call('DEL', KEYS[i]) end
+  end
+end
+return {1}
+"""
+AT_ONCE = 128  # leases of one script
+SCANNED = 1000  # keys that one step of a search looks at
 
 
 class Store(Protocol):
@@ -58,7 +82,21 @@ class Store(Protocol):
         """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`: False."""
         ...
 
+    async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
+        """The value under `key`. Where there is none: whether `owner` has the lease from now on, for `lease_s`. Nobody
+        else gets it meanwhile.
+        """
+        ...
+
+    async def extend(self, leases: Sequence[str], owner: str, lease_s: float = 0.0) -> None:
+        """Those of them that `owner` still has last for `lease_s` from now on; by default they end."""
+        ...
+
     async def delete(self, key: str) -> None: ...
+
+    async def forget(self, prefix: str) -> None:
+        """Delete what stands under keys that begin so. Takes long, and holds nobody up."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -88,11 +126,22 @@ class MemoryStore:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
 
     async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
-        self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value), owner)
-        return True
+        self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value), owner, most)
+        return key in self._values
+
+    async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
+        value = await self.get(key)
+        return True if value is None else value  # there is nobody else
+
+    async def extend(self, leases: Sequence[str], owner: str, lease_s: float = 0.0) -> None:
+        return
 
     async def delete(self, key: str) -> None:
         self._values.remove(key)
+
+    async def forget(self, prefix: str) -> None:
+        for key in [key for key, _ in self._values.latest(self._clock()) if key.startswith(prefix)]:
+            self._values.remove(key)
 
     async def close(self) -> None:
         return
@@ -227,6 +276,33 @@ class RedisStore:
         await self._guarded(work)
         await self._fallback.delete(key)  # what was kept here while Redis was away
 
+    async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
+        done = await self.script(TAKE, [key, lease], [owner, _milliseconds(lease_s)])
+        if done is None:
+            return await self._fallback.take(key, lease, owner, lease_s)
+        return done[0] if isinstance(done[0], bytes) else bool(done[0])
+
+    async def extend(self, leases: Sequence[str], owner: str, lease_s: float = 0.0) -> None:
+        arguments: list[str | bytes | float] = [owner, _milliseconds(lease_s)] if lease_s else [owner]
+        for begin in range(0, len(leases), AT_ONCE):
+            await self.script(EXTEND, leases[begin : begin + AT_ONCE], arguments)
+
+    async def forget(self, prefix: str) -> None:
+        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", self._prefix + prefix) + "*"
+        cursor = 0
+
+        async def work() -> tuple[int]:
+            found, keys = await self._redis.scan(cursor, pattern, SCANNED)
+            if keys:
+                await self._redis.unlink(*keys)
+            return (int(found),)
+
+        while (done := await self._guarded(work)) is not None:
+            (cursor,) = done
+            if cursor == 0:
+                break
+        await self._fallback.forget(prefix)
+
     async def script(
         self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
     ) -> list[Any] | None:
@@ -241,6 +317,32 @@ class RedisStore:
                 self._known[source] = self._redis.register_script(source)
             done = await self._known[source]([self._prefix + key for key in keys], arguments)
             return list(done)
+
+        return await self._guarded(work)
+
+    async def scripts(
+        self, calls: Sequence[tuple[str, Sequence[str], Sequence[str | bytes | float]]]
+    ) -> list[list[Any]] | None:
+        """What several scripts return, each with its keys and arguments, in one round trip. Each runs as one operation.
+
+        None where Redis is away or too slow; then some of them may have run all the same.
+        """
+
+        async def work() -> list[list[Any]]:
+            asked = [
+                (_digest(source), source, [self._prefix + key for key in keys], more) for source, keys, more in calls
+            ]
+            answers = await _evaluated(self._redis, asked)
+            unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+            if unknown:  # the server has been restarted, or has never heard of them
+                for source in {asked[i][1] for i in unknown}:
+                    await self._redis.script_load(source)
+                for i, answer in zip(unknown, await _evaluated(self._redis, [asked[i] for i in unknown]), strict=True):
+                    answers[i] = answer
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return [list(answer) for answer in answers]
 
         return await self._guarded(work)
 
@@ -307,6 +409,20 @@ class RedisStore:
             await asyncio.sleep(self._retry_s)
         log.warning("Redis answers again")
         self._probe = None
+
+
+async def _evaluated(redis: Any, asked: Sequence[tuple[str, str, Sequence[str], Sequence[Any]]]) -> list[Any]:
+    """What scripts return that the server knows by their digests, or why they did not."""
+    pipeline = redis.pipeline(transaction=False)
+    for digest, _, keys, arguments in asked:
+        pipeline.evalsha(digest, len(keys), *keys, *arguments)
+    return list(await pipeline.execute(raise_on_error=False))
+
+
+@cache
+def _digest(source: str) -> str:
+    """By which Redis knows a script."""
+    return hashlib.sha1(source.encode()).hexdigest()
 
 
 def _milliseconds(seconds: float) -> int:

@@ -66,7 +66,8 @@ class Envelope:
             return DONE
         last = {**self._same, "choices": [], "usage": usage_object(usage)}
         if told := stages(timing):
-            last["timing"] = {f"{name}_ms": milliseconds for name, milliseconds in told.items()}
+            drafts = {"drafted": usage.work.drafted, "accepted": usage.work.accepted} if usage.work.drafted else {}
+            last["timing"] = {**{f"{name}_ms": milliseconds for name, milliseconds in told.items()}, **drafts}
         return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
 
 

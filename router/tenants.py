@@ -1,17 +1,21 @@
 """Tenants, and who a request's API key belongs to. Limits are applied in `limits`."""
 
 import hashlib
-import hmac
 import ipaddress
 import math
 import re
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.types import Priority
+from holdfast.router.config import KEY_HASH
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
-KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # no "/": names are the first part of scoped keys
 
 
@@ -20,18 +24,85 @@ def hash_key(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
+class Scope(StrEnum):
+    """What a key is for."""
+
+    INFER = "infer"  # everything that serves programs
+    USAGE = "usage"  # its tenant's usage
+    OPERATE = "operate"  # metrics and status of the whole cluster
+
+
+SCOPES: tuple[Scope, ...] = (Scope.INFER, Scope.USAGE)  # of a key that says nothing
+
+
+def make_key() -> str:
+    """A new API key."""
+    return f"hf-{secrets.token_urlsafe(32)}"
+
+
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """None: no limit."""
+    """Of all routers together. None: no limit. What is beyond one is refused with 429."""
 
-    requests_per_minute: int | None = None  # requests beyond it are refused with 429
-    max_concurrent: int | None = None  # requests being served at once; one more is refused with 429
+    requests_per_minute: int | None = None  # calls of every kind
+    input_tokens_per_minute: int | None = None  # prompts, cached or not
+    uncached_tokens_per_minute: int | None = None  # of prompts what no cache has
+    output_tokens_per_minute: int | None = None  # drawn
+    max_concurrent: int | None = None  # generation requests being served
+    max_programs: int | None = None  # programs that are not over
+    units_per_day: float | None = None  # what `router.prices` makes of it, in a day of UTC
+    units_per_month: float | None = None  # and in a month
 
     def __post_init__(self) -> None:
-        for name in ("requests_per_minute", "max_concurrent"):
+        for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not 1 <= value < math.inf:
                 raise ConfigError(f"{name} must be at least 1, not {value}", name)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return any(getattr(self, name) is not None for name in self.__dataclass_fields__)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how long a request is."""
+        return any(
+            getattr(self, name) is not None for name in self.__dataclass_fields__ if "token" in name or "unit" in name
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCache:
+    """What the response cache keeps for a tenant."""
+
+    enabled: bool = True  # off: nothing is kept for it, and nothing of it is answered without an engine
+    ttl_s: float | None = None  # an answer is forgotten after this; null: as `router.cache_ttl_s`
+    bytes: int | None = None  # of its answers in each process, and put into Redis in that time; null: as `router` says
+
+    def __post_init__(self) -> None:
+        for name in ("ttl_s", "bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be positive, not {value}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key of a tenant, by its hash."""
+
+    id: str  # what lists, records and logs call it; no secret
+    hash: str  # `sha256:` and 64 hex digits, as `holdfast key` prints them
+    scopes: tuple[Scope, ...] = SCOPES  # what it is for
+    expires: float | None = None  # seconds since 1970 in UTC from which on it is refused; null: never
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.id):
+            raise ConfigError(f"the id of a key {self.id!r} is not {NAME.pattern}", "id")
+        if not KEY_HASH.fullmatch(self.hash):
+            raise ConfigError(f"key {self.id!r} is not 'sha256:' and 64 hex digits; see `holdfast key`", "hash")
+        if not self.scopes:
+            raise ConfigError(f"key {self.id!r} has no scope", "scopes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +112,12 @@ class Tenant:
     name: str  # letters, digits, `.`, `_` and `-`; a label of metrics
     key_hashes: tuple[str, ...] = ()  # `sha256:` and the hash of each of its keys, as `holdfast key` prints them
     weight: float = 1.0  # its share of time and of full replicas' slots against the others', with `engine.order: fair`
+    keys: tuple[ApiKey, ...] = ()  # more of them, each with what it is for and when it expires
     limits: TenantLimits = TenantLimits()
+    cache: TenantCache = TenantCache()
     operator: bool = False  # may read the metrics and the status of the whole cluster
+    priority: Priority = Priority.INTERACTIVE  # the class of a request that asks for none
+    priorities: tuple[Priority, ...] = tuple(Priority)  # the classes that its requests may ask for
     prompt_seed: bool = True  # a request without a seed gets its prompt's, and the same answer each time; off: a random
 
     def __post_init__(self) -> None:
@@ -54,9 +129,37 @@ class Tenant:
             if not KEY_HASH.fullmatch(value):
                 message = f"tenant {self.name!r} has a key that is not 'sha256:' and 64 hex digits; see `holdfast key`"
                 raise ConfigError(message, "key_hashes")
+        ids = {key.id: key.hash for key in self.all_keys}
+        if any(ids[key.id] != key.hash for key in self.all_keys):
+            raise ConfigError(f"two keys of tenant {self.name!r} have the same id", "keys")
+
+    def class_of(self, asked: Priority | None) -> Priority:
+        """The class of a request that asks for this one. Raises RefusedError (403) where it may not."""
+        if asked is None or asked is self.priority:
+            return self.priority
+        if asked not in self.priorities:
+            raise RefusedError(Refusal.FORBIDDEN, f"This tenant has no requests of the class '{asked}'", "priority")
+        return asked
+
+    @property
+    def all_keys(self) -> tuple[ApiKey, ...]:
+        """Those that are hashes alone have the first digits of it for an id."""
+        return (*(ApiKey(value.removeprefix("sha256:")[:8], value) for value in self.key_hashes), *self.keys)
 
 
 DEFAULT_TENANT = Tenant("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who was let in: a tenant, by which key of it, and what that is for."""
+
+    tenant: Tenant
+    key_id: str = ""  # "": by the address
+    scopes: tuple[Scope, ...] = SCOPES
+
+    def allows(self, scope: Scope) -> bool:
+        return scope in self.scopes or (scope is Scope.OPERATE and self.tenant.operator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +185,24 @@ class Caller:
         return all(_is_loopback(hop.strip()) for hop in (self.forwarded or "").split(",") if hop.strip())
 
 
+class Tokens(Protocol):
+    """Whoever checks what is no API key: an identity provider's tokens (`oidc`)."""
+
+    def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
+        """The tenant's name, who it is, and what for; None for what is no such token. Raises RefusedError."""
+        ...
+
+
 class TenantDirectory:
-    """Maps API keys to tenants; without any keys there is one tenant, for local callers only.
+    """Who a caller is: maps API keys, and tokens, to tenants; without any there is one tenant, for local callers only.
 
     `exposed` says that a proxy in front listens on an address that others can reach. Such a proxy hides where a
     request comes from, so without keys nobody is served then. Requests without a key must call this machine by its own
     name, or by one of `hosts`: a browser on it calls for any page, also under a name that the page's owner points here.
     Pages of `origins`, named one by one, may call.
+
+    A key is looked up by its hash. How long that takes tells nothing that helps to find one: the hash of a guess is
+    as good as random.
     """
 
     def __init__(
@@ -97,25 +211,47 @@ class TenantDirectory:
         exposed: bool = False,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
+        tokens: Tokens | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._exposed = exposed
         self._origins = frozenset(origins)
         self._hosts = frozenset(name.lower() for name in hosts)
+        self._tokens = tokens
+        self._clock = clock
         self._told: list[Callable[[Sequence[Tenant]], None]] = []
+        self._added: Sequence[Tenant] = ()
+        self.used: dict[tuple[str, str], float] = {}  # when a key, by tenant and id, was used last
         self.replace(tenants)
 
     def replace(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these are the tenants. Raises ConfigError for some that clash, and leaves those there are."""
-        names = [tenant.name for tenant in tenants]
-        if len(set(names)) < len(names):
+        """From now on these are the configured tenants. Raises ConfigError for some that clash, and leaves those there
+        are.
+        """
+        self._set(tenants, self._added)
+
+    def add(self, tenants: Sequence[Tenant]) -> None:
+        """From now on there are these besides the configured ones; of one that is configured, only its keys count, and
+        of what clashes with that, nothing. Raises ConfigError for some that clash among themselves.
+        """
+        self._set(self.configured, tenants)
+
+    def _set(self, configured: Sequence[Tenant], added: Sequence[Tenant]) -> None:
+        tenants = {tenant.name: tenant for tenant in configured}
+        if len(tenants) < len(configured):
             raise ConfigError("two tenants have the same name", "tenants")
-        by_key = {value: tenant for tenant in tenants for value in tenant.key_hashes}
-        if len(by_key) < sum(len(tenant.key_hashes) for tenant in tenants):
-            raise ConfigError("two tenants have the same API key", "tenants")
-        if tenants and not by_key:
+        by_key = _by_key(configured)
+        if configured and not by_key and not added and self._tokens is None:
             raise ConfigError("there are tenants, but none has an API key", "tenants")
-        self._by_key = by_key
-        self.tenants = tuple(tenants) or (DEFAULT_TENANT,)
+        for tenant in added:
+            known = tenants.get(tenant.name)
+            ids = {key.id for key in known.all_keys} if known else set()
+            fresh = [key for key in tenant.all_keys if key.hash not in by_key and key.id not in ids]
+            tenants[tenant.name] = known or tenant
+            by_key.update({key.hash: (tenant.name, key) for key in fresh})
+        self.configured, self._added, self._by_key = tuple(configured), tuple(added), by_key
+        self._by_name = tenants
+        self.tenants = tuple(tenants.values()) or (DEFAULT_TENANT,)
         for tell in self._told:
             tell(self.tenants)
 
@@ -126,35 +262,46 @@ class TenantDirectory:
 
     @property
     def has_keys(self) -> bool:
-        return bool(self._by_key)
+        return bool(self._by_key) or self._tokens is not None
 
-    def authenticate(self, caller: Caller) -> Tenant:
-        """The tenant of `caller`. Raises RefusedError: 401 for its key, 403 for its address."""
-        if not self._by_key:
+    def named(self, name: str) -> Tenant | None:
+        return self._by_name.get(name)
+
+    def authenticate(self, caller: Caller) -> Principal:
+        """Who `caller` is. Raises RefusedError: 401 for its key, 403 for its address."""
+        if not self.has_keys:
             self._require_local(caller)
-            return DEFAULT_TENANT
-        scheme, _, key = (caller.authorization or "").partition(" ")
-        key = key.strip()
-        if scheme.lower() != "bearer" or not key:
+            return Principal(DEFAULT_TENANT, scopes=tuple(Scope))
+        key = key_of(caller)
+        if not key:
             raise RefusedError(Refusal.UNAUTHENTICATED, "Give your API key in a header: 'Authorization: Bearer KEY'")
-        found = self._find(hash_key(key))
+        found = self._by_key.get(hash_key(key))
         if found is None:
-            raise RefusedError(Refusal.UNAUTHENTICATED, "Incorrect API key provided")
-        return found
+            return self._by_token(key)
+        name, api_key = found
+        now = self._clock()
+        if api_key.expires is not None and now >= api_key.expires:
+            raise RefusedError(Refusal.UNAUTHENTICATED, "This API key has expired")
+        self.used[name, api_key.id] = now
+        return Principal(self._by_name[name], api_key.id, api_key.scopes)
 
     def authorize_metrics(self, caller: Caller) -> None:
         """Metrics tell of every tenant: for local callers and operators. Raises RefusedError."""
         if caller.is_local and not self._exposed and self._foreign(caller) is None:
             return
-        if not self.authenticate(caller).operator:
-            raise RefusedError(Refusal.FORBIDDEN, "Metrics need the API key of a tenant with 'operator: true'")
+        if not self.authenticate(caller).allows(Scope.OPERATE):
+            message = "Metrics need a key with the scope 'operate', or of a tenant with 'operator: true'"
+            raise RefusedError(Refusal.FORBIDDEN, message)
 
-    def _find(self, hashed: str) -> Tenant | None:
-        found = None
-        for value, tenant in self._by_key.items():  # all of them, so that the time taken tells nothing
-            if hmac.compare_digest(value, hashed):
-                found = tenant
-        return found
+    def _by_token(self, key: str) -> Principal:
+        read = self._tokens.read(key) if self._tokens is not None else None
+        if read is None:
+            raise RefusedError(Refusal.UNAUTHENTICATED, "Incorrect API key provided")
+        name, who, scopes = read
+        tenant = self._by_name.get(name)
+        if tenant is None:
+            raise RefusedError(Refusal.FORBIDDEN, "The token names no tenant that is known here")
+        return Principal(tenant, who, scopes)
 
     def _require_local(self, caller: Caller) -> None:
         if self._exposed:
@@ -202,3 +349,17 @@ def _is_loopback(address: str) -> bool:
         return False
     mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
     return bool((mapped or parsed).is_loopback)
+
+
+def key_of(caller: Caller) -> str:
+    """The key that a caller gives; "" for none."""
+    scheme, _, key = (caller.authorization or "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _by_key(tenants: Sequence[Tenant]) -> dict[str, tuple[str, ApiKey]]:
+    """The name of the tenant and the key, by its hash. Raises ConfigError where two have the same."""
+    found = {key.hash: (tenant.name, key) for tenant in tenants for key in tenant.all_keys}
+    if len(found) < sum(len(tenant.all_keys) for tenant in tenants):
+        raise ConfigError("two tenants have the same API key", "tenants")
+    return found

@@ -1,16 +1,20 @@
-"""What is told of each generation request outside of its answer: a log line, a span, and a row while it is served.
+"""What is told of each generation request outside of its answer: a log line, a span, and a row for those who watch.
 
-A report is opened when a request arrives and closed by its one outcome; what is learnt in between is noted in it.
+A report is opened when a request arrives and closed by its one outcome; what is learnt in between is noted in it. The
+latest ones that were turns of programs are remembered.
 What is told are names, counts and times, never texts or keys. Metrics are `metrics`'.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from itertools import islice, takewhile
+from math import inf
+from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.requests import Request
 
@@ -18,7 +22,9 @@ from holdfast.replicas import logs
 from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About
 from holdfast.replicas.requests import Answer, GenerateRequest
-from holdfast.router.lru import Lru
+from holdfast.replicas.retention.latency import tool_set
+from holdfast.router.accounts import Admission, Served
+from holdfast.router.lru import SHARE, Lru
 from holdfast.router.metrics import Outcome
 from holdfast.router.programs import Pause
 from holdfast.router.server_timing import stages
@@ -30,6 +36,7 @@ log = logging.getLogger(__name__)
 
 PROGRAMS = 4096  # whose last turn is remembered, so that the next one's span has a link to it
 FORGET_S = 3600.0
+REMEMBERED = 8192  # turns that have ended; the tenant with most of them loses its oldest ones
 BAD = frozenset({Outcome.FAILED, Outcome.REJECTED, Outcome.ABORTED})
 
 
@@ -40,6 +47,7 @@ class TurnFacts:
     endpoint: str
     http_id: str  # `x-request-id`
     arrived: float
+    retried: str = ""  # a hash of the client's `Idempotency-Key`
     request_id: str = ""  # the engine's, and the last part of the reply's id
     tenant: str = ""
     program: str = ""
@@ -50,7 +58,29 @@ class TurnFacts:
     pause: Pause | None = None  # what its program waited for
     usage: Usage | None = None
     reason: str = ""
+    tools: str = ""  # what it called, and its program waits for now
     stages_ms: dict[str, float] = field(default_factory=dict)
+
+
+# A turn that has ended, as it is remembered: seconds of its stages, then counts of tokens.
+ENDED = (
+    *("program", "request", "arrived", "ended", "outcome", "replica", "tools", "queue_s", "prefill_s", "decode_s"),
+    *("prompt", "cached", "drawn", "drafted", "accepted"),
+)
+EndedRow: TypeAlias = tuple[
+    str, str, float, float, str, str, str, float, float, float, int, int, int, int, int
+]  # as `ENDED` says
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A turn of a program that has ended. `number` is when, in microseconds: no two turns have the same, and it tells a
+    tenant nothing of how many turns others had.
+    """
+
+    number: int
+    tenant: str
+    row: EndedRow
 
 
 @dataclass(slots=True)
@@ -63,11 +93,16 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of these
+    cached_answers: int = 0  # requests answered by the response cache: none of their tokens are in the counts above
 
     def add(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
         self.completion_tokens += usage.completion
+        self.drafted_tokens += usage.work.drafted
+        self.accepted_tokens += usage.work.accepted
 
 
 class TurnReports:
@@ -82,14 +117,28 @@ class TurnReports:
         self.totals: dict[str, Totals] = {}
         self._live: dict[int, TurnReport] = {}
         self._turns: Lru[Carrier] = Lru(PROGRAMS)
+        self._number = 0  # of the last one that was remembered
+        self._ended: Lru[Ended] = Lru(REMEMBERED, share=SHARE)
 
     @property
     def live(self) -> list[TurnFacts]:
         return [report.facts for report in self._live.values()]
 
+    @property
+    def number(self) -> int:
+        """No turn that has ended has a greater one, and each that will end has."""
+        return max(self._number, int(self.clock() * 1e6))
+
+    def ended(self, after: int, tenant: str | None, most: int) -> list[Ended]:
+        """At most so many turns of a tenant, or of all where that is None, with greater numbers, the latest first."""
+        newer = takewhile(lambda each: each.number > after, (ended for _, ended in self._ended.latest(0.0)))
+        return list(islice((each for each in newer if tenant is None or each.tenant == tenant), most))
+
     def begin(self, request: Request, endpoint: str, http_id: str) -> TurnReport:
         """The report of a request that has just come."""
-        facts = TurnFacts(endpoint, http_id, self.clock())
+        retried = request.headers.get("idempotency-key", "")
+        digest = hashlib.sha256(retried.encode()).hexdigest()[:32] if retried else ""
+        facts = TurnFacts(endpoint, http_id, self.clock(), digest)
         span = self._spans.serve(f"POST {request.url.path}", _carrier(request)) if self._spans else None
         report = TurnReport(self, facts, span)
         self._live[id(report)] = report
@@ -112,8 +161,24 @@ class TurnReports:
         totals.ended += 1
         totals.failed += outcome is Outcome.FAILED
         totals.rejected += outcome is Outcome.REJECTED
+        totals.cached_answers += outcome is Outcome.CACHED
         if usage := report.facts.usage:
             totals.add(usage)
+        if report.facts.program:
+            self._remember(report.facts, outcome)
+
+    def _remember(self, facts: TurnFacts, outcome: Outcome) -> None:
+        usage, stages_ms = facts.usage or Usage(), facts.stages_ms
+        queue_s, prefill_s, decode_s = (
+            round(stages_ms.get(name, 0.0) / 1e3, 4) for name in ("queue", "prefill", "decode")
+        )
+        row = (
+            *(facts.program, facts.request_id, round(facts.arrived, 3), round(self.clock(), 3), outcome.value),
+            *(facts.replica, facts.tools, queue_s, prefill_s, decode_s),
+            *(usage.prompt, usage.cached, usage.completion, usage.work.drafted, usage.work.accepted),
+        )
+        self._number = max(self._number, int(self.clock() * 1e6)) + 1
+        self._ended.put(str(self._number), Ended(self._number, facts.tenant, row), inf, owner=facts.tenant)
 
 
 class TurnReport:
@@ -124,6 +189,10 @@ class TurnReport:
         self.facts = facts
         self._span = span
         self._asked: Span | None = None
+        self.admission: Admission | None = None  # where its end is booked
+        self._sent = False
+        self._over = False
+        self._usage: Usage | None = None  # of an answer from the response cache
         self.trace_id = span.trace_id if span else ""
 
     def accepted(self, request_id: str, tenant: str, program: str, model: str, stream: bool) -> None:
@@ -143,16 +212,27 @@ class TurnReport:
 
     def asking(self, request: GenerateRequest) -> GenerateRequest:
         """`request` on its way to a replica, with the context in which that goes on."""
+        self._over = request.program_end
         if self._span is None:
             return request
         self._asked = self._span.ask("replica")
         return replace(request, trace=self._asked.carrier)
 
+    def sent(self) -> None:
+        """From now on a replica may work for it: if its client leaves, that is asked what it did."""
+        self._sent = True
+
     def answered(self, replica_id: str, answer: Answer) -> None:
         """A replica has given its whole answer."""
         facts = self.facts
         facts.replica, facts.usage, facts.reason = replica_id, answer.usage, answer.reason
+        facts.tools = "" if answer.called.last else tool_set(answer.called.tools)
         facts.stages_ms = stages(answer.timing)
+        self._over = self._over or answer.called.last
+
+    def repeated(self, answer: Answer) -> None:
+        """The response cache has its whole answer."""
+        self._usage, self._over = answer.usage, answer.called.last
 
     def used(self, usage: Usage) -> None:
         """So much was done for it although its client had left: known only after it has ended."""
@@ -161,13 +241,35 @@ class TurnReport:
             told = {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "completion_tokens": usage.completion}
             log.info("aborted turn counted", extra=logs.fields(http_id=self.facts.http_id, **told))
 
+    def counted(self, usage: Usage) -> None:
+        """All that was done for it although its client had left."""
+        self._book(Outcome.ABORTED, usage)
+
     def ended(self, outcome: Outcome) -> None:
         self._home.closed(self, outcome)
         seconds = self._home.clock() - self.facts.arrived
+        if not (outcome is Outcome.ABORTED and self._sent):  # what was done for that is counted later
+            self._book(outcome, self.facts.usage or self._usage or Usage())
         if log.isEnabledFor(logging.INFO):
             log.info("turn ended", extra=logs.fields(**self._told(outcome), seconds=round(seconds, 6)))
         if self._span is not None:
             self._end_spans(self._span, outcome)
+
+    def _book(self, outcome: Outcome, usage: Usage) -> None:
+        if self.admission is None:
+            return
+        facts = self.facts
+        served = Served(
+            model=facts.model,
+            program=facts.program.partition("/")[2],
+            endpoint=facts.endpoint,
+            stream=facts.stream,
+            replica=facts.replica,
+            http_id=facts.http_id,
+            retried=facts.retried,
+            over=self._over,
+        )
+        self.admission.end(outcome.value, usage, self._home.clock() - facts.arrived, served)
 
     def _told(self, outcome: Outcome) -> dict[str, object]:
         facts, usage, pause = self.facts, self.facts.usage, self.facts.pause

@@ -5,25 +5,27 @@ happens, a request ends in exactly one outcome and gives back what it holds.
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from math import inf
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import SessionExistsError, UnavailableError, UnknownSessionError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError, UnknownSessionError
+from holdfast.replicas.events import Sampling, Usage
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
+from holdfast.replicas.types import Priority
 from holdfast.router import server_timing
+from holdfast.router.accounts import Admission
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.background import Background
-from holdfast.router.choices import commands, generate, ids, stream, varied
+from holdfast.router.choices import commands, generate, ids, stream, total, varied
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import (
     Conversation,
@@ -32,30 +34,36 @@ from holdfast.router.conversations import (
     conversation,
     hint,
     mark_of,
+    placed_by,
     preamble,
+    prompt_tokens,
 )
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
-from holdfast.router.identity import neighbour, program_named
+from holdfast.router.identity import neighbour, parent_named, priority_named, program_named, within_named
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
-from holdfast.router.response_cache import CacheResult, ResponseCache
+from holdfast.router.response_cache import Ask, CacheResult, Found, Lead, ResponseCache
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
 from holdfast.router.turn_stream import TurnStream
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that passed authentication and validation. `cache_key` None: the cache is bypassed.
+    """A request that passed authentication and validation. `ask` None: the cache is bypassed. `deadline`: when its
+    answer is wanted, on the event loop's clock.
 
-    `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with.
+    `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with,
+    and `parent` what it is a sub-agent of.
     """
 
     tenant: Tenant
@@ -63,9 +71,13 @@ class Accepted:
     meter: Meter
     program: str | Conversation
     near: str
-    cache_key: str | None
+    parent: str
+    ask: Ask | None
     unique: str
     report: TurnReport
+    admission: Admission
+    priority: Priority
+    deadline: float
 
     @property
     def turn(self) -> Turn:
@@ -74,11 +86,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An accepted request that has become a turn of a program; `standing` where that has no name."""
+    """An accepted request that has become a turn of a program; `standing` where that has no name. `lead`: others wait
+    for its answer, or may come to.
+    """
 
     accepted: Accepted
     begun: Begun
     standing: Standing | None
+    lead: Lead | None = None
 
     @property
     def key(self) -> str:
@@ -115,32 +130,48 @@ class Turns:
 
     async def serve(self, request: Request, format_: Format) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
+        arrived = asyncio.get_running_loop().time()
         meter = Meter(self._metrics, format_.name)
         report = self._reports.begin(request, format_.name, answer_headers(request).request_id)
         meter.on_end = report.ended
         try:
-            tenant = self._guard.authenticate(request)
-            meter.tenant = report.facts.tenant = tenant.name
+            principal = self._guard.authenticate(request)
+            meter.tenant = report.facts.tenant = principal.tenant.name
             with ExitStack() as held:
-                held.enter_context(self._guard.admitted(tenant))
-                accepted = await self._accept(request, format_, tenant, meter, report)
+                report.admission = admission = held.enter_context(self._guard.admitted(principal))
+                try:
+                    accepted = await self._accept(request, format_, admission, meter, report, arrived)
+                except HoldfastError:
+                    await admission.charge_call()  # what is wrong counts, too
+                    raise
                 for _ in accepted.turn.others:  # each answer counts against the tenant's limits
-                    held.enter_context(self._guard.admitted(tenant))
-                repeat = await self._look_up(request, accepted)
-                return await self._ask(request, accepted, held) if repeat is None else repeat
+                    held.enter_context(self._guard.place(principal.tenant))
+                await self._charge(request, accepted)
+                served = await self._begin(accepted)
+                found = await self._look_up(request, accepted, held)
+                if isinstance(found, Found):
+                    return await self._repeat(request, served, found)
+                return await self._ask(request, replace(served, lead=found), held)
         except BaseException as error:
             meter.failed(error)
             raise
 
     async def _accept(
-        self, request: Request, format_: Format, tenant: Tenant, meter: Meter, report: TurnReport
+        self,
+        request: Request,
+        format_: Format,
+        admission: Admission,
+        meter: Meter,
+        report: TurnReport,
+        arrived: float,
     ) -> Accepted:
+        tenant = admission.principal.tenant
         models = await self._backend.models()
         if not models:
             raise UnavailableError("No model is loaded yet")
         if not self._config.model_defaults:
             models = [replace(card, defaults={}) for card in models]
-        unique = secrets.token_hex(12)
+        unique = admission.id
         exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
         turn = exchange.turn
         answer_headers(request).skipped = exchange.skipped
@@ -151,45 +182,86 @@ class Turns:
         session = turn.session is not None  # it is its program, and its state is no part of a request's key
         named = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
         varies = not tenant.prompt_seed and varied(turn.sampling) is not turn.sampling
-        bypassed = varies or bool(turn.others) or self._cache.bypassed(request.headers.get("cache-control"))
+        bypassed = varies or bool(turn.others) or session
+        ask = None if bypassed else self._cache.ask(tenant, turn, request.headers.get("cache-control"))
         accepted = Accepted(
             tenant=tenant,
             exchange=exchange,
             meter=meter,
             program=named or exchange.program or conversation(turn.model.name, turn.prompt),
             near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
-            cache_key=None if bypassed or session else self._cache.key(tenant.name, turn),
+            parent=parent_named(tenant.name, headers, config.parent_headers),
+            ask=ask,
             unique=unique,
             report=report,
+            admission=admission,
+            priority=tenant.class_of(turn.priority or priority_named(headers)),
+            deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
         )
         report.accepted(unique, tenant.name, named or exchange.program, turn.model.name, turn.stream)
         return accepted
 
-    async def _look_up(self, request: Request, accepted: Accepted) -> Response | None:
-        """The answer from the cache, in the shape that was asked for, or None."""
-        key = accepted.cache_key
-        answer = None if key is None else await self._cache.find(key)
-        result = CacheResult.BYPASS if key is None else CacheResult.MISS if answer is None else CacheResult.HIT
+    async def _charge(self, request: Request, accepted: Accepted) -> None:
+        """What it is expected to need counts against the tenant's limits. Raises QuotaError."""
+        admission, turn = accepted.admission, accepted.turn
+        input_tokens = output_tokens = 0
+        if admission.counts_tokens:
+            prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
+            input_tokens = sum(map(prompt_tokens, prompts))
+            drawn = [turn.sampling, *(other.sampling for other in turn.others)]
+            output_tokens = sum(map(self._drawn_at_most, drawn))
+        program = accepted.program.partition("/")[2] if isinstance(accepted.program, str) else ""
+        await admission.charge(1 + len(turn.others), input_tokens, output_tokens, program)
+        answer_headers(request).standing = admission.standing
+
+    def _drawn_at_most(self, sampling: Sampling) -> int:
+        estimate = self._config.output_estimate
+        return min(sampling.max_tokens, estimate) if sampling.max_tokens >= 0 else estimate
+
+    async def _look_up(self, request: Request, accepted: Accepted, held: ExitStack) -> Found | Lead | None:
+        """The answer from the cache, or of whoever computes it just now. A Lead where others are to wait for this
+        one's; it is `held`, so that they learn of any end.
+        """
+        ask, found = accepted.ask, None
+        if ask is not None:
+
+            async def wait(work: Coroutine[Any, Any, T]) -> T:
+                async with self._drain.bounded():
+                    return await until_disconnect(request.receive, work)
+
+            def adopt(lead: Lead) -> None:
+                held.push(lead)
+
+            found = await self._cache.seek(ask, wait, adopt)
+        if ask is None or ask.fresh:
+            result = CacheResult.BYPASS
+        elif isinstance(found, Found):
+            result = CacheResult.JOINED if found.joined else CacheResult.HIT
+        else:
+            result = CacheResult.MISS
         answer_headers(request).cache = accepted.report.facts.cache = result.value
         accepted.meter.looked_up(result.value)
-        if answer is None:
-            return None
-        served = await self._begin(accepted)
+        return found
+
+    async def _repeat(self, request: Request, served: Served, found: Found) -> Response:
+        """An answer that another request has had, in the shape that was asked for."""
+        accepted, answer = served.accepted, found.answer
+        answer_headers(request).age_s = found.age_s
         if accepted.turn.stream:
             encoder = accepted.exchange.encoder()
             response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
         else:
             response = json_response(accepted.exchange.reply(answer))
-        await self._settle(served, "", answer)
+        accepted.report.repeated(answer)
         accepted.meter.end(Outcome.CACHED)
+        await self._settle(served, "", answer)
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
         return response
 
-    async def _ask(self, request: Request, accepted: Accepted, held: ExitStack) -> Response:
+    async def _ask(self, request: Request, served: Served, held: ExitStack) -> Response:
         """The answer of a replica; a stream takes with it what is `held`."""
-        served = await self._begin(accepted)
-        program = served.begun.program
+        accepted, program = served.accepted, served.begun.program
         command = GenerateRequest(
             request_id=accepted.unique,
             prompt=accepted.turn.prompt,
@@ -202,6 +274,11 @@ class Turns:
             answered_turns=program.answered_turns,
             program_end=accepted.turn.program_end,
             weight=accepted.tenant.weight,
+            priority=accepted.priority,
+            within_s=accepted.deadline - asyncio.get_running_loop().time(),
+            begins=accepted.turn.stream,
+            root=served.begun.root,
+            cache_salt=accepted.turn.cache_salt,
             fits=accepted.turn.fits,
             session=accepted.turn.session,
             hints=accepted.turn.hints,
@@ -228,7 +305,7 @@ class Turns:
         answer_headers(request).server_timing = server_timing.header(timing)
         accepted.report.answered(routed.replica_id, answer)
         accepted.meter.answered(answer.usage, timing)
-        self._remember(accepted, answer)
+        self._remember(served, answer)
         body = accepted.exchange.reply(answer, others)
         await self._settle(served, routed.replica_id, answer)
         return json_response(body)
@@ -248,8 +325,13 @@ class Turns:
         accepted = served.accepted
 
         async def settle(replica_id: str, answer: Answer) -> None:
-            self._remember(accepted, answer)
+            self._remember(served, answer)
             await self._settle(served, replica_id, answer)
+
+        def leave() -> None:
+            if served.lead is not None:
+                served.lead.leave()
+            self._left(accepted)
 
         others = _others(accepted)
         if others:
@@ -257,8 +339,7 @@ class Turns:
         else:
             batches = self._backend.stream(command, place)
         encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
-        told, left = accepted.report.answered, partial(self._left, accepted)
-        events = TurnStream(batches, encoders, accepted.meter, settle, told, self._drain, left)
+        events = TurnStream(batches, encoders, accepted.meter, settle, accepted.report.answered, self._drain, leave)
         with self._paid(accepted):
             try:
                 await until_disconnect(request.receive, events.start())
@@ -271,6 +352,7 @@ class Turns:
     @contextmanager
     def _paid(self, accepted: Accepted) -> Iterator[None]:
         """A client that leaves while this is done has left."""
+        accepted.report.sent()
         try:
             yield
         except (ClientGoneError, asyncio.CancelledError):
@@ -279,23 +361,30 @@ class Turns:
 
     def _left(self, accepted: Accepted) -> None:
         """The client has gone before the end: its tenant pays for what was drawn until then."""
-        self._background.start(self._count(accepted))
+        if not self._background.start(self._count(accepted)):
+            accepted.report.counted(Usage())
 
     async def _count(self, accepted: Accepted) -> None:
-        for request_id in ids(accepted.unique, accepted.turn.others):
-            used = await self._backend.drawn(request_id)
-            if used is not None:
-                accepted.meter.used(used)
-                accepted.report.used(used)
+        drawn = []
+        try:
+            for request_id in ids(accepted.unique, accepted.turn.others):
+                used = await self._backend.drawn(request_id)
+                drawn.append(used or Usage())
+                if used is not None:
+                    accepted.meter.used(used)
+                    accepted.report.used(used)
+        finally:
+            accepted.report.counted(total(drawn, accepted.turn.others[: len(drawn) - 1]) if drawn else Usage())
 
     async def _begin(self, accepted: Accepted) -> Served:
         """The request becomes a turn of its program; what that waited for took so long."""
         tenant, standing = accepted.tenant.name, None
         if isinstance(accepted.program, str):
-            begun = await self._programs.begin(accepted.program)
+            begun = await self._programs.begin(accepted.program, parent=accepted.parent)
         else:
-            begun, standing = await self._conversations.begin(tenant, accepted.program)
+            begun, standing = await self._conversations.begin(tenant, accepted.program, accepted.parent)
         accepted.report.began(begun.key, begun.pause)
+        await accepted.admission.charge_program(begun.key.partition("/")[2])
         if begun.pause is not None:
             accepted.meter.resumed(begun.pause.seconds)
             self._latencies.record(tenant, begun.pause.tools, begun.pause.seconds)
@@ -305,7 +394,7 @@ class Turns:
         turn, last_replica, near = accepted.turn, begun.program.last_replica, accepted.near
         if turn.session is not None:
             return _at_session(turn.session, begun)
-        begins = preamble(f"{accepted.tenant.name} {turn.model.name}", turn.prompt)
+        begins = preamble(placed_by(accepted.tenant.name, turn.model.name, turn.cache_salt), turn.prompt)
         if last_replica is not None:
             return Place(last_replica, tokens=begins.prompt_tokens)
         prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
@@ -328,10 +417,13 @@ class Turns:
         if run is not None:
             accepted.meter.program_ended(run)
         await accepted.exchange.keep(served.key)
+        await accepted.admission.booked()
 
-    def _remember(self, accepted: Accepted, answer: Answer) -> None:
-        if accepted.cache_key is not None:
-            self._cache.keep(accepted.cache_key, _for_any_program(answer) if accepted.turn.program_end else answer)
+    def _remember(self, served: Served, answer: Answer) -> None:
+        accepted = served.accepted
+        if accepted.ask is not None:
+            kept = _for_any_program(answer) if accepted.turn.program_end else answer
+            self._cache.keep(accepted.ask, kept, served.lead)
 
 
 def _seeded(tenant: Tenant, sampling: Sampling) -> Sampling:

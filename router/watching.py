@@ -4,14 +4,15 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from holdfast.router import metric_list as listed
+from holdfast.router.accounts import Accounts
 from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
+from holdfast.router.quotas import LIMITS
 from holdfast.router.redis_info import RedisInfo
+from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
-
-LIMITS = ("requests_per_minute", "max_concurrent")
 
 
 def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: Limiter, most: int) -> None:
@@ -37,8 +38,45 @@ def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: L
     metrics.watch(listed.TENANT_LIMIT, allowed)
 
 
+def watch_accounts(metrics: RouterMetrics, accounts: Accounts) -> None:
+    """Who was refused by which limit, how tenants stand, and what the books have not got yet."""
+
+    def used() -> Mapping[tuple[str, ...], float]:
+        found: dict[tuple[str, ...], float] = {}
+        for tenant, standing in accounts.standings.items():
+            for name, n in standing.used.items():
+                if getattr(standing.limits, name) is not None and metrics.tenant(tenant) == tenant:
+                    found[tenant, name] = n
+        return found
+
+    def refused() -> Mapping[tuple[str, ...], float]:
+        found: dict[tuple[str, ...], float] = {}
+        for (tenant, name), n in accounts.refusals.items():
+            label = (metrics.tenant(tenant), name)
+            found[label] = found.get(label, 0.0) + n
+        return found
+
+    metrics.watch(listed.QUOTA_USED, used)
+    metrics.watch(listed.QUOTA_REFUSED, refused)
+    metrics.watch(listed.QUOTA_LOCAL, lambda: float(accounts.local))
+    metrics.watch(listed.QUOTA_ROUTERS, lambda: float(accounts.routers))
+    metrics.watch(listed.USAGE_RECORDS, lambda: {(each,): float(n) for each, n in accounts.booked.items()})
+    metrics.watch(listed.USAGE_WAITING, lambda: float(accounts.unbooked))
+
+
+def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
+    """What this process keeps of answers, and who waits for one that is being computed."""
+    flights = cache.flights
+    metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
+    metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
+    metrics.watch(
+        listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.handed_over), ("failed",): float(flights.failed)}
+    )
+
+
 def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
     metrics.watch(listed.LINE, lambda: read().waiting)
+    metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
     metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
     metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
     metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})

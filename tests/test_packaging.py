@@ -8,11 +8,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from c_kernels import ABLE, COMPILER
+
+from holdfast.kernels import attention_c, layer_c, product_c
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")  # what an editable install has built there
-LIBRARIES = {f"holdfast/kernels/lib{name}.so" for name in ("attention", "int8")}
+LIBRARIES = {f"holdfast/kernels/{each.LIBRARY}" for each in (attention_c, layer_c, product_c)}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,16 @@ def test_it_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> No
     paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
     expected = {f"holdfast/{path.relative_to(ROOT)}" for path in paths if "__pycache__" not in path.parts}
     assert inside - LIBRARIES == expected - LIBRARIES
+
+
+@pytest.mark.skipif(not (ABLE and COMPILER), reason="the kernels in C are for x86-64 on Linux, and ziglang builds them")
+def test_its_libraries_need_an_old_libc_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as inside:
+        assert {name for name in inside.namelist() if name.endswith(".so")} == LIBRARIES
+        for library in LIBRARIES:
+            told = inside.read(library).split(b"GLIBC_")[1:]
+            versions = {tuple(map(int, part.split(b"\0")[0].split(b"."))) for part in told}
+            assert max(versions, default=(2, 0)) <= (2, 17)
 
 
 def test_the_shipped_model_is_in_it(wheel: Path) -> None:

@@ -152,11 +152,14 @@ BOARD = Board(
                 ),
                 Panel(
                     "Replies",
-                    "Stopped where their calls closed; written again for an undeclared tool.",
+                    "Stopped where calls closed; written again for an undeclared tool; without a guarantee as the "
+                    "grammar of their tools took too long; and tokens of calls that were refused and drawn again.",
                     Unit.PER_SECOND,
                     (
                         Query(WHO.rate("holdfast_replies_stopped_total"), "stopped early"),
                         Query(WHO.rate("holdfast_replies_rewritten_total"), "written again"),
+                        Query(WHO.rate("holdfast_replies_unguarded_total"), "without a guarantee"),
+                        Query(WHO.rate("holdfast_call_tokens_refused_total"), "tokens drawn again"),
                     ),
                 ),
             ),

@@ -3,6 +3,7 @@
 from holdfast.cluster.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
 
 WHO = Chosen((JOB, MODEL, REPLICA))
+LINES = Chosen((JOB,))  # for metrics of routers
 EACH = "{{replica}}"
 
 
@@ -61,6 +62,7 @@ CELLS = Row(
             "Short of cells",
             "All at 0 is best. Preempted tokens are computed twice.",
             ("preemptions", "preemptions"),
+            ("batch_yields", "of these, of batch for others"),
             ("tokens_recomputed", "tokens recomputed"),
             ("prefill_chunks_deferred", "chunks deferred"),
         ),
@@ -119,6 +121,23 @@ STEPS = Row(
                 Query(WHO.total("holdfast_sequence_rows_parked"), "rows parked"),
                 Query(WHO.total("holdfast_sessions"), "sessions"),
             ),
+        ),
+        Panel(
+            "The queue",
+            "Tokens that wait, in replicas and in routers' lines; and how long one request waits behind another.",
+            Unit.PLAIN,
+            (
+                Query(WHO.total("holdfast_tokens_waiting"), "tokens in replicas"),
+                Query(LINES.total("holdfast_tokens_in_line"), "tokens in lines"),
+                Query(WHO.most("holdfast_start_gap_seconds", "replica"), "seconds to the next start, {{replica}}"),
+            ),
+        ),
+        Panel(
+            "Not begun",
+            "foreseen is how an overload is to look; many dropped or refused: forecasts are too late.",
+            Unit.PER_SECOND,
+            (Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),),
+            Kind.STACKED,
         ),
         Panel(
             "Requests by terminal event",

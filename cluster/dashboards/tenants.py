@@ -4,6 +4,8 @@ from holdfast.cluster.dashboards.board import JOB, MODEL, TENANT, Board, Chosen,
 
 WHO = Chosen((JOB, MODEL, TENANT))
 ALL = Chosen((JOB, TENANT))  # for metrics that know no model
+LOOKED = "hit|joined|miss"  # look-ups that could have found something
+OF = Chosen((JOB,))  # and for those that know no tenant
 
 
 def tokens(kind: str) -> Panel:
@@ -52,16 +54,33 @@ BOARD = Board(
                 ),
                 Panel(
                     "From the response cache",
-                    "Share of look-ups that found an exact repeat.",
+                    "Share of look-ups that found an exact repeat, or somebody who was computing it.",
                     Unit.SHARE,
                     (
                         Query(
-                            f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit')}"
+                            f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit|joined')}"
                             f" or 0 * {ALL.rate('holdfast_response_cache_lookups_total', 'tenant')})"
-                            f" / {ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit|miss')}",
+                            f" / {ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result=LOOKED)}",
                             "{{tenant}}",
                         ),
                     ),
+                ),
+                Panel(
+                    "The response cache in routers",
+                    "Answers that their processes keep.",
+                    Unit.BYTES,
+                    (Query(OF.total("holdfast_response_cache_bytes", "router"), "{{router}}"),),
+                    width=12,
+                ),
+                Panel(
+                    "Waiting for another's answer",
+                    "Requests that wait for one that is being computed, and those that had to compute it after all.",
+                    Unit.PLAIN,
+                    (
+                        Query(OF.total("holdfast_response_cache_waiting"), "waiting"),
+                        Query(OF.rate("holdfast_response_cache_released_total", "reason"), "{{reason}}, a second"),
+                    ),
+                    width=12,
                 ),
             ),
         ),
@@ -70,7 +89,7 @@ BOARD = Board(
             (
                 Panel(
                     "Requests in flight",
-                    "Beside the limit, where there is one. Each router counts for itself.",
+                    "All calls, of all routers, beside the limit for those that generate.",
                     Unit.PLAIN,
                     (
                         Query(ALL.total("holdfast_tenant_requests_in_flight", "tenant"), "{{tenant}}"),
@@ -80,7 +99,7 @@ BOARD = Board(
                 ),
                 Panel(
                     "Requests a minute",
-                    "Without those from the response cache, beside the limit, where there is one.",
+                    "Without those from the response cache, beside the limit of all routers together.",
                     Unit.PLAIN,
                     (
                         Query(
@@ -96,10 +115,65 @@ BOARD = Board(
                 ),
             ),
         ),
+        Row(
+            "Quotas and books",
+            (
+                Panel(
+                    "Used, of each limit",
+                    "In the last minute, at once, of the day's and the month's budget, as a router was told last.",
+                    Unit.SHARE,
+                    (
+                        Query(
+                            f"{ALL.most('holdfast_tenant_quota_used', 'tenant', 'limit')}"
+                            f" / {ALL.most('holdfast_tenant_limit', 'tenant', 'limit')}",
+                            "{{tenant}} {{limit}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
+                    "Refused by a limit",
+                    "Which limit it was.",
+                    Unit.PER_SECOND,
+                    (
+                        Query(
+                            ALL.rate("holdfast_tenant_quota_refusals_total", "tenant", "limit"), "{{tenant}} {{limit}}"
+                        ),
+                    ),
+                    Kind.STACKED,
+                    width=12,
+                ),
+                Panel(
+                    "Records of usage",
+                    "One for each request. Any that are lost are on no bill.",
+                    Unit.PER_SECOND,
+                    (Query(OF.rate("holdfast_usage_records_total", "result"), "{{result}}"),),
+                    width=12,
+                ),
+                Panel(
+                    "Whether limits are shared",
+                    "Routers that share them; above 0 while Redis is away: by their part, ends that wait.",
+                    Unit.PLAIN,
+                    (
+                        Query(OF.most("holdfast_quota_routers"), "routers"),
+                        Query(OF.total("holdfast_quota_local"), "by their own part"),
+                        Query(OF.total("holdfast_usage_records_waiting"), "records that wait"),
+                    ),
+                    width=12,
+                ),
+            ),
+        ),
         Row("Tokens", (tokens("prompt"), tokens("cached"), tokens("completion"))),
         Row(
             "What they get",
             (
+                Panel(
+                    "Engines' time",
+                    "Seconds of steps a second, of all replicas. In a fair order by their weights, where all wait.",
+                    Unit.PLAIN,
+                    (Query(WHO.rate("holdfast_engine_seconds_total", "tenant"), "{{tenant}}"),),
+                    Kind.STACKED,
+                ),
                 p95(
                     "Time to first token, p95",
                     "What its users wait before the first word.",

@@ -111,7 +111,7 @@ SERVING = (
         "HoldfastOverloaded",
         WARNING,
         share(
-            rate("holdfast_request_errors_total", "job", '{reason="overloaded"}'),
+            rate("holdfast_request_errors_total", "job", '{reason=~"overloaded|deadline_unmet"}'),
             rate("holdfast_requests_total", "job"),
         ),
         "> 0.01",

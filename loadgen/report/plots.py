@@ -5,6 +5,7 @@ Text stays text and takes the page's colour, the ground is left transparent: one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib import rc_context
@@ -33,6 +34,7 @@ AGAINST_LOAD: tuple[tuple[str, tuple[Figured, ...]], ...] = (
     ("job completion (s, mean)", (lambda told: told.job["mean"], lambda told: told.job["p99"])),
     ("output tokens a second", (lambda told: told.tokens_per_s,)),
 )
+MOST_TICKS = 4  # of a panel of the overview, which is as wide as some five of their labels
 RATIOS = ("latency p50", "latency p99", "ttft p50", "job mean", "wall")
 
 
@@ -189,8 +191,23 @@ def _ratio_points(
 def _ratio_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
-    axes.set_xlim(min(low, 0.45), max(high, 2.2))
-    _log_ticks(axes, LogLocator(2, numticks=7), "×")
+    low, high = min(low, 0.45), max(high, 2.2)
+    axes.set_xlim(low, high)
+    ticks = ratio_ticks(low, high)
+    axes.set_xticks(ticks, [_ratio(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Powers of two from ``low`` to ``high``, 1 among them: few enough that their labels stand side by side."""
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, math.ceil((last - first) / (MOST_TICKS - 1)))
+    return [2.0**power for power in range(first + -first % step, last + 1, step)]
+
+
+def _ratio(value: float) -> str:
+    """`4×`, `0.5×`, `1/16×`: small ones as fractions, which are shorter than their decimals."""
+    return f"{value:g}×" if value >= 0.5 else f"1/{1 / value:g}×"
 
 
 def _log_ticks(axes: Axes, locator: LogLocator, unit: str) -> None:

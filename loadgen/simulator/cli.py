@@ -1,16 +1,19 @@
-"""`holdfast simulate`, `simulate-placement`, `simulate-orchestrator`: arguments; the work is `loadgen.simulator`'s."""
+"""`holdfast simulate` and the `simulate-` commands: arguments; the work is `loadgen.simulator`'s."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.loadgen.cli import Commands, counts, numbers
 
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:
-    """Add `simulate`, `simulate-placement` and `simulate-orchestrator`."""
+    """Add them all."""
     _add_policies(commands)
     _add_placement(commands)
+    _add_tenants(commands)
     _add_orchestrator(commands)
+    _add_overload(commands)
 
 
 def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -57,6 +60,41 @@ def _add_placement(commands: "Commands[argparse.ArgumentParser]") -> None:
     command.set_defaults(run=_placement)
 
 
+def _add_tenants(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = (
+        "Many tenants on several replicas behind several routers, simulated: how equally they are served, and what one "
+    )
+    text += "with very many programs does to the others. The real engines over a cost model."
+    command = commands.add_parser("simulate-tenants", help=text, description=text)
+    add = command.add_argument
+    add("--tenants", type=int, default=50, help="how many (default: 50)")
+    add("--programs", type=int, default=2000, help="of all of them (default: 2000)")
+    add("--quiet", type=int, default=20, help="programs of one beside a tenant with half of all (default: 20)")
+    add("--replicas", type=int, default=4, help="an even number (default: 4)")
+    add("--routers", type=int, default=4, help="how many (default: 4)")
+    add(
+        "--order",
+        action="append",
+        help="program, request, plas or fair; may come several times (default: program, fair)",
+    )
+    add("--profile", default="8b-a100", help="as for simulate (default: 8b-a100)")
+    add("--cells", type=int, default=1 << 16, help="KV cells of a replica (default: 65536)")
+    add("--seed", type=int, default=0, help="of the first run (default: 0)")
+    add("--seeds", type=int, default=1, help="how many, one after another (default: 1)")
+    add("--json", type=Path, metavar="FILE", help="write every run")
+    command.set_defaults(run=_tenants)
+
+
+def _tenants(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.simulator import sharing
+
+    names = ("tenants", "programs", "quiet", "replicas", "routers", "profile", "cells", "seed", "seeds")
+    asked = sharing.Options(**{name: getattr(options, name) for name in names})
+    if options.order:
+        asked = replace(asked, orders=tuple(options.order))
+    return sharing.main(asked, options.json)
+
+
 def _add_orchestrator(commands: "Commands[argparse.ArgumentParser]") -> None:
     text = "What prompts sent ahead, tools that begin as calls close, tags of cells and pre-positioning are worth to "
     text += "agents, one after another, simulated: the real engine over a cost model."
@@ -73,6 +111,32 @@ def _add_orchestrator(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--seeds", type=int, default=5, help="how many, one after another (default: 5)")
     add("--json", type=Path, metavar="FILE", help="write every run")
     command.set_defaults(run=_orchestrator)
+
+
+def _add_overload(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "How much has its answer in time when more comes than can be served, where the server is told the time and "
+    text += "where it is not, simulated: the real engine over a cost model."
+    command = commands.add_parser("simulate-overload", help=text, description=text)
+    add = command.add_argument
+    add("--loads", type=numbers, default=(0.5, 0.8, 1.0, 1.5, 2.0, 3.0), metavar="X,X,..", help="times the capacity "
+        "(default: 0.5,0.8,1,1.5,2,3)")  # fmt: skip
+    add("--deadline", type=float, default=40.0, help="seconds, mean; from half to one and a half (default: 40)")
+    add("--seconds", type=float, default=300.0, help="of each run (default: 300)")
+    add("--prompt", type=int, default=2000, help="tokens, mean (default: 2000)")
+    add("--reply", type=int, default=250, help="tokens, mean (default: 250)")
+    add("--sequences", type=int, default=64, help="engine.max_sequences (default: 64)")
+    add("--batch", type=float, default=0.0, help="part of the requests that is of the class batch (default: 0)")
+    add("--profile", default="8b-a100", help="as for simulate (default: 8b-a100)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    command.set_defaults(run=_overload)
+
+
+def _overload(options: argparse.Namespace) -> int:
+    from holdfast.loadgen.simulator import overload
+
+    names = ("loads", "seconds", "prompt", "reply", "sequences", "batch", "profile", "seed")
+    asked = {name: getattr(options, name) for name in names}
+    return overload.main(overload.Options(**asked, deadline_s=options.deadline))
 
 
 def _orchestrator(options: argparse.Namespace) -> int:

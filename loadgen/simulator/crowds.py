@@ -89,23 +89,23 @@ class _Drawing:
         return CROWDS[self._kind](self, moment)
 
     def agent(self, moment: float) -> Program:
-        return self._one(_AGENT, moment)
+        return self.one(_AGENT, moment)
 
     def short(self, moment: float) -> Program:
         (preamble,) = self._rng.choices(range(1, _PREAMBLES + 1), [1 / k for k in range(1, _PREAMBLES + 1)])
         length = _PREAMBLE.draw(random.Random(f"{self._seed}/{self._kind}/preamble/{preamble}"))
-        return self._one(replace(_SHORT, shared=min(length, LONGEST // 2)), moment, preamble)
+        return self.one(replace(_SHORT, shared=min(length, LONGEST // 2)), moment, preamble)
 
     def of_tenant(self, moment: float) -> Program:
         hot = self._rng.random() < _HOT
         tenant = 0 if hot else self._rng.randrange(1, _TENANTS)
         if hot:  # what would come in the whole period comes in its first part
             moment -= moment % _PERIOD_S * (1 - _BURST_S / _PERIOD_S)
-        return replace(self._one(_TENANT, moment, tenant + 1), tenant="hot" if hot else f"quiet-{tenant}")
+        return replace(self.one(_TENANT, moment, tenant + 1), tenant="hot" if hot else f"quiet-{tenant}")
 
     def parent(self, moment: float) -> Program:
         """With sub-agents after one of its turns but the last."""
-        alone = self._one(_PARENT, moment)
+        alone = self.one(_PARENT, moment)
         turns = list(alone.turns)
         if len(turns) < 2:
             return alone
@@ -117,13 +117,13 @@ class _Drawing:
             return alone
         kind = replace(_CHILD, shared=length)
         children = tuple(
-            replace(self._one(kind, i * _CHILD_S), number=self._children + i, parent=alone, fork=at)
+            replace(self.one(kind, i * _CHILD_S), number=self._children + i, parent=alone, fork=at)
             for i in range(count)
         )
         turns[at] = replace(turns[at], tool="", tool_s=0.0, children=children)
         return replace(alone, turns=tuple(turns))
 
-    def _one(self, kind: Kind, moment: float, preamble: int = 0) -> Program:
+    def one(self, kind: Kind, moment: float, preamble: int = 0) -> Program:
         rng, times, room = self._rng, kind.times(), LONGEST - MAX_TOKENS
         turns: list[Turn] = []
         for index in range(kind.figures.turns(rng)):
@@ -144,3 +144,24 @@ CROWDS: dict[str, Callable[[_Drawing, float], Program]] = {
     "fan-out": _Drawing.parent,
     "hot-tenant": _Drawing.of_tenant,
 }
+
+
+def of_tenants(seed: int, programs: dict[str, int], within_s: float) -> list[Program]:
+    """So many programs of each tenant, which all come within so many seconds, in order of arrival. Tenants are not
+    alike: the lengths of the first have half of what the usual ones have, those of the fourth twice as much, and so on.
+    """
+    drawn: list[Program] = []
+    moments = random.Random(f"{seed}/tenants/arrivals")
+    for index, (tenant, count) in enumerate(programs.items()):
+        times = 0.5 * math.pow(4.0, index % 4 / 3)
+        kind = replace(
+            _TENANT,
+            task=replace(_TENANT.task, mean=_TENANT.task.mean * times),
+            reply=replace(_TENANT.reply, mean=_TENANT.reply.mean * times),
+            result=replace(_TENANT.result, mean=_TENANT.result.mean * times),
+        )
+        for i in range(count):
+            drawing = _Drawing(seed, f"tenants/{tenant}", i, count)
+            program = drawing.one(kind, within_s * moments.random(), index + 1)
+            drawn.append(replace(program, number=len(drawn), tenant=tenant))
+    return sorted(drawn, key=lambda program: program.arrived)

@@ -19,7 +19,7 @@ from holdfast.loadgen.simulator.runner import Machine
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Event, Finished, Notice, Submit, Terminal, Tokens
+from holdfast.replicas.events import Event, Finished, Notice, Rejected, Submit, Terminal, Tokens
 from holdfast.replicas.types import TokenIds
 
 
@@ -65,6 +65,7 @@ class Replica:
         self._events: list[Event] = []
         self.at = 0.0  # the end of the steps that the engine has run
         self.steps = 0  # of the machine; the engine counts a bulk as one
+        self.rejected: list[Rejected] | None = None  # those that were, where that may be
 
     @property
     def ongoing(self) -> int:
@@ -123,6 +124,12 @@ class Replica:
             self._planned -= self._runner.steps
         self._planned = 0
         events, self._events = self._events, []
+        if self.rejected is not None:
+            for event in events:
+                if isinstance(event, Rejected):
+                    self._replies.pop(event.request_id)
+                    self.rejected.append(event)
+            events = [event for event in events if not isinstance(event, Rejected)]
         finished = [self._ended(event) for event in events if isinstance(event, Terminal)]
         self._drew = self._runner.drew - len(finished)
         return finished

@@ -7,6 +7,7 @@ that takes long to compile keeps only those waiting who need it.
 import asyncio
 import atexit
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -18,8 +19,20 @@ from functools import cached_property
 from typing import TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
-from holdfast.replicas.constraints.grammar import Forms, LarkText, ReplyRule, Schema, ToolRule, forms_of, reply_grammar
-from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, Vocabulary
+from holdfast.replicas.constraints.grammar import (
+    ANY_OBJECT,
+    CallForm,
+    Forms,
+    LarkText,
+    ReplyRule,
+    Schema,
+    ToolRule,
+    forms_of,
+    names_alone,
+    reply_grammar,
+)
+from holdfast.replicas.constraints.guard import CallGuard, CallWatch
+from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, GuidedMatcher, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -33,10 +46,14 @@ from holdfast.replicas.text.calls.formats import ToolFormat
 
 TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds, unless it was written to take longer
 _THREADS = 2
+_SLOW_S = 1.0  # a grammar that takes longer was written to, as a rule: it gives its place to the next one
+_SLOW_THREADS = 8  # that many of them go on beside
+_NICE = 19  # of a thread whose grammar takes long
 _NAME = "holdfast-grammar"
+_PATIENCE_S = 3.0  # of a reply that may do without its grammar, since nobody has asked for it
 _GRACE_S = 5.0  # for threads that compile when the process ends
 
-_ANY_OBJECT = {"type": "object"}
+GUARANTEE = "tools"  # the field of calls that are guaranteed, and not asked for
 _LONGEST = 2**18  # characters of a rule's key: what it takes to compile grows with them
 
 _Key: TypeAlias = tuple[str, ...]
@@ -71,6 +88,11 @@ class Compiler:
         self._reading = threading.Lock()  # of the vocabulary and what is made of it, once
         self.compiled = 0
 
+    def prepare(self) -> None:
+        """Read the vocabulary now, which takes seconds for a large one, and not with the first request."""
+        if AVAILABLE:
+            self._read(watch=True)
+
     def matcher(self, rule: ReplyRule) -> Matcher:
         """A matcher at the beginning of a reply under `rule`.
 
@@ -79,7 +101,7 @@ class Compiler:
         thread for a new one. Raises InvalidRequestError naming the field: a schema that cannot be followed or is too
         long, calls that the model cannot write, or no library to follow anything with.
         """
-        key = _key_of(rule)
+        rule, key = _key_of(rule)
         with self._lock:
             found = self._known.get(key)
             new = found is None and not _on_event_loop()
@@ -126,6 +148,11 @@ class Compiler:
         return self._make_vocabulary()
 
     @cached_property
+    def _watch(self) -> CallWatch:
+        assert self._forms is not None  # no rule is about calls in a text otherwise
+        return CallWatch.of(self._forms, self._vocabulary)
+
+    @cached_property
     def _library(self) -> GrammarCompiler:
         return GrammarCompiler(self._vocabulary)
 
@@ -133,20 +160,39 @@ class Compiler:
         cause = field_of(rule)
         if not AVAILABLE:
             raise InvalidRequestError(f"'{cause}' needs the package llguidance, which is not installed", cause)
-        with self._reading:
-            if not self._vocabulary.exact:
-                why = "the model's tokens are not bytes of text"
-                raise InvalidRequestError(f"'{cause}' is not supported: {why}", cause)
-            library, forms = self._library, self._forms
+        if (read := self._read(rule.in_text)) is None:
+            why = "the model's tokens are not bytes of text"
+            raise InvalidRequestError(f"'{cause}' is not supported: {why}", cause)
+        library, forms, watch = read
         if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
+        matcher = self._made(library, forms, rule)
+        if watch is None:
+            return matcher
+        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict)
+
+    def _read(self, watch: bool) -> tuple[GrammarCompiler, Forms | None, CallWatch | None] | None:
+        """What every grammar is compiled with, read once; None where no grammar can be followed."""
+        with self._reading:
+            if not self._vocabulary.exact:
+                return None
+            forms = self._forms
+            return self._library, forms, self._watch if watch and forms is not None else None
+
+    def _made(self, library: GrammarCompiler, forms: Forms | None, rule: ReplyRule) -> GuidedMatcher:
+        """The matcher of a rule, or of as much of it as can be followed where it is not strict."""
         try:
             return library.compile(reply_grammar(rule, forms))
         except (GrammarError, ValueError) as error:
-            lenient = self._without_what_fails(rule, error)
+            failure = error
+        if rule.in_text and not rule.strict:  # nobody has asked for it: any refusal ends with the names
+            with suppress(InvalidRequestError, GrammarError, ValueError):
+                return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms))
+            return library.compile(reply_grammar(names_alone(rule), forms))
         try:
-            return library.compile(reply_grammar(lenient, forms))
+            return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms))
         except (GrammarError, ValueError) as error:  # the others are too large together
+            cause = field_of(rule)
             raise InvalidRequestError(f"'{cause}': {error}", cause) from error
 
     def _without_what_fails(self, rule: ReplyRule, error: Exception) -> ReplyRule:
@@ -155,26 +201,22 @@ class Compiler:
             raise InvalidRequestError(f"Invalid schema in '{rule.json.field}': {why}", rule.json.field)
         tools: list[ToolRule] = []
         for tool in rule.tools:
-            why = self._complaint(tool.arguments, keywords=self._keywords)
+            why = self._complaint(tool.arguments, self._forms.first if self._forms is not None else None)
             if why and tool.arguments.strict:
                 field = tool.arguments.field
                 raise InvalidRequestError(f"Invalid schema for function '{tool.name}' in '{field}': {why}", field)
-            arguments = replace(tool.arguments, content=_ANY_OBJECT) if why else tool.arguments
+            arguments = replace(tool.arguments, content=ANY_OBJECT) if why else tool.arguments
             tools.append(replace(tool, arguments=arguments))
         if [tool.arguments for tool in tools] == [tool.arguments for tool in rule.tools]:
             cause = field_of(rule)  # each schema is fine alone: together they are too large
             raise InvalidRequestError(f"'{cause}': {error}", cause)
         return replace(rule, tools=tuple(tools))
 
-    @property
-    def _keywords(self) -> bool:
-        return self._forms is not None and self._forms.first.keywords
-
-    def _complaint(self, schema: Schema, keywords: bool = False) -> str:
-        """Why `schema` cannot be followed; "" where it can."""
+    def _complaint(self, schema: Schema, form: CallForm | None = None) -> str:
+        """Why `schema` cannot be followed, of an answer or of arguments in `form`; "" where it can."""
         grammar = LarkText()
         try:
-            rule = grammar.keywords("body", schema) if keywords else grammar.json("body", schema)
+            rule = grammar.arguments("body", schema, form) if form is not None else grammar.json("body", schema)
             self._library.compile(f"start: {rule}\n{grammar.text}")
         except (GrammarError, ValueError) as error:
             return str(error)
@@ -188,22 +230,26 @@ def field_of(rule: ReplyRule) -> str:
     if rule.calls == "required":
         return "tool_choice"
     strict: Sequence[ToolRule] = [tool for tool in rule.tools if tool.arguments.strict]
-    return strict[0].arguments.field.removesuffix("parameters") + "strict" if strict else "tools"
+    return strict[0].arguments.field.removesuffix("parameters") + "strict" if strict else GUARANTEE
 
 
-def _key_of(rule: ReplyRule) -> _Key:
-    """Equal for rules that mean the same grammar, and whose errors name the same fields.
+def _key_of(rule: ReplyRule) -> tuple[ReplyRule, _Key]:
+    """The rule that is compiled, and a key that is equal where that means the same grammar, with errors that name the
+    same fields. One that is too long, and that nobody has asked for, is left with the names.
 
-    Raises InvalidRequestError for a rule that is too long.
+    Raises InvalidRequestError for another one that is too long.
     """
     key = rule.key
+    if len(key) > _LONGEST and rule.in_text and not rule.strict:
+        rule = names_alone(rule)
+        key = rule.key
     schemas = [tool.arguments for tool in rule.tools] + ([rule.json] if rule.json is not None else [])
     if len(key) > _LONGEST:
         sizes = {schema.field: len(json.dumps(schema.content, default=dict)) for schema in schemas}
         largest = max(sizes, key=lambda field: sizes[field])
         field = largest if sizes[largest] > _LONGEST // 2 else "tools"
         raise InvalidRequestError(f"'{field}' is too long to be followed: at most {_LONGEST} characters of JSON", field)
-    return key, *(schema.field for schema in schemas)
+    return rule, (key, *(schema.field for schema in schemas))
 
 
 def _on_event_loop() -> bool:
@@ -218,13 +264,15 @@ class CompilerThreads:
     """Threads that do nothing but compile, so that only requests with a new grammar wait for them.
 
     What is being compiled cannot be stopped, and a schema of a few hundred characters may take minutes. So a tenant has
-    one thread at most, nobody waits for ever, and the end of the process waits for seconds only. Used from one event
-    loop. `timeout_s`: how long a request waits for its grammar, its place included.
+    one thread at most, one that takes long makes room for others and lets them go first, nobody waits for ever, and the
+    end of the process waits for seconds only. Used from one event loop. `timeout_s`: how long a request waits for its
+    grammar, its place included.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._places = asyncio.Semaphore(_THREADS)
+        self._n_slow = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of those who wait or compile
         self._closed = False
 
@@ -234,14 +282,15 @@ class CompilerThreads:
         New grammars of one `scope` (tenant) are compiled one after the other, None being a scope of its own each time;
         whoever asks for one in the making waits for it without a thread. A caller that is cancelled before its turn
         leaves the queue. Raises OverloadedError after `timeout_s`, what was begun going on by itself, and
-        UnavailableError once closed.
+        UnavailableError once closed. For a guarantee that nobody has asked for (field "tools") less time is given.
         """
         try:
             return ask()
         except NotCompiledError as error:
             missing = error
+        timeout_s = min(_PATIENCE_S, self._timeout_s) if missing.field == GUARANTEE else self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 while True:
                     self._check()
                     try:
@@ -252,7 +301,7 @@ class CompilerThreads:
                     except NotCompiledError as error:
                         missing = error
         except TimeoutError:
-            why = f"its schema, or others before it, take too long to compile: more than {self._timeout_s:g} s"
+            why = f"its schema, or others before it, take too long to compile: more than {timeout_s:g} s"
             raise OverloadedError(f"'{missing.field}': {why}", missing.field) from None
 
     def close(self) -> None:
@@ -266,21 +315,37 @@ class CompilerThreads:
             await turn.acquire()  # first, so that a tenant has one request at most in the queue of all
             place.callback(turn.release)
             await self._places.acquire()
-            place.callback(self._places.release)
+            room = ExitStack()
+            room.callback(self._places.release)
+            place.callback(room.close)
             self._check()
-            result = _started(ask, place.close)
+            thread, result = _started(ask, place.close)
         except BaseException:
             place.close()
             raise
+        asyncio.get_running_loop().call_later(_SLOW_S, self._make_room, room, thread)
         return await asyncio.wrap_future(result)
+
+    def _make_room(self, room: ExitStack, thread: threading.Thread) -> None:
+        """A thread that still compiles leaves its place among the first, if it finds one among the slow."""
+        if not thread.is_alive() or self._n_slow == _SLOW_THREADS:
+            return
+        room.close()
+        self._n_slow += 1
+        room.callback(self._one_slow_less)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICE)
+
+    def _one_slow_less(self) -> None:
+        self._n_slow -= 1
 
     def _check(self) -> None:
         if self._closed:
             raise UnavailableError("the engine is not running")
 
 
-def _started(ask: Callable[[], Found], leave: Callable[[], None]) -> Future[Found]:
-    """What `ask` will return or raise on a thread of its own; then comes `leave`, on the event loop of the caller."""
+def _started(ask: Callable[[], Found], leave: Callable[[], None]) -> tuple[threading.Thread, Future[Found]]:
+    """A thread, and what `ask` will return or raise on it; then comes `leave`, on the event loop of the caller."""
     loop = asyncio.get_running_loop()
     result: Future[Found] = Future()
     result.set_running_or_notify_cancel()  # who waits may be cancelled; the thread goes on
@@ -293,8 +358,9 @@ def _started(ask: Callable[[], Found], leave: Callable[[], None]) -> Future[Foun
         with suppress(RuntimeError):  # the event loop may be closed by now
             loop.call_soon_threadsafe(leave)
 
-    threading.Thread(target=work, name=_NAME, daemon=True).start()
-    return result
+    thread = threading.Thread(target=work, name=_NAME, daemon=True)
+    thread.start()
+    return thread, result
 
 
 @atexit.register

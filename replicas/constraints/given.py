@@ -26,6 +26,10 @@ class GivenTokens:
         return -(-self._vocabulary // 32)
 
     @property
+    def binding(self) -> bool:
+        return True
+
+    @property
     def finished(self) -> bool:
         return self._at >= len(self._tokens)
 
@@ -36,8 +40,9 @@ class GivenTokens:
     def copy(self) -> "GivenTokens":
         return GivenTokens(self._tokens, self._vocabulary, self._at)
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         self._at += 1
+        return True
 
     def accepts(self, tokens: Sequence[int]) -> int:
         follow = self._tokens[self._at : self._at + len(tokens)].tolist()

@@ -6,14 +6,19 @@ writes its calls it becomes the text of a grammar. Not here: the library, and wh
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from holdfast.replicas.config import Guarantee
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
+from holdfast.replicas.text.calls.values import TEXT, argument_schema, kinds_of, resolved
 
 Calls: TypeAlias = Literal["none", "auto", "required"]
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,13 +42,23 @@ class ToolRule:
 class ReplyRule:
     """A reply is calls of `tools`, or `json`, or text.
 
-    `calls` "auto": text or calls as the model likes, where `json` is None; else calls or JSON. `parallel`: several.
+    `calls` "auto": calls or JSON; where `json` is None the rule is about the calls in a text. `parallel`: several.
     """
 
     tools: tuple[ToolRule, ...] = ()
     calls: Calls = "none"
     parallel: bool = True
     json: Schema | None = None
+
+    @property
+    def in_text(self) -> bool:
+        """Calls stand in a text that is free."""
+        return self.calls == "auto" and self.json is None
+
+    @property
+    def strict(self) -> bool:
+        """Whether some tool has to be followed whatever that takes."""
+        return any(tool.arguments.strict for tool in self.tools)
 
     @property
     def key(self) -> str:
@@ -53,10 +68,11 @@ class ReplyRule:
         return json.dumps([tools, self.calls, self.parallel, body], default=dict)
 
 
-def reply_rule(prompt: ChatPrompt) -> ReplyRule | None:
+def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls: bool = True) -> ReplyRule | None:
     """What `prompt` asks for; None where the model may write what it likes.
 
-    A strict tool the model may call is enough: from the marker of a call on its name and arguments follow the rule.
+    `guarantee`: what calls that nothing else is asked of are held to: declared names and any arguments, declared names
+    and their schemas, or nothing, unless a tool is strict. `writes_calls`: the model has a form for them.
     """
     calls: Calls = "none" if not prompt.tools else prompt.tool_choice
     tools = _tools(prompt) if calls != "none" else ()
@@ -66,14 +82,19 @@ def reply_rule(prompt: ChatPrompt) -> ReplyRule | None:
         return ReplyRule(tools, calls, prompt.parallel_tool_calls, body)
     if calls == "required":
         return ReplyRule(tools, calls, prompt.parallel_tool_calls and not prompt.forced_tool)
-    if any(tool.arguments.strict for tool in tools):
-        return ReplyRule(tools, "auto", prompt.parallel_tool_calls)
-    return None
+    if not (tools and writes_calls) or (guarantee == "off" and not any(tool.arguments.strict for tool in tools)):
+        return None
+    rule = ReplyRule(tools, "auto", prompt.parallel_tool_calls)
+    return rule if guarantee != "names" else names_alone(rule)
 
 
-def declared_rule(prompt: ChatPrompt) -> ReplyRule:
-    """Text and calls as the model likes, but calls of declared tools only."""
-    return ReplyRule(_tools(prompt), "auto", prompt.parallel_tool_calls)
+def names_alone(rule: ReplyRule) -> ReplyRule:
+    """`rule` with any object for the arguments of tools that are not strict."""
+    tools = [
+        tool if tool.arguments.strict else replace(tool, arguments=replace(tool.arguments, content=ANY_OBJECT))
+        for tool in rule.tools
+    ]
+    return replace(rule, tools=tuple(tools))
 
 
 def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
@@ -105,7 +126,9 @@ class CallForm:
     """How a model's chat template writes calls, one way of those that the readers in `text.calls` take.
 
     Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
-    and `after`. `keywords`: the arguments are Python's, else JSON.
+    and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
+    pattern of what stands behind a name. Without an opener `frame` is a pattern of everything
+    up to the arguments of the first call, in whatever style, with the name as its group.
     """
 
     opener: str
@@ -116,6 +139,23 @@ class CallForm:
     head: str = ""
     tail: str = ""
     keywords: bool = False
+    tags: TagForm | None = None
+    number: str = ""
+    frame: str = ""
+
+    @property
+    def begins(self) -> str:
+        """The first character of calls without an opener."""
+        return (self.head + self.before)[0]
+
+    @property
+    def restarts(self) -> bool:
+        """Each call has an opener of its own."""
+        return bool(self.opener) and self.between.strip().startswith(self.opener)
+
+    def until_arguments(self, name: str) -> str:
+        """A first call up to its arguments."""
+        return f"{self.opener}{self.head}{self.before}{name}{self.middle}"
 
 
 _OBJECT = '{"name": "'
@@ -128,14 +168,84 @@ HERMES = CallForm(
     between="\n<tool_call>",
 )
 LLAMA3 = CallForm(opener="<|python_tag|>", before=_OBJECT, middle='", "parameters": ', after="}", between="; ")
-LLAMA3_BARE = replace(LLAMA3, opener="")
+_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
+LLAMA3_BARE = replace(
+    LLAMA3,
+    opener="",
+    frame=rf'\{{\s*{_TYPE}"name"\s*:\s*"([^"\\]*)"\s*,\s*{_TYPE}"(?:parameters|arguments)"\s*:\s*',
+)
 LLAMA3_FUNCTION = CallForm(opener="<function=", middle=">", after="</function>", between="<function=")
 MISTRAL_LIST = CallForm(
     opener="[TOOL_CALLS]", head="[", before=_OBJECT, middle='", "arguments": ', after="}", between=", ", tail="]"
 )
 MISTRAL = CallForm(opener="[TOOL_CALLS]", middle="[ARGS]", between="[TOOL_CALLS]")
-PYTHONIC = CallForm(opener="", head="[", middle="(", after=")", between=", ", tail="]", keywords=True)
-PYTHONIC_MARKED = replace(PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>")
+PYTHONIC = CallForm(
+    opener="", head="[", middle="(", after=")", between=", ", tail="]", keywords=True, frame=r"\[\s*([\w.\-]+)\("
+)
+PYTHONIC_MARKED = replace(PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
+LLAMA4_BARE = replace(LLAMA3_BARE, between="")
+LLAMA4 = replace(LLAMA3, opener="<|python_start|>", between="", tail="<|python_end|>")
+DEEPSEEK_V31 = CallForm(
+    opener="<｜tool▁calls▁begin｜>",
+    before="<｜tool▁call▁begin｜>",
+    middle="<｜tool▁sep｜>",
+    after="<｜tool▁call▁end｜>",
+    between="",
+    tail="<｜tool▁calls▁end｜>",
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V31,
+    before=DEEPSEEK_V31.before + "function<｜tool▁sep｜>",
+    middle="\n```json\n",
+    after="\n```<｜tool▁call▁end｜>",
+    between="\n",
+)
+KIMI_K2 = CallForm(
+    opener="<|tool_calls_section_begin|>",
+    before="<|tool_call_begin|>functions.",
+    number=":[0-9]{1,4}",
+    middle="<|tool_call_argument_begin|>",
+    after="<|tool_call_end|>",
+    between="",
+    tail="<|tool_calls_section_end|>",
+)
+MINIMAX = CallForm(
+    opener="<tool_calls>",
+    before="\n" + _OBJECT,
+    middle='", "arguments": ',
+    after="}",
+    between="",
+    tail="\n</tool_calls>",
+)
+
+
+def _tag_form(tool_format: ToolFormat, opener: str, after: str, between: str) -> CallForm:
+    tags = TAGS[tool_format]
+    return CallForm(opener=opener, middle=tags.named, after=after, between=between, tags=tags)
+
+
+QWEN3_CODER = replace(
+    _tag_form(ToolFormat.QWEN3_CODER, "<tool_call>", "</function>\n</tool_call>", "\n<tool_call>"),
+    before="\n<function=",
+)
+QWEN3_CODER_ALONE = _tag_form(ToolFormat.QWEN3_CODER, "<function=", "</function>", "\n<function=")
+GLM = _tag_form(ToolFormat.GLM, "<tool_call>", "</tool_call>", "\n<tool_call>")
+MINIMAX_M2 = replace(
+    _tag_form(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</invoke>", ""),
+    before='\n<invoke name="',
+    tail="\n</minimax:tool_call>",
+)
+
+_MARKED = {
+    ToolFormat.HERMES: (HERMES,),
+    ToolFormat.DEEPSEEK_V3: (DEEPSEEK_V3,),
+    ToolFormat.DEEPSEEK_V31: (DEEPSEEK_V31,),
+    ToolFormat.KIMI_K2: (KIMI_K2,),
+    ToolFormat.QWEN3_CODER: (QWEN3_CODER, QWEN3_CODER_ALONE),
+    ToolFormat.GLM: (GLM,),
+    ToolFormat.MINIMAX: (MINIMAX,),
+    ToolFormat.MINIMAX_M2: (MINIMAX_M2,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +259,15 @@ class Forms:
     triggered: tuple[CallForm, ...]
     bare: CallForm | None = None
 
+    @property
+    def all(self) -> tuple[CallForm, ...]:
+        """Every form that calls in a text may have."""
+        return self.triggered if self.bare is None else (*self.triggered, self.bare)
+
 
 def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | None:
     """The forms of `tool_format`; `knows` tells which markers are tokens of the model. None: it has no calls."""
     match tool_format:
-        case ToolFormat.HERMES:
-            return Forms(HERMES, (HERMES,))
         case ToolFormat.LLAMA3:
             return Forms(LLAMA3_BARE, (LLAMA3, LLAMA3_FUNCTION), LLAMA3_BARE)
         case ToolFormat.LLAMA3_FUNCTION:
@@ -165,8 +278,13 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
         case ToolFormat.PYTHONIC:
             first = PYTHONIC_MARKED if knows("<|python_start|>") else PYTHONIC
             return Forms(first, (PYTHONIC_MARKED,), PYTHONIC)
+        case ToolFormat.LLAMA4:
+            return Forms(LLAMA4 if knows("<|python_start|>") else LLAMA4_BARE, (LLAMA4,), LLAMA4_BARE)
         case ToolFormat.NONE:
             return None
+        case _:
+            forms = _MARKED[tool_format]
+            return Forms(forms[0], forms)
 
 
 _STYLE = {
@@ -197,33 +315,69 @@ class LarkText:
         style = _STYLE if schema.strict else {**_STYLE, "lenient": True}
         return self.add(name, "%json " + json.dumps({**schema.content, "x-guidance": style}))
 
+    def arguments(self, name: str, schema: Schema, form: CallForm) -> str:
+        """A rule for the arguments of a call in `form`. Raises ValueError as the others do."""
+        if form.keywords:
+            return self.keywords(name, schema)
+        return self.json(name, schema) if form.tags is None else self.tagged(name, schema, form.tags)
+
     def keywords(self, name: str, schema: Schema) -> str:
         """A rule for the keyword arguments of a Python call: the properties of `schema`, in its order.
 
         Their values are JSON, whose words and escapes the reader of such calls takes as Python's. Raises ValueError
         for a schema whose properties cannot be told, and for a required one that is no Python name.
         """
-        content = schema.content
-        properties, required = content.get("properties", {}), content.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise ValueError("'properties' must be an object")
-        if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
-            raise ValueError("'required' must be a list of names")
-        if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
-            raise ValueError(f"{unfit[0]} at the top level has no meaning for keyword arguments")
+        properties, required = _properties(schema, "keyword arguments")
         if nameless := [key for key in required if key not in properties or not key.isidentifier()]:
             raise ValueError(f"{nameless[0]!r} cannot be a keyword argument")
-        shared = {key: content[key] for key in ("$defs", "definitions") if key in content}
-        names = [key for key in properties if key.isidentifier()]
         values = []
-        for index, key in enumerate(names):
-            value = properties[key] if isinstance(properties[key], Mapping) else {}
-            rule = self.json(f"{name}_value{index}", Schema({**value, **shared}, schema.strict, schema.field))
+        for index, key in enumerate(key for key in properties if key.isidentifier()):
+            rule = self.json(f"{name}_value{index}", _part(schema, properties[key]))
             values.append((literal(f"{key}=") + f" {rule}", key in required))
-        return self._sequence(name, values)
+        return self._sequence(name, values, literal(", "))
 
-    def _sequence(self, name: str, items: Sequence[tuple[str, bool]]) -> str:
-        """`items` in order with commas between them, each with whether it must be there. One rule per place and
+    def tagged(self, name: str, schema: Schema, form: TagForm) -> str:
+        """A rule for arguments in tags: the properties of `schema`, in its order; with none, whatever there may be.
+
+        Raises ValueError for a schema whose properties cannot be told, and of a strict one for texts that are more than
+        of some length, or of a list.
+        """
+        properties, required = _properties(schema, "arguments in tags")
+        if nameless := [key for key in required if key not in properties or not _NAMES.fullmatch(key)]:
+            raise ValueError(f"{nameless[0]!r} cannot be an argument in tags")
+        values = []
+        for index, key in enumerate(key for key in properties if _NAMES.fullmatch(key)):
+            value = self._in_tag(f"{name}_value{index}", schema, properties[key], form)
+            values.append((f"{_LINE} {_tags(literal(form.key + key), form)} {value}", key in required))
+        rule = self._sequence(name, values, "")
+        if schema.content.get("additionalProperties", True) is False:
+            return rule
+        other = self._in_tag(f"{name}_other", schema, argument_schema(schema.content, ""), form)
+        key = self.add(f"{name.upper()}_KEY", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
+        return self.add(f"{name}_open", f"{rule} ({_LINE} {_tags(f'{literal(form.key)} {key}', form)} {other})*")
+
+    def _in_tag(self, name: str, schema: Schema, value: Any, form: TagForm) -> str:
+        """A rule for one value up to and with its end: a text as it is, else JSON."""
+        line = "\n" if form.line else ""
+        begin, end = literal(line), literal(line + form.end)
+        content = resolved(value, schema.content)
+        listed = [content["const"]] if "const" in content else content.get("enum")
+        if isinstance(listed, list) and listed:
+            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in listed]
+            return self.add(name, *(literal(line + text + line + form.end) for text in texts))
+        if not kinds_of(value, schema.content) >= TEXT:
+            return self.add(name, f"{begin} {self.json(f'{name}_json', _part(schema, value))} {end}")
+        if schema.strict and (unfit := [key for key in ("pattern", "format") if key in content]):
+            raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
+        least, most = (content.get(key) for key in ("minLength", "maxLength"))
+        counted = isinstance(least, int) or isinstance(most, int)
+        times = f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+        text = self.add(f"{name.upper()}_TEXT", rf"/(.|\n){times if counted else '*'}/")
+        until = self.add(f"{name}_until[lazy]", f"{text} {end}")
+        return self.add(name, f"{begin} {until}")
+
+    def _sequence(self, name: str, items: Sequence[tuple[str, bool]], comma: str) -> str:
+        """`items` in order with `comma` between them, each with whether it must be there. One rule per place and
         whether anything stands before it."""
         for index in range(len(items), -1, -1):
             for begun in (False, True):
@@ -232,7 +386,7 @@ class LarkText:
                     self.add(rule, '""')
                     continue
                 item, needed = items[index]
-                taken = f"{literal(', ') if begun else ''} {item} {name}_from{index + 1}_1"
+                taken = f"{comma if begun else ''} {item} {name}_from{index + 1}_1"
                 self.add(rule, *([taken] if needed else [taken, f"{name}_from{index + 1}_{int(begun)}"]))
         return self.add(name, f"{name}_from0_0")
 
@@ -247,80 +401,92 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
+_LINE = r'("\n")?'
+_NAMES = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+def _tags(key: str, form: TagForm) -> str:
+    """The tags of an argument up to its value, `key` being the first one and its name."""
+    return f"{key} {f' {_LINE} '.join(map(literal, form.value.split(chr(10))))}"
+
+
+def _properties(schema: Schema, what: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+    """The properties of an object and the names of the required ones. Raises ValueError where they cannot be told."""
+    content = schema.content
+    properties, required = content.get("properties", {}), content.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise ValueError("'properties' must be an object")
+    if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+        raise ValueError("'required' must be a list of names")
+    if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
+        raise ValueError(f"{unfit[0]} at the top level has no meaning for {what}")
+    return properties, required
+
+
+def _part(schema: Schema, value: Any) -> Schema:
+    """The schema of one of its values, with the definitions that it may refer to."""
+    shared = {key: schema.content[key] for key in ("$defs", "definitions") if key in schema.content}
+    return Schema({**(value if isinstance(value, Mapping) else {}), **shared}, schema.strict, schema.field)
+
+
 class CallRules:
     """Adds the rules of calls to a grammar, each once."""
 
-    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], parallel: bool) -> None:
+    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...]) -> None:
         self._grammar = grammar
         self._tools = tools
-        self._parallel = parallel
         self._known: dict[CallForm, str] = {}
         self._arguments: dict[tuple[bool, int], str] = {}
 
-    def after_opener(self, form: CallForm) -> str:
-        """The rule for everything after `form`'s opener, to the end of the reply. Raises ValueError: see `LarkText`."""
+    def calls(self, form: CallForm, several: bool) -> str:
+        """The rule for calls in `form`, their opener included. Raises ValueError: see `LarkText`."""
         found = self._known.get(form)
         if found is None:
             name = f"calls{len(self._known)}"
             calls = [self._call(form, index) for index in range(len(self._tools))]
             call = self._grammar.add(f"{name}_one", *calls)
-            more = f"({literal(form.between)} {call})*" if self._parallel else ""
-            found = self._grammar.add(name, f"{literal(form.head)} {call} {more} {literal(form.tail)}")
+            more = f"({literal(form.between)} {call})*" if several else ""
+            found = self._grammar.add(name, f"{literal(form.opener + form.head)} {call} {more} {literal(form.tail)}")
             self._known[form] = found
         return found
 
     def _call(self, form: CallForm, index: int) -> str:
         tool = self._tools[index]
-        before, after = literal(f"{form.before}{tool.name}{form.middle}"), literal(form.after)
-        return f"{before} {self._arguments_rule(form.keywords, index, tool.arguments)} {after}"
+        before, middle, after = literal(form.before + tool.name), literal(form.middle), literal(form.after)
+        if form.number:
+            middle = f"/{form.number}/ {middle}"
+        elif not form.tags:
+            before, middle = literal(f"{form.before}{tool.name}{form.middle}"), ""
+        if form.tags:
+            after = f"{_LINE} {after}"
+        return f"{before} {middle} {self._arguments_rule(form, index, tool.arguments)} {after}"
 
-    def _arguments_rule(self, keywords: bool, index: int, schema: Schema) -> str:
-        found = self._arguments.get((keywords, index))
+    def _arguments_rule(self, form: CallForm, index: int, schema: Schema) -> str:
+        key = (form.keywords, index)
+        found = self._arguments.get(key)
         if found is None:
-            if keywords:
-                found = self._grammar.keywords(f"keywords{index}", schema)
-            else:
-                found = self._grammar.json(f"arguments{index}", schema)
-            self._arguments[keywords, index] = found
+            prefix = "keywords" if form.keywords else "arguments"
+            found = self._arguments[key] = self._grammar.arguments(f"{prefix}{index}", schema, form)
         return found
 
 
-_TEXT = r"/(.|\n)*/"
-_SPACE = r" \t\r\n"
-
-
 def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
-    """`rule` in the library's Lark dialect: JSON, calls, or text in which the opener of a form begins calls.
+    """`rule` in the library's Lark dialect: JSON or calls, from the first character of the reply on; or text.
 
-    In a text the grammar waits: nothing is asked of it until it has spelled an opener. After calls there is no more
-    text, because the reader of calls would end the reply there. `forms` None: the model writes no calls. Raises
-    ValueError for a rule that the forms cannot follow.
+    Of a rule for calls in a text it is what such calls are, from the first character of their opener on; behind those
+    that have openers of their own the text may go on. `forms` None: the model writes no calls. Raises ValueError for a
+    rule that the forms cannot follow.
     """
     grammar = LarkText()
     starts: list[str] = []
     if rule.json is not None:
         starts.append(grammar.json("answer", rule.json))
     if rule.calls != "none" and rule.tools and forms is not None:
-        calls = CallRules(grammar, rule.tools, rule.parallel)
-        if rule.calls == "required" or rule.json is not None:
-            starts.append(f"{literal(forms.first.opener)} {calls.after_opener(forms.first)}")
+        calls = CallRules(grammar, rule.tools)
+        if rule.in_text:
+            starts += [calls.calls(form, rule.parallel and not form.restarts) for form in forms.all]
         else:
-            starts += _text_or_calls(grammar, calls, forms)
+            starts.append(calls.calls(forms.first, rule.parallel))
     if not starts:
-        starts.append(grammar.add("TEXT", _TEXT))
+        starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
     return f"start: {' | '.join(starts)}\n{grammar.text}"
-
-
-def _text_or_calls(grammar: LarkText, calls: CallRules, forms: Forms) -> list[str]:
-    starts: list[str] = []
-    text = _TEXT
-    if forms.bare is not None:  # white space may stand before calls without an opener, as after thinking
-        start = (forms.bare.head + forms.bare.before)[0]
-        starts.append(f"{grammar.add('SPACE', rf'/[{_SPACE}]*/')} {calls.after_opener(forms.bare)}")
-        text = rf"/[{_SPACE}]*([^{_SPACE}\{start}](.|\n)*)?/"
-    grammar.add("TEXT", text)
-    starts.append("TEXT")
-    for index, form in enumerate(forms.triggered):
-        head = grammar.add(f"head{index}[lazy]", f"TEXT {literal(form.opener)}")
-        starts.append(f"{head} {calls.after_opener(form)}")
-    return starts

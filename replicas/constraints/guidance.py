@@ -129,6 +129,15 @@ class GuidedMatcher:
         self.words = words
 
     @property
+    def binding(self) -> bool:
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """The reply may end here."""
+        return bool(self._inner.is_accepting())
+
+    @property
     def finished(self) -> bool:
         return bool(self._inner.is_stopped())
 
@@ -139,8 +148,13 @@ class GuidedMatcher:
     def copy(self) -> "GuidedMatcher":
         return GuidedMatcher(self._inner.deep_copy(), self.words)
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         self._inner.consume_token(token)
+        return True
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """Advance by `tokens` where all of them may follow; else nothing, or a part of them, has been taken."""
+        return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
 
     def accepts(self, tokens: Sequence[int]) -> int:
         return int(self._inner.validate_tokens(tokens))

@@ -14,11 +14,19 @@ Bits = npt.NDArray[np.int32]
 
 
 class Matcher(Protocol):
-    """Where a reply stands in its grammar. What is allowed depends on the tokens it was given and on nothing else."""
+    """Where a reply stands in its grammar. What is allowed depends on the tokens it was given and on nothing else.
+
+    A token that was drawn freely and is allowed is the one that would have been drawn under the mask (the noise belongs
+    to position and token), so masks cost nothing where the model does what it may. Filters see what is not masked yet.
+    """
 
     @property
     def words(self) -> int:
         """Width of a mask in int32 words; tokens beyond it are forbidden."""
+
+    @property
+    def binding(self) -> bool:
+        """The next token is drawn under a mask. Else it is drawn freely, and `advance` says whether it may stand."""
 
     @property
     def finished(self) -> bool:
@@ -31,8 +39,8 @@ class Matcher(Protocol):
     def copy(self) -> "Matcher":
         """Another one at the same place, independent of this."""
 
-    def advance(self, token: int) -> None:
-        """`token` was generated."""
+    def advance(self, token: int) -> bool:
+        """`token` was drawn. False: it may not stand and has to be drawn again; from here on the matcher is binding."""
 
     def accepts(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, may follow."""

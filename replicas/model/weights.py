@@ -92,7 +92,7 @@ def inspect_model(name: str) -> ModelInfo:
     """
     path = str(model_folder(name))
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise cannot_serve(name, _said(error)) from error
     if getattr(config, "is_encoder_decoder", False):
@@ -127,6 +127,8 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
             config=info.config,
             dtype=getattr(torch, dtype),
             local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,  # the other format is pickled: to read it may be to run it
             attn_implementation="eager",
             output_loading_info=True,
         )
@@ -141,7 +143,7 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside the weights. Raises ConfigError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(info.path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(info.path, local_files_only=True, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise cannot_serve(info.path, f"its tokenizer does not load ({_said(error)})") from error
 

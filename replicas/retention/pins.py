@@ -18,7 +18,7 @@ from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, TurnEnded
+from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import tool_set
@@ -26,6 +26,7 @@ from holdfast.replicas.retention.policy import Learned, Pause, policy_of
 from holdfast.replicas.retention.rows import Rows, give_back
 from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import EngineStats
+from holdfast.replicas.types import Priority
 
 _LOOKED_AT = 16  # pins past their deadline, kept for a turn that waits, that are looked at in one step
 _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
@@ -57,7 +58,7 @@ class Ranking(Protocol):
         """Where a sequence that needs cells stands among the pins."""
         ...
 
-    def pin_rank(self, scope: str, arrival: float) -> Rank:
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Rank:
         """Where a program's pin stands: the greatest gives way first, and to smaller ones only."""
         ...
 
@@ -80,9 +81,14 @@ class ProgramPin:
     run_turn: int
     since: float
     deadline: float
+    priority: Priority = Priority.INTERACTIVE
     live: bool = True
     paused: Pause | None = None
     lapse: float = math.inf
+
+    @property
+    def batch(self) -> bool:
+        return self.priority is Priority.BATCH
 
 
 class Pins:
@@ -103,6 +109,7 @@ class Pins:
         self._latest = _Heap()  # by arrival, the latest first
         self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
+        self._batch = 0  # pins of programs of batch
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -125,7 +132,11 @@ class Pins:
         return self._pins.get(owner) if owner is not None else None
 
     def latest(self, besides: Owner | None = None) -> ProgramPin | None:
-        """That of the program that arrived last, but for `besides`."""
+        """That of the program that arrived last, but for `besides`; one of batch before all others."""
+        if self._batch:
+            batch = (pin for pin in self if pin.batch and pin.program != besides)
+            if (found := max(batch, key=lambda pin: pin.arrival, default=None)) is not None:
+                return found
         passed = []
         while (top := self._latest.top()) is not None and top[1].program == besides:
             passed.append(top)
@@ -169,12 +180,24 @@ class Pins:
         turn = submit.program_turns + 1
         run_turn = turn - submit.answered_turns
         program = Owner(submit.scope, submit.program_id, session=False)
-        each = ProgramPin(owner, program, pin, submit.program_arrival, submit.request_id, turn, run_turn, now, deadline)
+        each = ProgramPin(
+            owner,
+            program,
+            pin,
+            submit.program_arrival,
+            submit.request_id,
+            turn,
+            run_turn,
+            now,
+            deadline,
+            submit.priority,
+        )
         self._pins[owner] = each
         if owner.is_handle:
             self._handles.setdefault(program, {})[each] = None
         self._due.push(deadline, each)
         self._latest.push(-each.arrival, each)
+        self._batch += each.batch
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
 
@@ -203,6 +226,7 @@ class Pins:
             if not self._handles[pin.program]:
                 del self._handles[pin.program]
         pin.live = False
+        self._batch -= pin.batch
         self._overdue.pop(pin, None)
         self._due.trim(len(self))
         self._latest.trim(len(self))
@@ -380,7 +404,7 @@ class Retention:
             pin = self.pins.find(Owner.handle(notice.scope, notice.handle))
             if pin is not None:
                 self.pins.drop(pin)
-        else:
+        elif isinstance(notice, ToolLatencies):
             self._learned.latency = notice.latency
 
     def _turn_ended(self, ended: TurnEnded) -> None:
@@ -436,7 +460,7 @@ class Retention:
         pin = self._lapsed(besides)
         if pin is None:
             pin = self._last(besides)
-            if pin is None or (to is not None and self._rank(pin) <= self._ranking.rank(to)):
+            if pin is None or (to is not None and self._rank(pin) <= (to.batch, *self._ranking.rank(to))):
                 return False
         self._stats.pins_given_way += 1
         self.pins.drop(pin)
@@ -470,4 +494,4 @@ class Retention:
         return max((pin for pin in self.pins if pin.program != besides), key=self._rank, default=None)
 
     def _rank(self, pin: ProgramPin) -> Rank:
-        return self._ranking.pin_rank(pin.owner.scope, pin.arrival)
+        return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))

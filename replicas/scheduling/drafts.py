@@ -72,6 +72,10 @@ class Drafts:
         """The drafts prepared for a sequence, to verify after its last token."""
         return self._drafts.get(sequence.request_id, NO_DRAFT)
 
+    def forced(self) -> None:
+        """A grammar forces tokens: the next steps are better asked for drafts."""
+        self._blind = 0
+
     def measured(self, plan: StepPlan, seconds: float) -> None:
         """The step of this plan, which only decoded, took `seconds`: what verifying costs."""
         if not self.active:
@@ -122,7 +126,7 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
     Forced tokens are always drawn, so they cost a row of the forward each and never a step.
     """
     matcher = sequence.matcher
-    if matcher is None:
+    if matcher is None or sequence.awaited is not None:  # nobody knows yet what may follow a token that is in flight
         return drafts
     limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
     forced = matcher.forced()[:limit] if limit > 0 else []

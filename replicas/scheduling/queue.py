@@ -2,33 +2,37 @@
 
 An order is a small policy, chosen by one word of the configuration. The smallest key is served first; no two sequences
 have the same. `key` is the order of the running, where the last is preempted when cells run out; `waiting` that of the
-waiting, behind those that were preempted. So the first of the running is never preempted, and there is always one that
-gets on: keys change between steps only, and a policy that changes them lets them settle. Orders that share among
-tenants keep a line of waiting for each (`line`, `first`). Not here: who fits (`admission`).
+waiting, behind those that were preempted. Both are among requests of one class: those of batch come behind the others.
+So the first of the running is never preempted, and there is always one that gets on: keys change between steps only,
+and a policy that changes them lets them settle. Orders that share among tenants keep a line of waiting for each
+(`line`, `first`). Not here: who fits (`admission`).
 """
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import TypeAlias
 
 from holdfast.replicas.config import OrderName
+from holdfast.replicas.events import Submit
 from holdfast.replicas.scheduling.plan import Chunk
-from holdfast.replicas.scheduling.shares import Share, Shares
+from holdfast.replicas.scheduling.shares import TENANTS, Classes, Roots, Shares
 from holdfast.replicas.sequences import Owner, Sequence
+from holdfast.replicas.types import RANKS, Priority
 
 Key: TypeAlias = tuple[float, ...]
 Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
+Line: TypeAlias = tuple[Priority | None, str | None]
 
-
-_AHEAD = "\0ahead"  # the line of work ahead; no cache scope has such a name
+_AHEAD: Line = (None, None)  # the line of work ahead, which has no class
+_NOBODY: Mapping[Priority, int] = {}
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
-_PROGRAMS = _TENANTS = 65_536  # whose service is remembered, the least recently served forgotten first
+_PROGRAMS = 65_536  # whose service is remembered, the least recently served forgotten first
 
 
 class Order(ABC):
@@ -49,8 +53,8 @@ class Order(ABC):
         """The key of a waiting sequence, valid until something is told of it."""
         return self.key(sequence)
 
-    def arrive(self, sequence: Sequence) -> None:
-        """A request has come in, before its first key is asked for."""
+    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
+        """A request has come in, before its first key is asked for; `alone`: no other one of its class waits."""
         return
 
     def line(self, sequence: Sequence) -> str:
@@ -65,9 +69,24 @@ class Order(ABC):
         """It has been given a row and runs from the next step on."""
         return
 
-    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
-        """These have had a step that took `seconds`, each with its chunk."""
+    def left(self, sequence: Sequence) -> None:
+        """It neither waits nor runs any more."""
         return
+
+    def serve(
+        self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
+    ) -> None:
+        """These have had a step that took `seconds`, each with its chunk, while so many were `waiting`."""
+        return
+
+    def learn(self, elsewhere: Mapping[str, float]) -> None:
+        """So many seconds more were served by other replicas, by the names that `contended` has."""
+        return
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        """Seconds that were served while others waited, by class and tenant, for other replicas to count."""
+        return {}
 
     def due(self, sequence: Sequence) -> float | None:
         """When a waiting sequence that was never started has waited so long that it is promoted; None: never."""
@@ -81,7 +100,7 @@ class Order(ABC):
         """Where it stands among the programs that pause, when it needs cells that are pinned for them."""
         return (0.0,)
 
-    def pin_rank(self, scope: str, arrival: float) -> Key:
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
         """Where a program's pin stands: the greatest gives way first, and to smaller ones only."""
         return (1.0, arrival)
 
@@ -101,7 +120,7 @@ class ProgramOrder(Order):
     def rank(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival,)
 
-    def pin_rank(self, scope: str, arrival: float) -> Key:
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
         return (arrival,)
 
     def waiting(self, sequence: Sequence) -> Key:
@@ -143,11 +162,13 @@ class PlasOrder(Order):
         level = sum(sequence.attained_s >= end for end in self._ends)
         return (level, sequence.arrived, sequence.number)
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
         if sequence.owner is not None:
             sequence.attained_s = self._attained.get(sequence.owner, 0.0)
 
-    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+    def serve(
+        self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
+    ) -> None:
         for sequence in sequences:
             sequence.attained_s += seconds
             owner = sequence.owner
@@ -168,57 +189,103 @@ class PlasOrder(Order):
 
 
 class FairOrder(ProgramOrder):
-    """The tenant that was served least for its weight comes first (`Shares`), its programs by their first arrival.
+    """The tenant that was served least for its weight comes first (`Shares`), its programs in turn (`Roots`).
 
-    Shared are the seconds of steps, which the sequences of a step share by their tokens. What runs is not disturbed; it
-    is ordered as by `program`.
+    Shared are the seconds of steps, which the sequences of a step share by their tokens, each class by itself. What
+    runs is not disturbed; it is ordered as by `program`. Work ahead takes what is left, and counts for nothing.
     """
 
     by_arrival = False
 
-    def __init__(self, tenants: int = _TENANTS) -> None:
+    def __init__(self, tenants: int = TENANTS) -> None:
         super().__init__()
-        self._shares = Shares(tenants)  # by cache scope
-        self._running: list[Share] = []  # those with requests in the latest step
+        self._tenants = tenants
+        self._shares = {each: Shares(tenants) for each in Priority}  # by cache scope
+        self._roots: OrderedDict[tuple[Priority, str], Roots] = OrderedDict()
+        self._contended: dict[str, float] = {}
 
-    def arrive(self, sequence: Sequence) -> None:
-        self._shares.come(sequence.submit.scope, sequence.submit.weight)
+    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
+        if sequence.background:
+            return
+        submit = sequence.submit
+        self._shares[submit.priority].come(submit.scope, submit.weight, alone=alone)
+        sequence.turn = self._roots_of(submit).come(submit.root_program)
+
+    def left(self, sequence: Sequence) -> None:
+        if not sequence.background:
+            self._roots_of(sequence.submit).leave(sequence.submit.root_program)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
 
+    def waiting(self, sequence: Sequence) -> Key:
+        return (*sequence.turn, *super().waiting(sequence))
+
     def first(self, heads: Sequences) -> Sequence:
-        chosen = min(heads, key=lambda head: (*self._shares.standing(head.submit.scope), *self.waiting(head)))
-        self._shares.chosen(chosen.submit.scope)
+        shares = self._shares[heads[0].submit.priority]
+        chosen = min(heads, key=lambda head: (*shares.standing(head.submit.scope), *self.waiting(head)))
+        shares.choose(head.submit.scope for head in heads)
         return chosen
 
     def begin(self, sequence: Sequence) -> None:
-        self._running.append(self._shares.begin(sequence.submit.scope))
-        self.changes += 1
+        if not sequence.background:
+            submit = sequence.submit
+            self._shares[submit.priority].begin(submit.scope)
+            self._roots_of(submit).begin(sequence.turn)
+            self.changes += 1
 
-    def serve(self, sequences: Sequences, chunks: Chunks, seconds: float) -> None:
+    def serve(
+        self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
+    ) -> None:
         self.changes += 1
-        for share in self._running:
-            share.running = 0
-        self._running.clear()
+        for shares in self._shares.values():
+            shares.rest()
         if not chunks:
             return
         each = seconds / sum(len(chunk.tokens) for chunk in chunks)
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            share = self._shares.of(sequence.submit.scope)
-            share.served += each * len(chunk.tokens) / share.weight
-            share.running += 1
-            self._running.append(share)
-        self._shares.spend(seconds)
+            if sequence.background:
+                continue
+            submit, had = sequence.submit, each * len(chunk.tokens)
+            shares = self._shares[submit.priority]
+            shares.runs(submit.scope)
+            shares.charge(submit.scope, had)
+            self._roots_of(submit).charge(submit.root_program, had)
+            if waiting.get(submit.priority):
+                name = f"{submit.priority}/{submit.scope}"
+                self._contended[name] = self._contended.get(name, 0.0) + had
+
+    def learn(self, elsewhere: Mapping[str, float]) -> None:
+        self.changes += 1
+        for name, seconds in elsewhere.items():
+            priority, _, tenant = name.partition("/")
+            if priority in tuple(Priority):
+                self._shares[Priority(priority)].elsewhere(tenant, seconds)
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        return self._contended.copy()
 
     def rank(self, sequence: Sequence) -> Key:
-        return self.pin_rank(sequence.submit.scope, sequence.submit.program_arrival)
+        submit = sequence.submit
+        return self.pin_rank(submit.scope, submit.program_arrival, submit.priority)
 
-    def pin_rank(self, scope: str, arrival: float) -> Key:
-        return (self._shares.of(scope).served, arrival)
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
+        return (self._shares[priority].of(scope).served, arrival)
+
+    def _roots_of(self, submit: Submit) -> Roots:
+        key = submit.priority, submit.scope
+        roots = self._roots.get(key)
+        if roots is None:
+            roots = self._roots[key] = Roots()
+            if len(self._roots) > self._tenants:
+                self._roots.popitem(last=False)
+        self._roots.move_to_end(key)
+        return roots
 
 
 _ORDERS: dict[OrderName, Callable[[], Order]] = {
+    "auto": ProgramOrder,  # of an engine that nobody has said more to
     "program": ProgramOrder,
     "request": RequestOrder,
     "plas": PlasOrder,
@@ -232,18 +299,22 @@ def order_of(name: OrderName) -> Order:
     return _ORDERS[name]()
 
 
-Name: TypeAlias = str | None
 Ticket: TypeAlias = int
 
 
 class WaitingQueue:
-    """Heaps with lazy deletion: push, pop, cancel and a new place cost O(log n); the length is exact."""
+    """Heaps with lazy deletion: push, pop, cancel and a new place cost O(log n); the length is exact.
 
-    def __init__(self, order: Order) -> None:
+    `classes` says whose turn it is where both of them wait.
+    """
+
+    def __init__(self, order: Order, classes: Classes | None = None) -> None:
         self._order = order
+        self._classes = classes or Classes(0.0)
+        self.waiting: Counter[Priority] = Counter()  # how many do, without work ahead
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
         self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
-        self._changes = 0  # of the order, when the head was looked for
+        self._changes = (0, False)  # of the order, and of the classes, when the head was looked for
         self._lines = _Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
@@ -268,7 +339,7 @@ class WaitingQueue:
         may have stood behind others of its session, however much room there was.
         """
         if not sequence.preempted:  # what has been started is neither timed out nor promoted
-            self._order.arrive(sequence)
+            self._order.arrive(sequence, alone=not self.waiting[sequence.submit.priority])
             if sequence.owner is not None and sequence.owner.session:
                 self._unseen.append(sequence)
             else:
@@ -283,17 +354,24 @@ class WaitingQueue:
     def head(self) -> Sequence | None:
         """The next to be admitted; it stays in the queue, and the next, until who waits or what comes first changes.
 
-        Then it is looked for among the heads of all lines. Work ahead comes where nobody else waits.
+        Then it is looked for among the heads of all lines of the class whose turn it is. Work ahead comes where nobody
+        else waits.
         """
-        if self._changes != self._order.changes:
-            self._changes, self._first = self._order.changes, None
+        changes = self._order.changes, self._classes.due
+        if self._changes != changes:
+            self._changes, self._first = changes, None
         if self._first is None and self._entries:
             heads = self._lines.heads()
             ahead = heads.pop(_AHEAD, None)
+            first, other = Priority.INTERACTIVE, Priority.BATCH
+            if self.waiting[other]:
+                if self._classes.due or not any(line[0] is first for line in heads):
+                    first = other
+                heads = {line: head for line, head in heads.items() if line[0] is first}
             if not heads:
                 self._first = ahead
-            elif None in heads:
-                self._first = heads[None]
+            elif (first, None) in heads:
+                self._first = heads[first, None]
             else:
                 self._first = self._order.first(tuple(heads.values()))
         return self._first
@@ -321,6 +399,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
         self.tokens -= sequence.n_prompt
+        self.waiting[sequence.submit.priority] -= not sequence.background
         self._first = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
@@ -342,6 +421,38 @@ class WaitingQueue:
                 self._order.promote(sequence)
                 self.reorder(sequence)
 
+    def before(self, sequence: Sequence) -> int:
+        """How many would be admitted before a sequence that came now. Looks at all that wait.
+
+        Where the order has several lines, one each of the others for each of its own is reckoned with.
+        """
+        order, rank = self._order, sequence.submit.rank
+        line, key = order.line(sequence), order.waiting(sequence)
+        own, first, others = 0, 0, Counter[str]()
+        for each in self:
+            if each.preempted or each.submit.rank < rank:
+                first += 1
+            elif each.submit.rank == rank and order.line(each) != line:
+                others[order.line(each)] += 1
+            elif each.submit.rank == rank and (line or order.waiting(each) < key):
+                own += 1
+        return first + own + sum(min(n, own + 1) for n in others.values())
+
+    def up_to(self, rank: int) -> int:
+        """How many wait whose class is no lower. Any thread may ask."""
+        return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
+
+    def last_below(self, rank: int) -> Sequence | None:
+        """Of those that were never started and whose `rank` is higher the highest one's last, out of the queue; None:
+        there is none. Looks at all that wait.
+        """
+        lower = [each for each in self if not each.preempted and each.submit.rank > rank]
+        if not lower:
+            return None
+        last = max(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)))
+        self.remove(last)
+        return last
+
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that wait since before `before` and were never started."""
         late = []
@@ -360,6 +471,7 @@ class WaitingQueue:
         ticket, self._first = next(self._tickets), None
         if sequence.request_id not in self._entries:
             self.tokens += sequence.n_prompt
+            self.waiting[sequence.submit.priority] += not sequence.background
         self._entries[sequence.request_id] = (ticket, sequence)
         most = 2 * len(self._entries) + _SLACK
         self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)
@@ -376,11 +488,13 @@ class WaitingQueue:
         return entry is not None and entry[0] == ticket
 
 
-def _line(order: Order, sequence: Sequence) -> str | None:
-    """None for those that were preempted: they have a part of their work behind them and come before all others."""
+def _line(order: Order, sequence: Sequence) -> Line:
+    """Those that were preempted have one of their own: they have a part of their work behind them, and come before all
+    others of their class.
+    """
     if sequence.background:
         return _AHEAD
-    return None if sequence.preempted else order.line(sequence)
+    return sequence.submit.priority, None if sequence.preempted else order.line(sequence)
 
 
 class _Lines:
@@ -391,13 +505,13 @@ class _Lines:
 
     def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
         self._counts = counts
-        self._heaps: dict[Name, list[tuple[Key, Ticket, Sequence]]] = {}
+        self._heaps: dict[Line, list[tuple[Key, Ticket, Sequence]]] = {}
 
     def __len__(self) -> int:
         """Entries, those that do not count among them."""
         return sum(map(len, self._heaps.values()))
 
-    def push(self, line: Name, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
+    def push(self, line: Line, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
         """Enter a sequence; a line of more than `most` entries lets those go that do not count."""
         heap = self._heaps.setdefault(line, [])
         heapq.heappush(heap, (key, ticket, sequence))
@@ -405,7 +519,7 @@ class _Lines:
             heap[:] = [entry for entry in heap if self._counts(*entry[1:])]
             heapq.heapify(heap)
 
-    def heads(self) -> dict[Name, Sequence]:
+    def heads(self) -> dict[Line, Sequence]:
         """The first of each line that has any."""
         found = {}
         for line in list(self._heaps):
@@ -418,6 +532,6 @@ class _Lines:
                 del self._heaps[line]
         return found
 
-    def pop(self, line: Name) -> None:
+    def pop(self, line: Line) -> None:
         """Take the first of a line out."""
         heapq.heappop(self._heaps[line])

@@ -20,6 +20,7 @@ from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.rows import ParkedRow, Rows, give_back
 from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts
+from holdfast.replicas.scheduling.forecast import Forecast
 from holdfast.replicas.scheduling.queue import Key, Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
 from holdfast.replicas.sequences import Owner, Sequence, Status
@@ -89,8 +90,8 @@ class Running:
             self._in_order = sorted(self._sequences, key=self._key)
         return self._in_order
 
-    def _key(self, sequence: Sequence) -> tuple[bool, Key]:
-        return sequence.background, self._order.key(sequence)
+    def _key(self, sequence: Sequence) -> tuple[bool, bool, Key]:
+        return sequence.background, sequence.batch, self._order.key(sequence)
 
     def part(self, *, decoding: bool) -> list[Sequence]:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
@@ -213,7 +214,8 @@ class Running:
 
     def ended(self, program: Owner) -> None:
         """A program is over: what it alone has in the tree goes before all else."""
-        self._let_go(program.scope, self._histories.forget(program), program.name)
+        scope, tokens = self._histories.forget(program)
+        self._let_go(scope, tokens, program.name)
 
     def _let_go(self, scope: str | None, tokens: TokenIds, who: str) -> None:
         if self._tags and scope is not None:
@@ -225,7 +227,7 @@ class Running:
             history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
             self.rows.park_session(owner, history, last, now)
         elif leaving.keeps_row:
-            self._histories.remember(owner, sequence.buffer[: last.n_tokens])
+            self._histories.remember(owner, sequence.cache_scope, sequence.buffer[: last.n_tokens])
             self.rows.park_program(owner, last)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
@@ -261,24 +263,29 @@ class Ends:
         running: Running,
         waiting: WaitingQueue,
         drafts: Drafts,
+        order: Order,
         stats: EngineStats,
         events: list[Event],
     ) -> None:
         self._running = running
         self._waiting = waiting
         self._drafts = drafts
+        self._order = order
         self._stats = stats
         self.events = events
+        self.forecast = Forecast()
 
     def end(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
         """Take a sequence out. Its terminal event has been noted. Raises BooksError."""
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
+            self.forecast.left(sequence, now, whole=leaving is Leaving.FINISHED)
             self._running.leave(sequence, now, leaving)
         if sequence.background:
             self._running.ahead.end(sequence)
         self._drafts.close(sequence)
+        self._order.left(sequence)
         sequence.move(Status.ENDED)
 
     def abort(self, sequence: Sequence, now: float) -> None:
@@ -337,7 +344,7 @@ class Histories:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._tokens: OrderedDict[Owner, TokenIds] = OrderedDict()
+        self._tokens: OrderedDict[Owner, tuple[str | None, TokenIds]] = OrderedDict()  # with their cache scope
         self._remembered = 0
 
     @property
@@ -345,19 +352,19 @@ class Histories:
         """Tokens remembered."""
         return self._remembered
 
-    def remember(self, owner: Owner, tokens: TokenIds) -> None:
-        """`owner` ended a turn with these tokens computed."""
-        self._remembered -= len(self._tokens.pop(owner, ()))
-        self._tokens[owner] = tokens.copy()
+    def remember(self, owner: Owner, scope: str | None, tokens: TokenIds) -> None:
+        """`owner` ended a turn with these tokens computed, in this cache scope."""
+        self.forget(owner)
+        self._tokens[owner] = scope, tokens.copy()
         self._remembered += len(tokens)
         while self._remembered > self._capacity:
-            self._remembered -= len(self._tokens.popitem(last=False)[1])
+            self._remembered -= len(self._tokens.popitem(last=False)[1][1])
 
-    def forget(self, owner: Owner) -> TokenIds:
-        """What `owner` had, which has no next turn."""
-        tokens = self._tokens.pop(owner, NO_TOKENS)
+    def forget(self, owner: Owner) -> tuple[str | None, TokenIds]:
+        """What `owner` had, which has no next turn, and in which cache scope."""
+        scope, tokens = self._tokens.pop(owner, (None, NO_TOKENS))
         self._remembered -= len(tokens)
-        return tokens
+        return scope, tokens
 
     def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
         """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.
@@ -365,7 +372,7 @@ class Histories:
         Where more is cached than the two have in common, the prompt goes on from something else that the program
         had computed, and nothing was rewritten.
         """
-        before = self._tokens.get(owner)
+        _, before = self._tokens.get(owner, (None, None))
         if before is None or n_cached >= min(len(before), len(prompt)):
             return 0
         common = common_prefix(before, prompt)

@@ -6,7 +6,15 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
-from holdfast.replicas.events import Event, FinishReason, Notice, ProgramEnded, Tokens, TurnEnded
+from holdfast.replicas.events import (
+    Event,
+    FinishReason,
+    Notice,
+    ProgramEnded,
+    ServedElsewhere,
+    Tokens,
+    TurnEnded,
+)
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import Learned
@@ -17,11 +25,15 @@ from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
 from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
+from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
 from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.types import Priority
 
+_TENANTS = 200  # whose seconds are counted apart
+_OTHERS = "other"
 _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
@@ -54,14 +66,15 @@ class Scheduler:
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * config.high_water)
         self.decode_steps = 1
-        waiting = WaitingQueue(order)
+        self._classes = Classes(config.batch_share)
+        self._waiting = waiting = WaitingQueue(order, self._classes)
         self.ahead = WorkAhead(stats)
         self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead, tags=config.kv_tags)
         self._drafts = Drafts(drafter)
-        self.ends = Ends(self._running, waiting, self._drafts, stats, events)
-        self.admission = Admission(config, cache, self._running, waiting, self.ends, stats)
+        self.ends = Ends(self._running, waiting, self._drafts, order, stats, events)
+        self.admission = Admission(config, cache, self._running, waiting, self._classes, self.ends, order, stats)
 
     # ---- requests come and go ----
 
@@ -81,6 +94,9 @@ class Scheduler:
         """Something about programs that pause."""
         for sequence in self.ahead.meant(notice):
             self.ends.abort(sequence, now)
+        if isinstance(notice, ServedElsewhere):
+            self._order.learn(notice.seconds)
+            return
         self.retention.notice(notice, now)
         if isinstance(notice, ProgramEnded):
             self._running.ended(Owner(notice.scope, notice.program_id, session=False))
@@ -107,6 +123,7 @@ class Scheduler:
             cells_pinned=self.retention.pins.cells,
             cells_raised=self._cache.tree.queue.raised * self._config.page_size,
             tokens_waiting=self.admission.tokens,
+            start_gap_s=self.admission.forecast.gap_s,
         )
 
     # ---- planning a step ----
@@ -131,6 +148,7 @@ class Scheduler:
         if not self._decode(builder, now):
             # Not in a step that had to preempt: the cells it freed are for those that run.
             self.admission.admit(builder, now)
+            self._go_on(builder)
         self._prefill(builder, now)
         return builder
 
@@ -175,6 +193,8 @@ class Scheduler:
         drafts, end = NO_DRAFT, sequence.length + (sequence.awaited is not None)
         if self._drafts.active or sequence.matcher is not None:
             drafts = fitting(sequence, self._drafts.propose(sequence), self._config.forced_drafts)
+            if len(drafts):
+                self._drafts.forced()
         more = len(drafts) or builder.times - 1
         if self._running.grow(builder, sequence, end + more):
             builder.compute(sequence, 1, drafts)
@@ -193,6 +213,17 @@ class Scheduler:
             builder.compute(sequence, 1)
         return preempted
 
+    def _go_on(self, builder: StepBuilder) -> None:
+        """Who was preempted and has just been let in again, with all of its cells still there, decodes at once."""
+        if len(builder.sequences) == len(self._running):
+            return
+        for sequence in self._running.part(decoding=True):
+            if sequence.preempted and sequence not in builder.sequences:
+                end = sequence.length + (sequence.awaited is not None)
+                if self._running.grow(builder, sequence, end):
+                    builder.times = 1
+                    builder.compute(sequence, 1)
+
     def _prefill(self, builder: StepBuilder, now: float) -> None:
         """A chunk for each prefilling sequence, in order; deferred above the high-water mark. With none: work ahead."""
         if len(builder.sequences) == len(self._running):
@@ -204,9 +235,10 @@ class Scheduler:
         prefilling = [each for each in prefilling if each.submit.background is None]
         if not prefilling:
             return
-        sizes = chunk_sizes([s.pending for s in prefilling], self._narrow(prefilling), self._config)
-        for sequence, size in zip(prefilling, sizes, strict=True):
-            if builder.chunks and not self.retention.makes_room(self._high_water, sequence):
+        for sequence, size in zip(prefilling, self._chunks(prefilling), strict=True):
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for one before it
+            if size == 0 or (builder.chunks and not self._below_high_water(builder, sequence, now)):
                 self._stats.chunks_deferred += 1
                 continue
             try:
@@ -216,11 +248,31 @@ class Scheduler:
                 whole = size == sequence.pending
                 drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.ahead + size
-                if self._running.grow_over_pins(builder, sequence, end + len(drafts)):
+                grown = self._running.grow_over_pins(builder, sequence, end + len(drafts))
+                while not grown and self.admission.yields(builder, sequence, now):
+                    grown = self._running.grow(builder, sequence, end + len(drafts))
+                if grown:
                     builder.times = 1
                     builder.compute(sequence, size, drafts)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
+
+    def _chunks(self, prefilling: list[Sequence]) -> list[int]:
+        """Tokens of each, in order. Those of batch share what the others leave of the step, and may have nothing."""
+        hurry = [each for each in prefilling if not each.batch or self._classes.due]
+        sizes = chunk_sizes([s.pending for s in hurry], self._narrow(hurry), self._config) if hurry else []
+        batch = prefilling[len(hurry) :]
+        left = self._config.step_tokens - sum(sizes)
+        if batch and left > 0:
+            sizes = [*sizes, *chunk_sizes([s.pending for s in batch], self._narrow(batch), self._config, left)]
+        return [*sizes, *[0] * (len(prefilling) - len(sizes))]
+
+    def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
+        """Whether another chunk may be computed; pins that come behind it, and then batch, give way for it."""
+        while not self.retention.makes_room(self._high_water, sequence):
+            if not self.admission.yields(builder, sequence, now):
+                return False
+        return True
 
     def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
         """`background_chunk` tokens of prompts that nobody waits for; one without room for more ends as it is."""
@@ -243,12 +295,13 @@ class Scheduler:
 
     def _narrow(self, prefilling: list[Sequence]) -> list[bool]:
         """Which chunks are to be narrow: all beside a latency-sensitive request; those of a prompt that nobody waits
-        for an answer to, beside any other.
+        for an answer to, beside any other; those of batch, beside interactive requests.
         """
         if len(self._running) == 1:
             return [False]
         hurried = any(0 < s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running)
-        return [hurried or s.sampling.max_tokens == 0 for s in prefilling]
+        waited_for = any(not s.batch and not s.background for s in self._running)
+        return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
     # ---- taking its result in ----
 
@@ -268,11 +321,13 @@ class Scheduler:
                 self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
                 self._drafts.measured(plan, seconds)
-        self._order.serve(step.sequences, plan.chunks, seconds)
+        self._order.serve(step.sequences, plan.chunks, seconds, self._waiting.waiting)
+        if plan.chunks:
+            self._share(step, seconds)
         of_each = zip(step.sequences, step.holdings, plan.chunks, output.drawn, strict=True)
         for sequence, holding, chunk, drawn in of_each:
-            if sequence.holding is not holding:
-                continue
+            if sequence.holding is not holding or chunk.start > sequence.n_computed:
+                continue  # it left, or the token before these was refused
             try:
                 self._advance(sequence, chunk, drawn, now)
                 reason: FinishReason | None = None
@@ -285,6 +340,20 @@ class Scheduler:
                 continue
             if reason is not None:
                 self.ends.finish(sequence, reason, now)
+
+    def _share(self, step: Step, seconds: float) -> None:
+        """What each tenant, and each class, had of a step: the sequences of a step share it by their tokens."""
+        each = seconds / sum(len(chunk.tokens) for chunk in step.plan.chunks)
+        served, batch = self._stats.served_s, 0
+        for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
+            n, scope = len(chunk.tokens), sequence.submit.scope
+            if scope not in served and len(served) >= _TENANTS:
+                scope = _OTHERS
+            served[scope] = served.get(scope, 0.0) + each * n
+            batch += n if sequence.batch else 0
+        wanted = batch > 0 or self._waiting.waiting[Priority.BATCH] > 0
+        if wanted or self._classes.due:
+            self._classes.serve(seconds - each * batch, each * batch, wanted=wanted)
 
     def fail(self, step: Step, error: HoldfastError, now: float) -> None:
         """A step went wrong: its sequences fail and what they computed is dropped; the others go on.
@@ -337,8 +406,11 @@ class Scheduler:
         if drafts:
             self._stats.drafted += drafts
             self._stats.accepted += more
+            sequence.drafted += drafts
+            sequence.accepted += more
         if chunk.start < sequence.n_prompt:
             computed = min(end, sequence.n_prompt) - chunk.start
+            sequence.prompt_work += computed
             if sequence.background:
                 self._stats.ahead_computed += computed
             else:
@@ -351,35 +423,43 @@ class Scheduler:
     def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
         kept, reason = sequence.append(drawn.tokens, now)
-        if reason is not None:  # not all of them, it may be
+        n = len(kept)
+        if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
+            self._stats.refused += reason is None
         if self._drafts.active:
             drafts = chunk.draw.drafts if chunk.draw else 0
             self._drafts.learn(sequence, kept, chunk.tokens[len(chunk.tokens) - drafts :].tolist())
-        n = len(kept)
         self._stats.completion += n
+        sequence.drawn += n
+        if not n:
+            return None
         self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
         check_grammar(sequence)
         return reason
 
 
-def chunk_sizes(pending: list[int], narrow: list[bool], config: EngineConfig) -> list[int]:
+def chunk_sizes(
+    pending: list[int], narrow: list[bool], config: EngineConfig, step_tokens: int | None = None
+) -> list[int]:
     """How many prompt tokens each prefilling sequence computes in a step, first to be served first.
 
     `step_tokens` are spent in that order, a floor of `chunk_floor` each kept back for those behind, of a quarter of the
     step at most: who began first has its first token first, and nobody stands still. With `equal_chunks` they are
     shared equally, the paper's rule (stateful inference, section 3.2): min(pending, step_tokens // number). A `narrow`
-    chunk has at most `latency_chunk`. Never 0. Without `adaptive_chunks` every prefill may fill a step by itself.
+    chunk has at most `latency_chunk`. Never 0. `step_tokens`: where it is not the configured ones. Without
+    `adaptive_chunks` every prefill may fill a step by itself.
     """
+    most = config.step_tokens if step_tokens is None else step_tokens
     if not config.adaptive_chunks:
-        return [max(1, min(each, config.step_tokens)) for each in pending]
+        return [max(1, min(each, most)) for each in pending]
     limits = [min(each, config.latency_chunk) if slim else each for each, slim in zip(pending, narrow, strict=True)]
-    share = max(1, config.step_tokens // len(pending))
+    share = max(1, most // len(pending))
     if config.equal_chunks:
         return [min(limit, share) for limit in limits]
     least = min(config.chunk_floor, max(1, share // 4))
     floors = [min(limit, least) for limit in limits]
-    left = config.step_tokens - sum(floors)
+    left = most - sum(floors)
     sizes = []
     for limit, floor in zip(limits, floors, strict=True):
         more = min(limit - floor, max(left, 0))

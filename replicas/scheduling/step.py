@@ -56,9 +56,12 @@ class Step:
     open: bool = False
 
     def present(self) -> Iterator[tuple[int, Sequence]]:
-        """The sequences that are still as they were when the step was planned, each with its chunk's number."""
+        """The sequences that are still as they were when the step was planned, each with its chunk's number.
+
+        One whose last token was refused meanwhile is not: the step computes what comes after that token.
+        """
         for i, (sequence, holding) in enumerate(zip(self.sequences, self.holdings, strict=True)):
-            if sequence.holding is holding:
+            if sequence.holding is holding and self.plan.chunks[i].start <= sequence.n_computed:
                 yield i, sequence
 
 
@@ -152,7 +155,7 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None
     seen = _count_all(sequence) if sampling.repetition_penalty != 1 else None
-    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None else None
+    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None and matcher.binding else None
     least = sequence.n_prompt - sequence.submit.n_generated + sampling.min_tokens if sampling.min_tokens else 0
     draw = Draw(sampling, sequence.seed, len(drafts), counts, masks, seen, least)
     if draw.plain:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import declared_rule, reply_rule
+from holdfast.replicas.constraints.grammar import reply_rule
+from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
@@ -55,7 +56,9 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """`matcher`: the whole reply follows it. `declared`: it is asked for again where it calls another tool."""
+    """`matcher`: the reply follows it. `declared`: calls of declared tools, with which one is written again that named
+    another tool before it could be known for a call.
+    """
 
     matcher: Matcher | None = None
     declared: Matcher | None = None
@@ -90,12 +93,20 @@ class TextSide:
         self._thinks = CLOSER in (template or "")
         self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
         self._config = config
-        self._eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
+        # The ids that end a reply.
+        self.eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
+        self.unguarded = 0  # replies whose calls are not guaranteed, since their grammar was not there in time
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
         self.stopped = 0  # replies ended where their tool calls did, before the model ended them
-        if config.undeclared == "regenerate" and not AVAILABLE:
-            raise ConfigError("undeclared: regenerate needs the package llguidance", "undeclared")
+        self._guarantee: Guarantee = config.tools_guarantee if AVAILABLE else "off"
+        if self._guarantee != config.tools_guarantee:
+            log.warning("calls are not guaranteed: the package llguidance is not installed")
+
+    def prepare(self) -> None:
+        """Take from the first request with tools what it would otherwise wait for: seconds, with many tokens."""
+        if self._guarantee != "off" and self.tool_format is not ToolFormat.NONE:
+            self._compiler.prepare()
 
     async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """As `encode`. A long text is tokenized on a thread.
@@ -137,11 +148,6 @@ class TextSide:
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
         return Encoded(tokens, text, mark, _starts(prompt, entry) if self._config.kv_tags else ())
-
-    @property
-    def eos(self) -> frozenset[int]:
-        """The ids that end a reply."""
-        return self._eos
 
     @property
     def longest_token(self) -> int:
@@ -215,13 +221,17 @@ class TextSide:
         if not isinstance(prompt, ChatPrompt):
             return Constraints()
         prompt = _callable(prompt)
-        rule = reply_rule(prompt)
-        if rule is not None:
-            return Constraints(matcher=self._compiler.matcher(rule))
-        callable_tools = prompt.tools and prompt.tool_choice != "none" and self.tool_format is not ToolFormat.NONE
-        if self._config.undeclared == "regenerate" and callable_tools:
-            return Constraints(declared=self._compiler.matcher(declared_rule(prompt)))
-        return Constraints()
+        rule = reply_rule(prompt, self._guarantee, self.tool_format is not ToolFormat.NONE)
+        if rule is None:
+            return Constraints()
+        try:
+            matcher = self._compiler.matcher(rule)
+        except InvalidRequestError:
+            if rule.strict or not rule.in_text:
+                raise
+            self.unguarded += 1  # nobody has asked for it
+            return Constraints()
+        return Constraints(matcher, matcher.calls if isinstance(matcher, CallGuard) and matcher.bare else None)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included."""
@@ -229,14 +239,15 @@ class TextSide:
         if matcher is None or thinking is None or len(self._think_ids) < 2:
             return matcher
         opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
-        ends = self._eos if _wants_content(request.prompt) else frozenset[int]()
+        ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
         return AfterThinking(matcher, opener, closer, thinking.begun, ends)
 
     def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
         """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
-        names = _declared(prompt)
+        schemas = _declared(prompt)
+        names = frozenset(schemas)
         thinking = self._thinking(prompt, encoded)
         shown = (self._markers if names else frozenset()) | frozenset(self._think_ids.values() if thinking else ())
         hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
@@ -262,6 +273,8 @@ class TextSide:
                 call_id,
                 early_stop=self._config.early_stop,
                 grace=self._config.call_grace,
+                guaranteed=self._guarantee != "off",
+                schemas=schemas,
             ),
             self.pieces,
             hidden,
@@ -286,7 +299,8 @@ class TextSide:
     def stats(self) -> TextStats:
         """What was rendered, tokenized and ended early so far."""
         renderer, cache = self.renderer, self.cache
-        return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, self.stopped, self.rewritten)
+        counts = (self.stopped, self.rewritten, self.unguarded)
+        return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
 
     def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
         """A reader of what a reply to `prompt` thinks; None where it begins with its content."""
@@ -298,7 +312,7 @@ class TextSide:
         return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
 
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self._eos))
+        return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self.eos))
 
     def _ids(self, tokens: Any) -> TokenIds:
         try:
@@ -398,9 +412,9 @@ def _callable(prompt: ChatPrompt) -> ChatPrompt:
     return replace(prompt, tools=allowed)
 
 
-def _declared(prompt: ChatPrompt | RawPrompt) -> frozenset[str]:
-    """The names of the tools the model may call."""
+def _declared(prompt: ChatPrompt | RawPrompt) -> Mapping[str, Mapping[str, Any]]:
+    """The tools the model may call, by name, with the schemas of their arguments."""
     if not isinstance(prompt, ChatPrompt) or prompt.tool_choice == "none":
-        return frozenset()
+        return {}
     functions = (tool.get("function", tool) for tool in _callable(prompt).tools)
-    return frozenset(function["name"] for function in functions if isinstance(function.get("name"), str))
+    return {f["name"]: f.get("parameters") or {} for f in functions if isinstance(f.get("name"), str)}

@@ -147,8 +147,8 @@ class Rewrite:
 class Reply:
     """`remember_turn` takes the ids and the text of everything generated, once the reply is over.
 
-    `declared` is a matcher of text with calls of declared tools. Given one, a call of another tool is not sent but
-    asked for again: `rewrite` says from where. `call_reason`: why a reply of calls has ended. `runs_on`: calls do not
+    `declared` is a matcher of calls of declared tools. Given one, a call of another tool is not sent but asked for
+    again: `rewrite` says from where. `call_reason`: why a reply of calls has ended. `runs_on`: calls do not
     end it; what follows them is still generated, counted and not sent. Stop strings count in the text after `least`
     tokens.
     """
@@ -313,6 +313,8 @@ class Reply:
         assert self._declared is not None
         opened, begun = opened + self._skipped, begun + self._skipped
         first = bisect_right(self._ends, opened)
+        while first < len(self._tokens) and self._stages.pieces.text(self._tokens[first : first + 1]).isspace():
+            first += 1
         matcher = self._declared.copy()
         tokens = self._tokens[first:]
         kept = first + matcher.accepts(tokens)

@@ -126,6 +126,12 @@ class AfterThinking:
         return self._inner.words
 
     @property
+    def binding(self) -> bool:
+        if self._inside or self._first:
+            return bool(self._ends) or (self._first and self._inner.binding)
+        return self._inner.binding
+
+    @property
     def finished(self) -> bool:
         return not self._inside and self._inner.finished
 
@@ -138,12 +144,12 @@ class AfterThinking:
         other._first = self._first
         return other
 
-    def advance(self, token: int) -> None:
+    def advance(self, token: int) -> bool:
         opens = self._first and token == self._opener
-        if not (opens or self._inside):
-            self._inner.advance(token)
+        stands = opens or self._inside or self._inner.advance(token)
         self._inside = opens or (self._inside and token != self._closer)
         self._first = False
+        return stands
 
     def accepts(self, tokens: Sequence[int]) -> int:
         thought = self._thought(tokens)

@@ -17,13 +17,23 @@ from typing_extensions import TypedDict
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
-from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, validate, word
+from holdfast.router.protocol.body import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    MOST_WORDS,
+    NULL_IS_ABSENT,
+    Body,
+    decode,
+    validate,
+    word,
+)
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import tool_choice
 from holdfast.router.protocol.responses import OPEN, Content
 from holdfast.router.protocol.turn import (
     MAX_STOPS,
+    AskedPriority,
     GenerationBody,
     Identifier,
     Turn,
@@ -140,9 +150,9 @@ class CountBody(Body):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     model: str
-    messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1)]
+    messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Annotated[Content, _blocks(_TEXT, _DOCUMENT)] = ""
-    tools: list[AnyTool] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Choice, NULL_IS_ABSENT] = Field(default_factory=lambda: Choice(type="auto"))
     thinking: Thinking = Field(default_factory=lambda: Thinking(type="disabled"))
     output_config: OutputConfig = Field(default_factory=lambda: OutputConfig())
@@ -162,6 +172,9 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] = 0
     metadata: dict[str, Any] = Field(default_factory=dict)
     service_tier: str | None = None
+    priority: AskedPriority | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     program_id: Identifier | None = None
     program_end: bool = False
 
@@ -353,6 +366,10 @@ def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Tu
         program_id=body.program_id,
         prompt_cache_key=user if isinstance(user, str) and len(user) <= 256 else None,
         program_end=body.program_end,
+        priority=body.priority,
+        timeout=body.timeout,
+        service_tier=body.service_tier,
+        cache_salt=body.cache_salt,
     )
     plain = with_defaults(plain, card)
     sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")

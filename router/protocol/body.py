@@ -20,13 +20,14 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 Model = TypeVar("Model", bound="Body")
 T = TypeVar("T")
 
+MOST_MESSAGES = 8192  # of a conversation, and parts of one message
+MOST_TOOLS = 1024
 EXACT = 2.0**53  # integers beyond it are no integers to everybody
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
 
 IGNORED = frozenset(
     {
         "cache_control",
-        "cache_salt",
         "client_metadata",
         "extra_headers",
         "include_reasoning",
@@ -37,19 +38,16 @@ IGNORED = frozenset(
         "metadata",
         "num_retries",
         "prediction",
-        "priority",
         "prompt_cache_options",
         "prompt_cache_retention",
         "provider",
         "request_id",
         "safety_identifier",
         "separate_reasoning",
-        "service_tier",
         "session_id",
         "store",
         "stream_reasoning",
         "tags",
-        "timeout",
         "trace_id",
         "usage",
         "user",

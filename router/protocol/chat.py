@@ -12,8 +12,8 @@ from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.protocol.body import MOST_WORDS, decode, validate
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import (
-    Message,
-    Tool,
+    Messages,
+    Tools,
     check_tools,
     plain_messages,
     plain_tools,
@@ -47,8 +47,8 @@ MAX_TOP_LOGPROBS = 20
 class ChatBody(GenerationBody):
     """What a client may send; `max_tokens` is the old name of `max_completion_tokens`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Messages
+    tools: Tools = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -29,6 +29,10 @@ class Refusal(StrEnum):
     SLOW_BODY = "request_timeout"
     TOO_LARGE = "request_too_large"
     RATE_LIMITED = "rate_limit_exceeded"
+    OVER_BUDGET = "insufficient_quota"
+    NO_TENANT = "tenant_not_found"
+    TENANT_EXISTS = "tenant_exists"
+    CHANGED = "changed_meanwhile"
 
 
 class RefusedError(HoldfastError):
@@ -53,6 +57,11 @@ class ReplyError(HoldfastError):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message, info.field)
         self.kind = info.kind
+        self._info = info
+
+    @property
+    def info(self) -> ErrorInfo:
+        return self._info
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.info,)
@@ -74,6 +83,8 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     ErrorKind.NO_SESSION: Row(404, "invalid_request_error", "session_not_found"),
     ErrorKind.NO_QUESTION: Row(404, "invalid_request_error", "question_not_found"),
     ErrorKind.SESSION_EXISTS: Row(409, "invalid_request_error", "session_exists"),
+    Refusal.TENANT_EXISTS: Row(409, "invalid_request_error", "tenant_exists"),
+    Refusal.CHANGED: Row(409, "invalid_request_error", "changed_meanwhile"),
     ErrorKind.SESSION_LOST: Row(410, "server_error", "session_lost"),
     Refusal.UNAUTHENTICATED: Row(401, "authentication_error", "invalid_api_key"),
     Refusal.FORBIDDEN: Row(403, "permission_error", "forbidden"),
@@ -81,12 +92,15 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_RESPONSE: Row(404, "invalid_request_error", "response_not_found"),
     Refusal.NO_PREFILL: Row(404, "invalid_request_error", "prefill_not_found"),
+    Refusal.NO_TENANT: Row(404, "invalid_request_error", "tenant_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
     Refusal.SLOW_BODY: Row(408, "invalid_request_error", "request_timeout"),
     Refusal.TOO_LARGE: Row(413, "invalid_request_error", "request_too_large"),
     Refusal.RATE_LIMITED: Row(429, "rate_limit_error", "rate_limit_exceeded", 1.0),
+    Refusal.OVER_BUDGET: Row(429, "insufficient_quota", "insufficient_quota", 60.0),
     ErrorKind.OVERLOADED: Row(429, "rate_limit_error", "overloaded", 1.0),
+    ErrorKind.DEADLINE: Row(429, "rate_limit_error", "deadline_unmet", 1.0),
     ErrorKind.INTERNAL: Row(500, "server_error", "internal_error"),
     ErrorKind.UNAVAILABLE: Row(503, "server_error", "unavailable", 2.0),
     ErrorKind.TIMEOUT: Row(504, "server_error", "timeout"),
@@ -116,9 +130,10 @@ def reason(error: HoldfastError) -> str:
 def api_error(error: HoldfastError | ErrorInfo) -> ApiError:
     """What a client is told about `error`."""
     key: ErrorKind | Refusal = error.kind
-    retry_after_s: float | None = None
     if isinstance(error, RefusedError):
         key, retry_after_s = error.refusal, error.retry_after_s
+    else:
+        retry_after_s = (error if isinstance(error, ErrorInfo) else error.info).retry_after_s
     row = TABLE[key]
     body = {"message": error.message, "type": row.type, "param": error.field, "code": row.code}
     return ApiError(row.status, orjson.dumps({"error": body}), retry_after_s or row.retry_after_s)

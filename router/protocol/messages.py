@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, Wit
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.protocol.body import NULL_IS_ABSENT, one_or_many, word
+from holdfast.router.protocol.body import MOST_MESSAGES, MOST_TOOLS, NULL_IS_ABSENT, one_or_many, word
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
 OPEN = ConfigDict(strict=True, extra="allow")
@@ -34,13 +34,14 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+_MANY = Field(max_length=MOST_MESSAGES)
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], Tag("many")],
+    Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], _MANY, Tag("many")],
     Discriminator(one_or_many),
 ]
 AssistantPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type"), NULL_IS_ABSENT]
 AssistantContent: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[AssistantPart], Tag("many")], Discriminator(one_or_many)
+    Annotated[str, Tag("one")] | Annotated[list[AssistantPart], _MANY, Tag("many")], Discriminator(one_or_many)
 ]
 
 
@@ -102,6 +103,7 @@ class ToolMessage(TypedDict):
 Message: TypeAlias = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role"), NULL_IS_ABSENT
 ]
+Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
 
 
 _OF_ROLE: Mapping[str, frozenset[str]] = {
@@ -179,6 +181,8 @@ class Tool(TypedDict):
     type: Literal["function"]
     function: FunctionTool
 
+
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
 
 _OF_TOOL, _OF_TOOL_FUNCTION = frozenset(Tool.__annotations__), frozenset(FunctionTool.__annotations__)
 

@@ -17,12 +17,14 @@ from pydantic import TypeAdapter
 
 from holdfast.replicas.requests import ModelCard
 from holdfast.router.protocol import replies
+from holdfast.router.protocol.admin import MOST_ROWS, ChangeBody, KeyBody, TenantBody
 from holdfast.router.protocol.anthropic import CountBody, MessagesBody
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, Body
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.prefills import ExtendBody, PrefillBody
+from holdfast.router.protocol.programs import HeartbeatBody
 from holdfast.router.protocol.responses import ResponsesBody
 from holdfast.router.protocol.sessions import (
     KINDS,
@@ -40,6 +42,8 @@ from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody
 EVENTS = "text/event-stream"
 JSON = "application/json"
 TEXT = "text/plain"
+LINES = "application/jsonl"
+CSV = "text/csv"  # where lines may be asked for as such
 ANY = {401: "", 403: "", 429: "", 500: "", 503: ""}
 BODY = (400, 404, 408, 413)
 ASKED = (409, 410, 504)
@@ -84,6 +88,18 @@ PAGE: Mapping[str, Mapping[str, Any]] = {
     "limit": _number(1, 100),
     "after": {"type": "string"},
 }
+
+TENANT: Mapping[str, Mapping[str, Any]] = {"tenant": {"type": "string"}}
+DAYS: Mapping[str, Mapping[str, Any]] = {"days": _number(1, 400)}
+DAYS_OF = {**DAYS, **TENANT}
+RECORDS: Mapping[str, Mapping[str, Any]] = {
+    "from": {"type": "string", "format": "date"},
+    "to": {"type": "string", "format": "date"},
+    "after": {"type": "string", "pattern": "^[0-9]{1,13}-[0-9]{1,6}$"},
+    "limit": _number(1, MOST_ROWS),
+    "format": {"enum": ["jsonl", "csv"]},
+}
+RECORDS_OF = {**RECORDS, **TENANT}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): _generation("A chat completion", ChatBody, replies.ChatCompletion),
@@ -144,10 +160,42 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("DELETE", "/v1/sessions/{session_id}/questions/{question_id}"): Operation(
         "It stands no longer", replies.Deleted, errors=(404, 410)
     ),
+    ("POST", "/v1/programs/{program_id}/heartbeat"): Operation(
+        "The program's client is there", replies.HeartbeatReply, HeartbeatBody, errors=BODY
+    ),
     ("DELETE", "/v1/programs/{program_id}"): Operation("The program is over", replies.Deleted, errors=(400, 404)),
     ("GET", "/v1/tools/latency"): Operation("How long the caller's tools take", replies.LatencyList),
+    ("GET", "/v1/usage"): Operation("What the caller has used", replies.UsageSums, errors=(400,), query=DAYS),
+    ("GET", "/v1/usage/records"): Operation(
+        "The caller's requests, one record each", str, errors=(400,), query=RECORDS, media=LINES
+    ),
+    ("GET", "/v1/admin/tenants"): Operation("Tenants and their keys", replies.TenantList),
+    ("POST", "/v1/admin/tenants"): Operation(
+        "A tenant, with its first key", replies.KeyMade, TenantBody, errors=(*BODY, 409)
+    ),
+    ("PATCH", "/v1/admin/tenants/{name}"): Operation(
+        "What a tenant is and may use", replies.TenantRow, ChangeBody, errors=(*BODY, 409)
+    ),
+    ("DELETE", "/v1/admin/tenants/{name}"): Operation("A tenant goes", replies.Deleted, errors=(400, 404, 409)),
+    ("DELETE", "/v1/admin/tenants/{name}/cache"): Operation(
+        "Its cached answers go", replies.Deleted, errors=(400, 404)
+    ),
+    ("POST", "/v1/admin/tenants/{name}/keys"): Operation(
+        "One more key of a tenant", replies.KeyMade, KeyBody, errors=(*BODY, 409), optional=True
+    ),
+    ("DELETE", "/v1/admin/tenants/{name}/keys/{key_id}"): Operation(
+        "A key goes", replies.Deleted, errors=(400, 404, 409)
+    ),
+    ("GET", "/v1/admin/usage"): Operation("What tenants have used", replies.UsageOfAll, errors=(400,), query=DAYS_OF),
+    ("GET", "/v1/admin/usage/records"): Operation(
+        "Requests, one record each", str, errors=(400,), query=RECORDS_OF, media=LINES
+    ),
+    ("GET", "/v1/admin/audit"): Operation("The audit log", str, errors=(400,), query=RECORDS, media=LINES),
     ("GET", "/v1/cluster/status"): Operation(
         "The cluster at this moment", replies.StatusReply, errors=(400,), query={"programs": _number(0, 1000)}
+    ),
+    ("GET", "/v1/live"): Operation(
+        "What the caller's programs do now", replies.LiveReply, errors=(400,), query={"since": {"type": "string"}}
     ),
     ("POST", "/tokenize"): Operation("A prompt as token ids", replies.TokenizeReply, TokenizeBody, errors=BODY),
     ("POST", "/detokenize"): Operation("Token ids as text", replies.DetokenizeReply, DetokenizeBody, errors=BODY),
@@ -201,6 +249,8 @@ def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": _schema_of(operation.answer)}}
     if operation.streams:
         content[EVENTS] = {"schema": EVENT}
+    if operation.media == LINES:
+        content[CSV] = {"schema": {"type": "string"}}
     error = replies.AnthropicError if path.startswith("/v1/messages") else replies.Error
     told: dict[str, Any] = {
         "operationId": _name(method, path),

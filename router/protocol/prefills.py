@@ -11,7 +11,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.kv_hints import check_ranges
-from holdfast.router.protocol.messages import Message, Tool, check_results, check_tools, plain_messages, plain_tools
+from holdfast.router.protocol.messages import Messages, Tools, check_results, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import ClaimedIds, Identifier, Turn, find_model
 
 
@@ -19,17 +19,18 @@ class PrefillBody(Body):
     """`messages` may end in calls that no result has been sent for yet, or in some of their results."""
 
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Messages
+    tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     program_id: Identifier | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
     keep_s: Annotated[float, Field(gt=0)] | None = None
 
 
 class ExtendBody(Body):
     """`messages` are those that come after the handle's."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     keep_s: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -39,6 +40,7 @@ class Asked:
     prompt: ChatPrompt
     ids: ClaimedIds
     keep_s: float | None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Prefill:
     tokens: int = 0
     cached: int = 0
     complete: bool = False
+    cache_salt: str = ""
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -74,7 +77,13 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
     prompt = ChatPrompt(
         plain_messages(body.messages), plain_tools(body.tools), template_kwargs=body.chat_template_kwargs
     )
-    return Asked(find_model(body.model, models), prompt, ClaimedIds(body.program_id, None, None), body.keep_s)
+    return Asked(
+        find_model(body.model, models),
+        prompt,
+        ClaimedIds(body.program_id, None, None),
+        body.keep_s,
+        body.cache_salt or "",
+    )
 
 
 def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
@@ -93,10 +102,13 @@ def continued(turn: Turn, prefill: Prefill) -> Turn:
     check_results(prefill.messages, prompt.messages)
     if turn.model.name != prefill.model:
         raise InvalidRequestError(f"'model' must be the handle's, {prefill.model!r}", "model")
+    if turn.cache_salt and turn.cache_salt != prefill.cache_salt:
+        raise InvalidRequestError("'cache_salt' must be the handle's", "cache_salt")
     messages = [*prefill.messages, *prompt.messages]
     check_ranges(turn.hints, len(messages))
     return replace(
         turn,
+        cache_salt=prefill.cache_salt,
         prompt=replace(
             prompt,
             messages=messages,

@@ -1,13 +1,30 @@
-"""`/v1/programs` and `/v1/tools/latency`: their replies."""
+"""`/v1/programs` and `/v1/tools/latency`: what is sent there, and the replies."""
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.router.protocol.body import Body, decode, validate
 
 QUANTILES = (50, 90, 99)
+
+
+class HeartbeatBody(Body):
+    """`within_s`: in so many seconds the client says it again."""
+
+    within_s: Annotated[float, Field(gt=0, le=3600)]
+
+
+def read_heartbeat(raw: bytes) -> float:
+    """Raises InvalidRequestError."""
+    return validate(HeartbeatBody, decode(raw)).within_s
+
+
+def heartbeat_reply(program_id: str, within_s: float) -> bytes:
+    return orjson.dumps({"id": program_id, "object": "program.heartbeat", "within_s": within_s})
 
 
 def program_ended_reply(program_id: str) -> bytes:

@@ -296,7 +296,7 @@ class ResponseReply(TypedDict):
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
-    service_tier: Literal["default"]
+    service_tier: Literal["default", "flex"]
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -359,6 +359,13 @@ class PrefillReply(TypedDict):
     tokens: int
     cached_tokens: int
     complete: bool
+
+
+@with_config(CLOSED)
+class HeartbeatReply(TypedDict):
+    id: str
+    object: Literal["program.heartbeat"]
+    within_s: float
 
 
 @with_config(CLOSED)
@@ -513,6 +520,84 @@ AnyModelList: TypeAlias = ModelList | AnthropicModelList
 AnyModel: TypeAlias = ModelReply | AnthropicModel
 
 
+# ---- tenants and usage ----
+
+
+@with_config(CLOSED)
+class UsagePeriod(TypedDict):
+    period: str
+    requests: int
+    input: int
+    cached: int
+    output: int
+    drawn: int
+    drafted: int
+    units: float
+    outcomes: dict[str, int]
+
+
+@with_config(CLOSED)
+class UsageSums(TypedDict):
+    tenant: str
+    limits: dict[str, float | None]
+    periods: list[UsagePeriod]
+
+
+@with_config(CLOSED)
+class UsageOfOne(TypedDict):
+    tenant: str
+    periods: list[UsagePeriod]
+
+
+@with_config(CLOSED)
+class UsageOfAll(TypedDict):
+    tenants: list[UsageOfOne]
+
+
+@with_config(CLOSED)
+class KeyRow(TypedDict):
+    id: str
+    source: Literal["configuration", "redis"]
+    scopes: list[Literal["infer", "usage", "operate"]]
+    expires: float | None
+    last_used: float | None
+
+
+@with_config(CLOSED)
+class TenantCacheRow(TypedDict):
+    enabled: bool
+    ttl_s: float | None
+    bytes: int | None
+
+
+@with_config(CLOSED)
+class TenantRow(TypedDict):
+    name: str
+    source: Literal["configuration", "redis"]
+    weight: float
+    limits: dict[str, float | None]
+    cache: TenantCacheRow
+    operator: bool
+    priority: Literal["interactive", "batch"]
+    priorities: list[Literal["interactive", "batch"]]
+    prompt_seed: bool
+    keys: NotRequired[list[KeyRow]]
+
+
+@with_config(CLOSED)
+class TenantList(TypedDict):
+    tenants: list[TenantRow]
+
+
+@with_config(CLOSED)
+class KeyMade(TypedDict):
+    name: str
+    key: str
+    key_id: str
+    scopes: list[Literal["infer", "usage", "operate"]]
+    expires: float | None
+
+
 @with_config(CLOSED)
 class StatusReply(TypedDict):
     version: str
@@ -523,6 +608,24 @@ class StatusReply(TypedDict):
     replicas: list[dict[str, Any]]
     tenants: list[dict[str, Any]]
     programs: list[dict[str, Any]]
+
+
+@with_config(CLOSED)
+class LiveReply(TypedDict):
+    router: str
+    version: str
+    time: float
+    started: float
+    tenant: str
+    operator: bool
+    number: int
+    left_out: bool
+    fields: dict[str, list[str]]
+    live: list[list[Any]]
+    ended: list[list[Any]]
+    tenants: list[dict[str, Any]]
+    looked_s: float
+    replicas: list[dict[str, Any]]
 
 
 @with_config(CLOSED)

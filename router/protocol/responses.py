@@ -15,7 +15,17 @@ from typing_extensions import TypedDict  # pydantic takes typing's own only from
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import ChatPrompt, ModelCard
-from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, decode, one_or_many, validate, word
+from holdfast.router.protocol.body import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    MOST_WORDS,
+    NULL_IS_ABSENT,
+    Body,
+    decode,
+    one_or_many,
+    validate,
+    word,
+)
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import (
     EFFORTS,
@@ -25,7 +35,7 @@ from holdfast.router.protocol.output import (
     template_arguments,
     tool_choice,
 )
-from holdfast.router.protocol.turn import GenerationBody, Turn, build_sampling, build_turn
+from holdfast.router.protocol.turn import FLEX, GenerationBody, Turn, build_sampling, build_turn
 
 OPEN = ConfigDict(strict=True, extra="allow")
 MAX_TOP_LOGPROBS = 20
@@ -40,7 +50,9 @@ SUMMARISE = (
 )
 
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[dict[str, Any]], Tag("many")], Discriminator(one_or_many)
+    Annotated[str, Tag("one")]
+    | Annotated[Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)], Tag("many")],
+    Discriminator(one_or_many),
 ]
 _PART = {
     "type": "object",
@@ -178,11 +190,12 @@ class ResponsesBody(GenerationBody):
     template is told the `effort`.
     """
 
-    input: Annotated[Annotated[str, Tag("one")] | Annotated[list[Item], Tag("many")], Discriminator(one_or_many)] = (
-        Field(default_factory=list)
-    )
+    input: Annotated[
+        Annotated[str, Tag("one")] | Annotated[Annotated[list[Item], Field(max_length=MOST_MESSAGES)], Tag("many")],
+        Discriminator(one_or_many),
+    ] = Field(default_factory=list)
     instructions: str | None = None
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -199,7 +212,6 @@ class ResponsesBody(GenerationBody):
     background: bool = False
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -448,7 +460,7 @@ def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[st
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": FLEX if body.service_tier == FLEX else "default",
         "store": body.store,
         "temperature": body.temperature,
         "text": {"format": _told_format(body.text), "verbosity": body.text.verbosity or "medium"},

@@ -23,7 +23,7 @@ from holdfast.replicas.requests import (
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.completions import MAX_LOGPROBS
 from holdfast.router.protocol.errors import api_error
-from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages, plain_tools
+from holdfast.router.protocol.messages import Messages, Tool, Tools, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import (
     ClaimedIds,
     GenerationBody,
@@ -40,6 +40,7 @@ from holdfast.router.protocol.usage import usage_object
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 NOBODY = ClaimedIds(None, None, None)
 NO_PROGRAM = ("program_id", "previous_response_id", "prompt_cache_key", "program_end")  # the session is the program
+NO_SALT = ("cache_salt",)  # it has its history
 NO_STREAM = ("stream", "stream_options")
 KINDS = ("text", "tokens", "messages")
 
@@ -51,7 +52,7 @@ class Content(Body):
 
     text: Annotated[str, Field(min_length=1)] | None = None
     tokens: Annotated[list[TokenId], Field(min_length=1)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -60,7 +61,7 @@ class OpenBody(Content):
 
     model: str
     id: SessionId | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
 
 
 class AppendBody(Content):
@@ -100,7 +101,7 @@ def read_append(raw: bytes, models: Sequence[ModelCard], session_id: str) -> Tur
 
 def read_query(raw: bytes, models: Sequence[ModelCard], session_id: str) -> Turn:
     """The turn that asks a session. Raises as `read_completion`."""
-    body = _asked(QueryBody, raw, models, NO_PROGRAM)
+    body = _asked(QueryBody, raw, models, (*NO_PROGRAM, *NO_SALT))
     card = find_model(body.model, models)
     sampling = build_sampling(body, card, body.logprobs, body.max_tokens, "max_tokens")
     turn = build_turn(body, content(body, card), card, sampling)
@@ -109,7 +110,7 @@ def read_query(raw: bytes, models: Sequence[ModelCard], session_id: str) -> Turn
 
 def read_question(raw: bytes, models: Sequence[ModelCard], question_id: str) -> Question:
     """The question that is to stand with a session. Raises as `read_completion`."""
-    body = _asked(QuestionBody, raw, models, (*NO_PROGRAM, *NO_STREAM))
+    body = _asked(QuestionBody, raw, models, (*NO_PROGRAM, *NO_SALT, *NO_STREAM))
     card = find_model(body.model, models)
     sampling = build_sampling(body, card, None, body.max_tokens, "max_tokens")
     turn = build_turn(body, content(body, card), card, sampling)
@@ -257,4 +258,5 @@ def _of_session(turn: Turn, session: SessionTurn) -> Turn:
         turn.include_usage,
         turn.ids,
         session=session,
+        priority=turn.priority,
     )

@@ -1,7 +1,7 @@
 """`/tokenize` and `/detokenize`, in the shapes that vLLM gave them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
 from pydantic import Field
@@ -10,7 +10,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.protocol.completions import raw_prompt
-from holdfast.router.protocol.messages import Message, Tool, check_tools, plain_messages, plain_tools
+from holdfast.router.protocol.messages import Messages, Tools, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.turn import TokenId, check_tokens, find_model
 
 
@@ -19,8 +19,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Messages | None = None
+    tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ settings have it (`ModelCard.defaults`), and where they do not, as at OpenAI: te
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
@@ -14,6 +14,7 @@ from holdfast.replicas.errors import InvalidRequestError, too_long
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
+from holdfast.replicas.types import Priority
 from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
@@ -22,6 +23,7 @@ MAX_CHOICES = 16
 MAX_ANSWERS = 128  # of one request, for all of its prompts
 REST_OF_CONTEXT = -1
 INT64 = 2**63
+FLEX = "flex"  # OpenAI's tier of what may wait
 MAX_DIGITS = 19  # of an INT64; Python reads no number of thousands
 
 MAX_IDENTIFIER = 256
@@ -31,6 +33,8 @@ Identifier = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0)]
 
+
+AskedPriority: TypeAlias = Literal["interactive", "batch"] | int  # of a `Priority`
 
 G = TypeVar("G", bound="GenerationBody")
 
@@ -70,6 +74,10 @@ class GenerationBody(Body):
     previous_response_id: Identifier | None = None
     prompt_cache_key: Annotated[str, Field(max_length=MAX_IDENTIFIER)] | None = None  # "": none
     program_end: bool = False  # the program will not come back after this turn
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None  # seconds that the client waits
+    cache_salt: Annotated[str, Field(max_length=MAX_IDENTIFIER)] | None = None  # vLLM's; "": none
+    priority: AskedPriority | None = None  # ours: the class; other servers' numbers count for nothing
+    service_tier: str | None = None  # "flex": batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,9 @@ class Turn:
     """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less.
 
     `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth. `others`:
-    the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has.
+    the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has. `priority`: the
+    class that it asks for; None: its tenant's usual one. `timeout_s`: how long its client waits, as its body says.
+    `cache_salt`: caches find what came with the same, and nothing else.
     """
 
     model: ModelCard
@@ -113,6 +123,9 @@ class Turn:
     hints: tuple[Hint, ...] = ()
     others: tuple[Choice, ...] = ()
     skipped: tuple[str, ...] = ()
+    priority: Priority | None = None
+    timeout_s: float | None = None
+    cache_salt: str = ""
 
 
 def check_length(turn: Turn) -> Turn:
@@ -179,7 +192,17 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         program_end=body.program_end,
         event_names=body.stream_options is not None and body.stream_options.event_names,
         skipped=_unknown_options(body),
+        priority=priority_of(body.priority, body.service_tier),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
     )
+
+
+def priority_of(given: AskedPriority | None, service_tier: str | None) -> Priority | None:
+    """The class that a body asks for; None: it says nothing of that."""
+    if isinstance(given, str):
+        return Priority(given)
+    return Priority.BATCH if service_tier == FLEX else None
 
 
 def _unknown_options(body: GenerationBody) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[TenantDirectory]:
 
 
 def known(directory: TenantDirectory, key: str) -> str:
-    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).name
+    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).tenant.name
 
 
 def started(check: Callable[[], None], tenants_file: Path | None, settings: Settings = DEPLOYED) -> None:

@@ -91,7 +91,7 @@ def test_a_replica_says_what_the_policy_asks_for() -> None:
     occupancy = SimpleNamespace(
         running=3, waiting=2, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4
     )
-    engine = SimpleNamespace(_service=SimpleNamespace(engine=SimpleNamespace(occupancy=lambda: occupancy)))
+    engine = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(occupancy=lambda: occupancy)))
     told = Replica.record_autoscaling_stats(engine)  # type: ignore
     assert told == {
         "requests": 5,

@@ -11,12 +11,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from holdfast.cluster import backend as backend_module
 from holdfast.cluster.backend import ATTEMPTS, ServeBackend
-from holdfast.replicas.errors import ErrorKind, UnavailableError, UnknownSessionError
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError, UnknownSessionError
 from holdfast.replicas.events import Sampling, Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     Completed,
     DescribeSession,
+    Drawn,
     Errored,
     GenerateRequest,
     ModelCard,
@@ -72,6 +73,7 @@ class Handle:
         self.scripts = list(scripts)
         self.calls: list[Call] = []
         self.options_given: list[dict[str, Any]] = []
+        self.args: list[tuple[Any, ...]] = []
         self.kwargs: list[dict[str, Any]] = []
 
     def options(self, **options: Any) -> "Handle":
@@ -79,6 +81,7 @@ class Handle:
         return self
 
     def remote(self, *args: Any, **kwargs: Any) -> Call:
+        self.args.append(args)
         self.kwargs.append(kwargs)
         self.calls.append(Call(self.scripts.pop(0)))
         return self.calls[-1]
@@ -178,13 +181,29 @@ def test_a_stream_whose_replica_died_before_its_first_piece_is_sent_again() -> N
     assert collect(handle) == [FIRST, LAST]
 
 
-def test_a_stream_whose_replica_died_in_the_middle_ends_with_an_error() -> None:
-    handle = Handle([FIRST, DIED], [FIRST, LAST])
-    first, last = collect(handle)
-    assert first == FIRST
+def test_a_stream_whose_replica_died_in_the_middle_goes_on_with_another() -> None:
+    seeded = replace(FIRST, drawn=Drawn((1, 2, 3), seed=7))
+    withdrawn = replace(FIRST, drawn=Drawn((8, 9), seed=7, start=2))
+    handle = Handle([seeded, DIED], [withdrawn, DIED], [LAST])
+    assert collect(handle) == [seeded, withdrawn, LAST]
+    asked = [args[0].drawn for args in handle.args]
+    assert asked == [None, Drawn((1, 2, 3), seed=7), Drawn((1, 2, 8, 9), seed=7)]
+
+
+def test_a_replica_that_stops_hands_its_requests_on() -> None:
+    stops = Errored(ErrorInfo(ErrorKind.UNAVAILABLE, "the engine is shutting down"))
+    handle = Handle([FIRST, Batch("a", (stops,))], [LAST])
+    assert collect(handle) == [FIRST, LAST]
+    handle = Handle([Routed("a", stops)], [ANSWER])
+    assert run(lambda: ServeBackend(handle).generate(REQUEST)) == ANSWER  # type: ignore[arg-type]
+
+
+def test_a_stream_whose_replicas_die_ends_with_an_error() -> None:
+    handle = Handle(*[[FIRST, DIED]] * ATTEMPTS, [LAST])
+    *_, last = collect(handle)
     assert last.replica_id == "b"
     assert isinstance(last.pieces[-1], Errored)
-    assert len(handle.calls) == 1
+    assert len(handle.calls) == ATTEMPTS
 
 
 def test_a_stream_that_is_closed_early_is_cancelled_on_its_replica() -> None:

@@ -87,7 +87,7 @@ def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_
         {"early_stop": False},
         {"tool_format": "hermes"},
         {"call_grace": 0},
-        {"undeclared": "regenerate"},
+        {"tools_guarantee": "names"},
     ]
     assert [name for change in changes for name in change] == list(checks.ANSWERING)
     found = {fingerprint(model), fingerprint(model, "2.0"), *(fingerprint(model, **change) for change in changes)}

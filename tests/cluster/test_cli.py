@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster import cli, config_file
+from holdfast.cluster import arguments, cli, config_file
 from holdfast.router.tenants import hash_key
 
 
@@ -16,7 +16,7 @@ def test_help_explains_every_subcommand(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for command in ("serve", "config", "key", "status", "top", "doctor", "sizing", "inflate", "bench"):
+    for command in ("serve", "chat", "config", "key", "status", "top", "doctor", "sizing", "inflate", "bench"):
         line = next(line for line in printed.splitlines() if line.strip().startswith(f"{command} "))
         assert len(line.split()) > 3
         with pytest.raises(SystemExit) as caught:
@@ -31,15 +31,66 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("holdfast ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["serve", "--prot", "1"], ["serve", "--port", "x"]])
-def test_misuse_is_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == cli.MISUSE
+def test_without_a_command_it_shows_what_one_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = printed.out.splitlines()
+    for heading, names in arguments.GROUPS.items():
+        at = lines.index(heading)
+        assert {line.split()[0] for line in lines[at + 1 : lines.index("", at)] if line[2] != " "} <= {*names}
+    assert arguments.REST not in lines  # every command has its group
+    for example, _ in arguments.EXAMPLES:
+        assert any(line.startswith(f"  {example} ") for line in lines[lines.index("Examples") :])
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("words", [words.split()[1:] for words, _ in arguments.EXAMPLES])
+def test_the_examples_are_arguments_that_there_are(words: list[str]) -> None:
+    assert hasattr(cli._parser().parse_args(words), "run")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text", "field"),
+    ("words", "said"),
+    [
+        ("fly", "holdfast: unknown command fly; there are serve, chat,"),
+        ("sreve", "holdfast: unknown command sreve; did you mean serve?"),
+        ("serve --prot 1", "holdfast serve: unknown option --prot; did you mean --port?"),
+        ("serve --prot=1", "holdfast serve: unknown option --prot; did you mean --port?"),
+        ("serve --wings", "holdfast serve: unknown option --wings\n"),
+        ("serve now", "holdfast serve: one word too many: now\n"),
+        ("serve --port x", "holdfast serve: argument --port: invalid int value: 'x'"),
+        ("status --jsno", "holdfast status: unknown option --jsno; did you mean --json?"),
+        ("config chek", "holdfast config: unknown command chek; did you mean check?"),
+        ("bench compare --sever a=b", "holdfast bench compare: unknown option --sever; did you mean --server?"),
+    ],
+)
+def test_misuse_is_told_by_the_command_that_was_meant(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words.split())
+    assert caught.value.code == cli.MISUSE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert printed.err.count("\n") == 2
+
+
+def test_what_is_no_yaml_is_one_line_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("server: {port: 1\nengine: [\n")
+    assert cli.main(["config", "check", str(path)]) == cli.MISUSE
+    assert capsys.readouterr().out == f"{path}:2: not YAML: expected ',' or '}}', but got ':'\n"
+    assert cli.main(["serve", "--config", str(path)]) == cli.MISUSE
+    assert capsys.readouterr().err.startswith(f"holdfast: {path}: not YAML: line 2, column 7: expected ',' or '}}'")
+    path.write_text("[1, 2]\n")
+    assert cli.main(["config", "check", str(path)]) == cli.MISUSE
+    assert capsys.readouterr().out.endswith("not list\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "field"),
     [
         (["--port", "0"], "", "server.port"),
         (["--model", "/nowhere"], "", "engine.model"),
@@ -49,10 +100,10 @@ def test_misuse_is_refused(arguments: list[str]) -> None:
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(
-    arguments: list[str], text: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], text: str, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    assert cli.main(["serve", "--config", str(tmp_path / "c.yaml"), *arguments]) == cli.MISUSE
+    assert cli.main(["serve", "--config", str(tmp_path / "c.yaml"), *words]) == cli.MISUSE
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("holdfast: ")

@@ -344,6 +344,7 @@ def test_a_redis_that_is_there(tmp_path: Path) -> None:
     [
         (ServerFacts("5.0.7", (5, 0), "noeviction", False), State.FAIL, "Redis 6"),
         (ServerFacts("7.2.0", (7, 2), "noeviction", True), State.WARN, "volatile-lru"),
+        (ServerFacts("7.2.0", (7, 2), "allkeys-lru", True), State.WARN, "forgets tenants"),
         (ServerFacts("7.2.0", (7, 2), "noeviction", False), State.OK, "7.2.0 at redis://host"),
     ],
 )

@@ -1,6 +1,11 @@
-"""A real cluster seen from outside: one trace over its processes, log lines of all of them, its status."""
+"""A real cluster seen from outside: one trace over its processes, log lines of all of them, its status, its end.
+
+Told to stop while it writes to clients, it answers what ends in time, tells who outlives the drain time why, and who
+comes when to come again.
+"""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -41,8 +46,18 @@ class Watched:
     whole: dict[str, Any]
     status: dict[str, Any]
     quickstart: dict[str, str]  # what each command of the page printed
-    last: dict[str, Any]  # the answer to a request that ran when it was told to stop
+    stopped: "Stopped"
     said: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What clients saw of a server that was stopped while it wrote to them."""
+
+    stream: list[str]
+    whole: httpx.Response
+    short: httpx.Response
+    late: list[tuple[int, dict[str, str], str]]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +66,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, start: Any, eventually: An
     log = folder / "lines.json"
     with collecting() as collector:
         settings = f"""
+server: {{drain_s: 4}}
 engine: {{threads: 1, kv_memory: 0.1}}
 logging: {{format: json, level: info, file: {log}}}
 tracing: {{endpoint: '{collector.url}'}}
@@ -72,27 +88,50 @@ tracing: {{endpoint: '{collector.url}'}}
                 client.post("/v1/chat/completions", json={**body, "nonsense": 1}, headers={"x-request-id": "bad-1"})
                 status = client.get("/v1/cluster/status").json()
             quickstart = follow(folder, server.port)
-            with ThreadPoolExecutor(1) as pool:
-                last = pool.submit(ask_at_length, server.url)
-                eventually(lambda: cluster_status(server.url)["replicas"][0]["running"] == 1)
-                server.stop(signal.SIGINT)
+            stopped = stop(server, eventually)
         finally:
             server.process.kill()
         lines = [json.loads(line) for line in log.read_text().splitlines()]
-        yield Watched(collector, lines, whole, status, quickstart, last.result(), server.output.read_text())
+        yield Watched(collector, lines, whole, status, quickstart, stopped, server.output.read_text())
 
 
-def ask_at_length(url: str) -> dict[str, Any]:
-    """What is answered to a request that takes the shipped model a second or more."""
-    body = {"model": "pocket", "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 100}
-    answered = httpx.post(
-        f"{url}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60.0, trust_env=False
-    )
-    return dict(answered.json())
+def stop(server: Any, eventually: Any) -> Stopped:
+    """By Ctrl-C, while a stream and a whole answer run that take minutes, and one that takes a second or so."""
+    lines: list[str] = []
+    late: list[tuple[int, dict[str, str], str]] = []
+    url = f"{server.url}/v1/chat/completions"
+
+    def stream() -> None:
+        with httpx.stream("POST", url, json=long("a", stream=True), timeout=60.0, trust_env=False) as response:
+            lines.extend(line for line in response.iter_lines() if line)
+
+    def whole(text: str, tokens: int) -> httpx.Response:
+        return httpx.post(url, json=long(text, max_tokens=tokens), timeout=60.0, trust_env=False)
+
+    def running() -> int:
+        status = httpx.get(f"{server.url}/v1/cluster/status", timeout=60.0, trust_env=False).json()
+        return int(status["replicas"][0]["running"])
+
+    with ThreadPoolExecutor(3) as pool:
+        outliving = [pool.submit(stream), pool.submit(whole, "b", 3900)]
+        eventually(lambda: running() == 2, 60.0)
+        short = pool.submit(whole, "c", 150)
+        eventually(lambda: running() == 3, 60.0)
+        os.kill(server.process.pid, signal.SIGINT)
+        eventually(lambda: "stopping" in server.output.read_text())
+        while not all(each.done() for each in outliving):
+            answer = httpx.get(f"{server.url}/v1/models", timeout=60.0, trust_env=False)
+            if answer.status_code != 200:  # it may come before the routers have been told
+                late.append((answer.status_code, dict(answer.headers), answer.text))
+    assert server.process.wait(60.0) == 0
+    assert server.processes() == {}
+    outliving[0].result()
+    return Stopped(lines, outliving[1].result(), short.result(), late)
 
 
-def cluster_status(url: str) -> dict[str, Any]:
-    return dict(httpx.get(f"{url}/v1/cluster/status", timeout=60.0, trust_env=False).json())
+def long(text: str, **more: Any) -> dict[str, Any]:
+    body = {"model": "pocket", "messages": [{"role": "user", "content": text}], "max_tokens": 3900}
+    return {**body, "ignore_eos": True, "temperature": 1.0, **more}
 
 
 def follow(folder: Path, port: int) -> dict[str, str]:
@@ -108,7 +147,8 @@ def follow(folder: Path, port: int) -> dict[str, str]:
         elif command == "holdfast top":
             shown[command] = on_a_terminal(port)
         else:
-            url = f" --url http://127.0.0.1:{port}" if command == "holdfast status" else ""
+            asks = command == "holdfast status" or "| holdfast chat" in command
+            url = f" --url http://127.0.0.1:{port}" if asks else ""
             shown[command] = run(["bash", "-c", f'export PATH="{SCRIPTS}:$PATH"; {text}{url}'], folder)
     return shown
 
@@ -132,9 +172,33 @@ def on_a_terminal(port: int) -> str:
         shown.close()
 
 
-def test_what_runs_when_it_is_told_to_stop_is_answered(watched: Watched) -> None:
-    assert watched.last["usage"]["completion_tokens"] == 100, watched.last
-    assert "what runs has 30 s to end; once more to stop at once" in watched.said
+def test_what_ends_in_time_is_answered(watched: Watched) -> None:
+    assert watched.stopped.short.json()["usage"]["completion_tokens"] == 150, watched.stopped.short.text
+    assert "what runs has 4 s to end; once more to stop at once" in watched.said
+
+
+def test_a_stream_that_outlives_the_drain_ends_with_an_error_event(watched: Watched) -> None:
+    last = json.loads(watched.stopped.stream[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "unavailable"
+    assert "stopped before" in last["error"]["message"]
+    assert len(watched.stopped.stream) > 10
+
+
+def test_a_whole_answer_that_outlives_it_is_refused_in_json(watched: Watched) -> None:
+    assert watched.stopped.whole.status_code == 503
+    assert watched.stopped.whole.json()["error"]["code"] == "unavailable"
+
+
+def test_who_comes_meanwhile_is_told_when_to_come_again(watched: Watched) -> None:
+    assert watched.stopped.late
+    for status, headers, text in watched.stopped.late:
+        assert (status, json.loads(text)["error"]["code"]) == (503, "unavailable")
+        assert int(headers["retry-after"]) > 0
+
+
+def test_the_console_says_that_it_stops_and_nothing_of_errors(watched: Watched) -> None:
+    assert "stopping" in watched.said
+    assert "ERROR" not in watched.said
 
 
 def test_one_trace_from_the_caller_over_ray_to_the_engine(watched: Watched) -> None:
@@ -164,7 +228,8 @@ def test_one_trace_from_the_caller_over_ray_to_the_engine(watched: Watched) -> N
 
 
 def test_a_streamed_reply_has_the_same_spans(watched: Watched) -> None:
-    (turn,) = [span for span in watched.collector.spans if span.attributes.get("holdfast.stream")]
+    streamed = [span for span in watched.collector.spans if span.attributes.get("holdfast.stream")]
+    (turn,) = [span for span in streamed if span.attributes["holdfast.program_id"] == "default/stream"]
     inside = [span for span in watched.collector.spans if span.trace_id == turn.trace_id]
     assert sorted(span.name for span in inside) == sorted(
         [turn.name, "replica", "generate", "render", "queue", "prefill", "decode", "validate"]
@@ -221,6 +286,9 @@ def test_the_quickstart_on_this_machine_does_what_it_says(watched: Watched) -> N
     for command in ("holdfast status", "holdfast top"):
         assert shown[command].startswith("Holdfast ")
         assert "trip-1" in shown[command]
+    (said,) = [text for command, text in shown.items() if "| holdfast chat" in command]
+    assert said.startswith('get_weather {"city": "Oslo"}\n')
+    assert "12" in said
     assert shown["holdfast config check holdfast.yaml"] == "holdfast.yaml is a valid configuration\n"
     assert "kv_memory: 0.5" in shown["holdfast config show --config holdfast.yaml"]
     assert "key_hashes" in shown["holdfast key acme"]

@@ -31,6 +31,6 @@ def test_defaults_and_kinds_are_those_of_the_classes() -> None:
     assert found["engine.page_size"].default == "`16`"
     assert found["engine.page_size"].kind == "whole number"
     assert found["server.host"].default == '`"127.0.0.1"`'
-    assert found["engine.undeclared"].kind == "`text`, `regenerate`"
+    assert found["engine.tools_guarantee"].kind == "`names`, `schema`, `off`"
     assert found["tenants[].limits.max_concurrent"].kind == "whole number, null"
     assert found["router.response_cache"].kind == "true, false"

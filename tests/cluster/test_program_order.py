@@ -5,28 +5,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from order_in_serve import NEW
 
+Happened = dict[str, list[float]]  # arrivals of programs as they were "sent", and of those "served" and "refused"
 
-def run(*arguments: object) -> tuple[list[float], list[float], list[float]]:
-    """Arrivals of programs as they were sent, and of those that were served and refused."""
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Happened]:
     script = Path(__file__).parents[1] / "support" / "order_in_serve.py"
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    command = [sys.executable, script, tmp_path_factory.mktemp("order")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    return told["sent"], told["served"], told["refused"]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_requests_that_wait_for_a_replica_get_it_in_program_order(tmp_path: Path) -> None:
-    sent, served, refused = run(tmp_path)
+def test_requests_that_wait_for_a_replica_get_it_in_program_order(happened: dict[str, Happened]) -> None:
+    sent, served, refused = happened["programs"].values()
     assert sent != sorted(sent)
     assert len(refused) == 1, "one more than may wait"
     assert served == [99.0, *sorted(set(sent) - set(refused))]
 
 
-def test_tenants_that_share_do_not_wait_for_each_others_older_programs(tmp_path: Path) -> None:
-    _, served, refused = run(tmp_path, "fair")
+def test_tenants_that_share_do_not_wait_for_each_others_older_programs(happened: dict[str, Happened]) -> None:
+    _, served, refused = happened["fair"].values()
     new = [arrival for arrival in served[1:] if arrival >= NEW]
     old = [arrival for arrival in served[1:] if arrival < NEW]
     assert new == sorted(new) == [NEW, NEW + 1, NEW + 2]

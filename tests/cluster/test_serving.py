@@ -211,37 +211,47 @@ LOST = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["ki
 
 
 @LOST
-def test_a_lost_replica_costs_its_programs_one_move(
+def test_a_lost_replica_costs_its_programs_one_move_and_its_requests_some_time(
     server: Any, eventually: Any, http: httpx.Client, model: str, how: signal.Signals
 ) -> None:
+    """Requests that stream go on where they were: the rest is what the first replica would have said."""
+    begun: set[int] = set()
+    path, headers = "/v1/chat/completions", {"cache-control": "no-store"}
+
     def home(program: str, turn: int) -> str:
         return str(ask(http, model, f"turn {turn} of {program}", program_id=program).headers["x-holdfast-replica"])
+
+    def asked(i: int, **more: Any) -> dict[str, Any]:
+        options = {"max_tokens": 600, "ignore_eos": True, "program_id": f"survivor-{how}-{i}", "temperature": 1.0}
+        return chat(model, f"a long answer, number {i}, {how}", **options, **more)
+
+    def whole(i: int) -> str:
+        return str(http.post(path, json=asked(i), headers=headers).json()["choices"][0]["message"]["content"])
+
+    def streamed(i: int) -> str:
+        choices = []
+        with http.stream("POST", path, json=asked(i, stream=True), headers=headers) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    choices.append(json.loads(line[6:])["choices"][0])  # an error has none
+                    begun.add(i)
+        assert choices[-1]["finish_reason"] == "length"
+        return "".join(choice["delta"].get("content", "") for choice in choices)
 
     eventually(lambda: both_serve(server, http), 120.0)
     programs = [f"move-{how}-{i}" for i in range(8)]
     before = {program: home(program, 0) for program in programs}
-    with lost(server, how):
-        after = {program: home(program, 1) for program in programs}
-        gone = set(before.values()) - set(after.values())
-        assert len(gone) == 1
-        assert all(after[program] == before[program] for program in programs if before[program] not in gone)
-        assert {program: home(program, 2) for program in programs} == after
-
-
-@LOST
-def test_requests_on_a_lost_replica_are_answered_by_another(
-    server: Any, eventually: Any, http: httpx.Client, model: str, how: signal.Signals
-) -> None:
-    def answer(i: int) -> str:
-        options = {"max_tokens": 200, "ignore_eos": True, "program_id": f"survivor-{how}-{i}"}
-        return str(ask(http, model, f"a long answer, number {i}, {how}", **options).json()["choices"][0]["message"])
-
-    eventually(lambda: both_serve(server, http), 120.0)
     with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(answer, i) for i in range(6)]
-        eventually(lambda: counted(http, "holdfast_sequences_running") == 6)
+        answers = [pool.submit(whole if i < 2 else streamed, i) for i in range(6)]
+        eventually(lambda: counted(http, "holdfast_sequences_running") == 6 and len(begun) == 4)
         with lost(server, how):
-            assert len({each.result() for each in answers}) <= 6
+            told = [each.result() for each in answers]
+            after = {program: home(program, 1) for program in programs}
+            gone = set(before.values()) - set(after.values())
+            assert len(gone) == 1
+            assert all(after[program] == before[program] for program in programs if before[program] not in gone)
+            assert {program: home(program, 2) for program in programs} == after
+    assert told == [whole(i) for i in range(6)]
 
 
 def test_many_streams_at_once_all_end(http: httpx.Client, model: str) -> None:

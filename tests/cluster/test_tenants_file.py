@@ -20,7 +20,7 @@ def text(*names: str) -> str:
 
 
 def called(directory: TenantDirectory, key: str) -> str:
-    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).name
+    return directory.authenticate(Caller(f"Bearer {key}", "203.0.113.9", None, None)).tenant.name
 
 
 WRONG = (

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +93,7 @@ def test_top_leaves_by_control_c(url: str, terminal: Callable[..., Terminal]) ->
     shown = terminal("top", "--url", url, "--interval", "60")
     shown.until(lambda lines: any(line.startswith("trip-") for line in lines))
     shown.press("\x03")
-    assert shown.leave() == 130
+    assert shown.leave(again="\x03") == 130
 
 
 def test_top_outlives_a_server_that_goes(terminal: Callable[..., Terminal], world: World) -> None:
@@ -109,6 +111,23 @@ def test_status_for_people_and_for_programs(url: str, capsys: pytest.CaptureFixt
     assert cli.main(["status", "--url", url, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [each["replica_id"] for each in told["replicas"]] == ["left", "right"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_in_a_pipe_it_is_plain_lines_cut_nowhere(command: str, encoding: str, url: str) -> None:
+    name = "a-program-with-a-very-long-name-that-no-narrow-terminal-has-room-for-beside-all-the-others"
+    httpx.post(f"{url}/v1/chat/completions", json=chat_body(program_id=name), trust_env=False).raise_for_status()
+    words = [sys.executable, "-m", "holdfast.cluster.cli", command, "--url", url]
+    words += ["--interval", "0.1"] if command == "top" else []
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    done = subprocess.run(words, capture_output=True, timeout=60, check=True, env=environment)
+    told = done.stdout.decode(encoding)
+    assert "\x1b" not in told
+    assert "\r" not in told
+    assert told.count("Holdfast ") == 1
+    assert any(line.startswith(f"{name} ") for line in told.splitlines())
+    assert ("tok/s" in told) == (command == "top")
 
 
 @pytest.mark.parametrize("command", ["status", "top"])

@@ -211,6 +211,29 @@ def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, ev
     assert [each["turns"] for each in told if each["program"] == "ends"] == [1]
 
 
+def test_what_a_page_hears_behind_the_proxy_adds_up_to_both_routers(
+    cluster: Any, eventually: Callable[..., None]
+) -> None:
+    program = Program("watched")
+    for router in Routers(cluster, eventually).urls:
+        program.turn(router)
+    heard: dict[str, set[str]] = {}
+    kept: set[str] = set()
+
+    def both() -> bool:
+        told = httpx.get(f"{cluster.url}/v1/live", **WAITS).json()
+        fields = told["fields"]["ended"]
+        ended = [dict(zip(fields, row, strict=True)) for row in told["ended"]]
+        heard[told["router"]] = {each["request"] for each in ended if each["program"] == "default/watched"}
+        kept.update(pin[0] for replica in told["replicas"] for pin in replica["pins"])
+        return len(heard) == 2
+
+    eventually(both)
+    assert [len(turns) for turns in heard.values()] == [1, 1]
+    assert len(set.union(*heard.values())) == 2
+    assert "default/watched" in kept
+
+
 def test_sessions_are_found_by_both_routers_and_lost_with_their_replica(
     cluster: Any, eventually: Callable[..., None]
 ) -> None:

@@ -28,6 +28,13 @@ def test_the_line_to_paste_asks_for_a_tool_call() -> None:
     assert not any("Authorization" in word for word in words)
 
 
+def test_it_says_where_to_look_and_how_to_talk() -> None:
+    assert "http://127.0.0.1:8000/#try   or `holdfast chat`" in warmup.banner("http://127.0.0.1:8000", "pocket", 1.0)
+    other = warmup.banner("http://127.0.0.1:8001", "pocket", 1.0, page=False)
+    assert "`holdfast top --url http://127.0.0.1:8001`" in other
+    assert "#try" not in other
+
+
 def test_with_keys_the_line_has_a_place_for_one() -> None:
     words = curl_words(warmup.banner("http://127.0.0.1:8000", "pocket", 12.3, needs_key=True))
     assert "Authorization: Bearer YOUR_KEY" in words

@@ -88,6 +88,8 @@ class FakeClient:
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any]:
         self.calls.append((method, path, json.loads(json.dumps(body))))
+        if path.endswith("/heartbeat"):
+            return 200, {}
         if method == "POST":
             return await self.prefill(path, body)
         return (self.ended.pop(0) if self.ended else 200), {}
@@ -466,6 +468,25 @@ def test_a_program_is_ended_with_its_run_unless_it_is_kept() -> None:
         finished(agent(client, number).run("go", keep=keep))
         assert len(client.calls) == deletes
         assert client.headers[0]["x-session-id"]
+
+
+def test_the_server_hears_that_a_run_goes_on_and_no_more_once_it_is_over() -> None:
+    async def work(number: int) -> None:
+        await until(lambda: len(client.calls) >= 2)
+
+    client = FakeClient(marked(call_events(1)), TEXT, holdfast=True)
+    finished(agent(client, work, split=False, heartbeat_s=0.01).run("go", "p"))
+    *beats, (last, _, _) = client.calls
+    assert beats == [("POST", "/v1/programs/p/heartbeat", {"within_s": 0.03})] * len(beats)
+    assert (len(beats) >= 2, last) == (True, "DELETE")
+
+    client = FakeClient(marked(call_events(1)), TEXT, holdfast=True)
+
+    async def slow(number: int) -> None:
+        await asyncio.sleep(0.1)
+
+    finished(agent(client, slow, split=False, heartbeat_s=0.01).run("go", "p", keep=True))
+    assert client.calls == []
 
 
 def test_a_replica_that_does_not_answer_is_told_again_that_a_program_is_over() -> None:

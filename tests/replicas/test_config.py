@@ -44,7 +44,7 @@ def test_times_may_be_without_end():
     RetentionConfig(most_s=math.inf, settle_s=math.inf, fixed_s=math.inf)
 
 
-@pytest.mark.parametrize("name", ["order", "device", "dtype", "decoder", "undeclared", "overlap_steps"])
+@pytest.mark.parametrize("name", ["order", "device", "dtype", "decoder", "tools_guarantee", "overlap_steps"])
 def test_a_choice_is_one_of_those_there_are(name):
     assert_refused(EngineConfig, name, "foo")
 

@@ -269,7 +269,6 @@ def test_a_grammar_in_the_making_holds_up_nobody_else() -> None:
                 waiting = [*await held.fill(), held.ask("three")]
                 replies = await asyncio.gather(
                     service.generate(request("b", ANSWER)),
-                    service.generate(request("c", replace(AUTO, tools=[FLIGHTS]))),
                     service.generate(request("d", ChatPrompt(USER))),
                 )
                 assert all(isinstance(reply, Answer) for reply in replies)
@@ -334,34 +333,44 @@ LOOSE = tool("search_flights", origin={"type": "string", "maxLength": 20})
 SEEN = ChatPrompt(USER, [LOOSE])
 
 
-@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2]])
-def test_a_call_of_an_undeclared_tool_is_written_again(settings: dict[str, Any]) -> None:
+COMPUTED: list[dict[str, Any]] = [
+    {"speculation": DRAFTS},
+    {},
+    {"overlap_steps": "on"},  # a step is in flight behind the token that is refused
+    {"overlap_steps": "on", "speculation": DRAFTS},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_call_has_a_declared_name_and_arguments_of_its_schema(settings: dict[str, Any]) -> None:
+    """Whatever the model would say, and however that is computed."""
+
     async def main() -> None:
         replies = []
-        for speculation in (DRAFTS, NO_DRAFTS):
-            async with serving(undeclared="regenerate", speculation=speculation, stream_interval_s=0.0) as service:
+        for computed in COMPUTED:
+            async with serving(stream_interval_s=0.0, **computed) as service:
                 with_all_tools(service)
                 built = AnswerBuilder()
                 async for pieces in service.stream(request("a", SEEN, **settings)):
                     built.add(pieces)
                 reply = built.answer()
                 replies.append(reply)
-                assert service._text.rewritten == 1
+                stats = service.engine.stats
+                assert stats.refused > 0
                 assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
+                assert list(json.loads(reply.tool_calls[0].arguments)) == ["origin"]
                 assert reply.reason == "tool_calls"
-                assert reply.usage.completion < service.engine.stats.completion
-                assert reply.timing.arrived <= reply.timing.first_token <= reply.timing.finished
                 assert service.engine.occupancy().cells_held == service.n_live == 0
                 again = await service.generate(request("b", SEEN, **settings))
                 assert said([again]) == said([reply])
-        assert said(replies[:1]) == said(replies[1:])
+        assert said(replies[:1]) * (len(COMPUTED) - 1) == said(replies[1:])
 
     asyncio.run(main())
 
 
-def test_undeclared_calls_are_text_unless_asked_for_again() -> None:
+def test_undeclared_calls_are_text_where_nothing_is_guaranteed() -> None:
     async def main() -> None:
-        async with serving() as service:
+        async with serving(tools_guarantee="off") as service:
             with_all_tools(service)
             reply = await service.generate(request("a", SEEN))
             assert (reply.tool_calls, reply.reason) == ((), "stop")
@@ -371,13 +380,60 @@ def test_undeclared_calls_are_text_unless_asked_for_again() -> None:
     asyncio.run(main())
 
 
-def test_declared_calls_are_as_they_were() -> None:
+def test_names_alone_leave_the_arguments_to_the_model() -> None:
+    """A number where the city is meant is written under `schema` only."""
+
     async def main() -> None:
-        asked = replace(AUTO, tools=[tool("get_weather", city={"type": "string"})])
+        prompt = ChatPrompt(USER, [tool("search_flights", origin={"type": "integer", "maximum": 99})])
+        found = {}
+        for guarantee in ("names", "schema"):
+            async with serving(tools_guarantee=guarantee) as service:
+                with_all_tools(service)
+                reply = await service.generate(request("a", prompt))
+                assert [c.name for c in reply.tool_calls] == ["search_flights"]
+                found[guarantee] = type(next(iter(json.loads(reply.tool_calls[0].arguments).values())))
+        assert found == {"names": str, "schema": int}
+
+    asyncio.run(main())
+
+
+def is_whole(call: Any, tools: list[dict[str, Any]]) -> bool:
+    schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
+    try:
+        return Draft202012Validator(schemas[call[0]]).is_valid(json.loads(call[1]))
+    except ValueError:
+        return False
+
+
+def test_text_and_whole_calls_are_as_they_were() -> None:
+    async def main() -> None:
+        tools = [tool("get_weather", city={"type": "string"})]
+        asked = ["What is the weather in Paris?", "Hi!", "Thanks, bye.", "Is it warm in Rome?"]
+        expected = []
+        for guarantee in ("off", "schema"):
+            async with serving(tools_guarantee=guarantee, speculation=DRAFTS) as service:
+                prompts = [ChatPrompt([{"role": "user", "content": text}], tools) for text in asked]
+                commands = [request(f"{i}.{t}", p, temperature=t) for i, p in enumerate(prompts) for t in (0, 1)]
+                expected.append(said(await asyncio.gather(*map(service.generate, commands))))
+        whole = [(off, on) for off, on in zip(*expected, strict=True) if all(is_whole(call, tools) for call in off[1])]
+        assert all(off == on for off, on in whole)
+        assert {bool(off[1]) for off, _ in whole} == {True, False}
+
+    asyncio.run(main())
+
+
+def test_a_guarantee_whose_grammar_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has asked for it: no request fails or waits for long."""
+
+    async def main() -> None:
+        monkeypatch.setattr("holdfast.replicas.constraints.compiler._PATIENCE_S", 0.01)
         async with serving() as service:
-            expected = await service.generate(request("a", asked))
-        async with serving(undeclared="regenerate") as service:
-            assert said([await service.generate(request("a", asked))]) == said([expected])
-            assert service._text.rewritten == 0
+            held = Held(service)
+            try:
+                reply = await service.generate(request("a", SEEN))
+                assert isinstance(reply, Answer)
+                assert service.text_stats.unguarded == 1
+            finally:
+                held.release()
 
     asyncio.run(main())

@@ -5,6 +5,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.context import _get_serve_request_context
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from holdfast.replicas.errors import OverloadedError, SessionLostError, UnavailableError
+from holdfast.replicas.errors import DeadlineError, OverloadedError, SessionLostError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
@@ -354,6 +355,63 @@ def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
         assert not new.done()
         made.on_request_completed(a.replica_id, late.metadata.internal_request_id)
         assert (await new).replica_id is a.replica_id
+
+    asyncio.run(live())
+
+
+def within(request: PendingRequest, seconds: float, turns_before: int = 0) -> PendingRequest:
+    request.args[0] = replace(request.args[0], within_s=seconds, program_turns=turns_before)
+    return request
+
+
+def test_a_request_waits_in_line_no_longer_than_its_client() -> None:
+    async def live() -> None:
+        made, _ = waiting_for("a")
+        await made._choose_replica_for_request(turn("first", 1.0))
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match="was over"):
+            await made._choose_replica_for_request(within(turn("second", 2.0), 0.05))
+        assert 0.05 <= time.monotonic() - began < 5.0
+        with pytest.raises(DeadlineError):
+            await made._choose_replica_for_request(within(turn("third", 2.0, waited_s=1.0), 0.5))
+
+    asyncio.run(live())
+
+
+def test_a_new_program_that_would_wait_too_long_is_refused_at_once() -> None:
+    async def live() -> None:
+        made, _ = waiting_for("a")
+        first = turn("first", 1.0)
+        await made._choose_replica_for_request(first)
+        waits = asyncio.create_task(made._choose_replica_for_request(turn("second", 2.0)))
+        await turns()
+        for _ in range(10):
+            made._gate._gap.add(3.0)
+        with pytest.raises(DeadlineError) as refused:
+            await made._choose_replica_for_request(within(turn("third", 3.0), 2.0))
+        assert refused.value.retry_after_s == pytest.approx(4.0, abs=0.5)
+        goes_on = asyncio.create_task(made._choose_replica_for_request(within(turn("old", 0.5), 2.0, turns_before=3)))
+        await turns()
+        assert not goes_on.done(), "its place is before theirs"
+        for task in (waits, goes_on):
+            task.cancel()
+
+    asyncio.run(live())
+
+
+def test_a_replica_is_told_what_is_left_of_a_requests_time() -> None:
+    async def live() -> None:
+        made, replicas = waiting_for("a")
+        sent: list[PendingRequest] = []
+
+        def send(request: PendingRequest, with_rejection: bool) -> Any:
+            sent.append(request)
+            return SimpleNamespace(get_rejection_response=None, __anext__=None)
+
+        replicas[0].try_send_request, replicas[0].actor_id = send, None
+        chosen = await made._choose_replica_for_request(within(turn("p", 1.0, waited_s=2.0), 10.0))
+        chosen.try_send_request(within(turn("p", 1.0, waited_s=2.0), 10.0), False)
+        assert sent[0].args[0].within_s == pytest.approx(8.0, abs=0.5)
 
     asyncio.run(live())
 

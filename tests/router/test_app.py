@@ -243,15 +243,15 @@ def test_every_call_of_a_tenant_counts_against_its_rate():
         ("GET", "/version"),
     ],
 )
-def test_a_limited_tenant_is_refused_before_its_body_is_read(method, path):
+def test_a_tenant_that_was_refused_is_so_again_before_its_body_is_read(method, path):
     world, read = World(tenants=TenantDirectory([OTHER])), []
 
     async def body():
         read.append(path)
         yield b"{}"
 
-    answers = [world.call("DELETE", "/v1/programs/x", headers=bearer("b")) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [404, 404]
+    answers = [world.call("DELETE", "/v1/programs/x", headers=bearer("b")) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [404, 404, 429]
     refused = world.call(method, path, content=body(), headers=bearer("b"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert read == []
@@ -272,7 +272,8 @@ def test_a_stranger_is_refused_before_its_body_is_read(path):
 
 
 def test_a_place_is_taken_while_the_body_comes():
-    world = World(tenants=TenantDirectory([replace(OTHER, limits=TenantLimits(max_concurrent=1))]))
+    others = TenantDirectory([replace(OTHER, limits=TenantLimits())])
+    world = World(tenants=others, config=RouterConfig(max_in_flight=1))
 
     async def scenario():
         coming, begun = asyncio.Event(), asyncio.Event()
@@ -457,3 +458,33 @@ def test_a_prompt_that_cannot_fit_whatever_its_tokens_is_refused_by_the_router(p
         assert answer.status_code == status, answer.text
         assert len(world.backend.requests) - before == (status == 200)
     assert "maximum context length is 100 tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "within_s"),
+    [
+        ("/v1/chat/completions", chat_body(timeout=5), {}, 5.0),
+        ("/v1/chat/completions", chat_body(timeout=5, stream=True), {"x-stainless-timeout": "3"}, 3.0),
+        ("/v1/completions", {"model": "pocket", "prompt": "hi"}, {"x-envoy-expected-rq-timeout-ms": "2000"}, 2.0),
+        ("/v1/messages", {**chat_body(timeout=5), "max_tokens": 5}, {"x-stainless-timeout": "600"}, 5.0),
+        ("/v1/responses", {"model": "pocket", "input": "hi", "timeout": 7.5}, {}, 7.5),
+        ("/v1/chat/completions", chat_body(), {}, float("inf")),
+    ],
+)
+def test_how_long_a_client_waits_goes_to_the_replica(path, body, headers, within_s):
+    world = World()
+    assert world.call("POST", path, json=body, headers=headers).status_code == 200
+    [request] = world.backend.requests
+    assert request.within_s == within_s or within_s - 1.0 < request.within_s <= within_s
+    assert request.begins is bool(body.get("stream"))
+
+
+def test_an_answer_that_cannot_be_in_time_is_a_429_that_says_when_to_come_again():
+    info = ErrorInfo(ErrorKind.DEADLINE, "too late", "timeout", retry_after_s=6.2)
+    for stream in (False, True):
+        world = World(FakeBackend([(Errored(info),)]))
+        answer = world.chat(stream=stream)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "7"
+        assert answer.json()["error"]["code"] == "deadline_unmet"
+        assert world.outcomes() == {"rejected": 1}

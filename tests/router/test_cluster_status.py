@@ -38,6 +38,9 @@ def test_replicas_tenants_and_programs() -> None:
         "prompt_tokens": 10,
         "cached_tokens": 4,
         "completion_tokens": 3,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "cached_answers": 0,
     }
     (program,) = told["programs"]
     assert program.pop("since_s") > 0  # the world's clock is not the router's

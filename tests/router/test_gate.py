@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from holdfast.replicas.errors import OverloadedError
+from holdfast.replicas.types import Priority
 from holdfast.router.gate import Gate
 from holdfast.router.lines import Payer
 
@@ -186,5 +187,103 @@ def test_in_a_full_line_the_last_of_who_has_most_of_it_gives_way() -> None:
         assert not any(task.done() for task in mine), "who has no more than the other gives way to nobody"
         made.replicas({})
         await asyncio.gather(tasks[1], tasks[2], *mine)
+
+    asyncio.run(live())
+
+
+def test_batch_leaves_slots_to_interactive_requests_and_waits_behind_them() -> None:
+    async def live() -> None:
+        made, batch = gate(a=8), Payer("", priority=Priority.BATCH)
+        assert [made.take("a", f"b{i}", batch) for i in range(8)] == [True] * 7 + [False]
+        assert made.take("a", "now")
+        waiting = [asyncio.create_task(made.wait((0.0,), None, "late", LONG, batch))]
+        waiting.append(asyncio.create_task(made.wait((9.0,), None, "soon", LONG)))
+        await turns()
+        made.give_back("a", "b0")
+        await turns()
+        assert [task.done() for task in waiting] == [False, True]
+        for name in ("now", "soon", "b1"):
+            made.give_back("a", name)
+        assert await waiting[0] == "a"
+        assert made._hand["a"] == 6
+
+    asyncio.run(live())
+
+
+def test_in_a_full_line_batch_gives_way_to_interactive_requests() -> None:
+    async def live() -> None:
+        made, batch = gate(2, a=1), Payer("", priority=Priority.BATCH)
+        assert made.take("a", "first")
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"b{i}", LONG, batch)) for i in range(2)]
+        await turns()
+        mine = asyncio.create_task(made.wait((9.0,), None, "now", LONG))
+        await turns()
+        assert [task.done() for task in tasks] == [False, True]
+        with pytest.raises(OverloadedError):
+            await tasks[1]
+        made.give_back("a", "first")
+        assert await mine == "a"
+        made.replicas({})
+        await tasks[0]
+
+    asyncio.run(live())
+
+
+def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way() -> None:
+    async def live() -> None:
+        made = Gate(100, Hand(), max_waiting_tokens=10)
+        made.replicas({"a": 1})
+        assert made.take("a", "first")
+
+        def wait(name: str, tokens: int, priority: Priority) -> asyncio.Task[str | None]:
+            payer = Payer("", priority=priority)
+            return asyncio.create_task(made.wait((1.0,), None, name, LONG, payer, tokens=tokens))
+
+        low = [wait(f"low{i}", 4, Priority.BATCH) for i in range(2)]
+        await turns()
+        assert made.tokens == 8
+        more = wait("more", 4, Priority.BATCH)
+        high = wait("high", 4, Priority.INTERACTIVE)
+        await turns()
+        for given_way in (more, low[1]):
+            with pytest.raises(OverloadedError):
+                given_way.result()
+        assert not low[0].done()
+        assert made.tokens == 8
+        for name in ("first", "high", "low0"):
+            made.give_back("a", name)
+            await turns()
+        assert (low[0].result(), high.result()) == ("a", "a")
+        assert made.tokens == 0
+        assert made.take("a", "x")
+        huge = wait("huge", 1000, Priority.BATCH)  # where nobody waits there is a place for any
+        await turns()
+        made.give_back("a", "x")
+        await turns()
+        assert huge.result() == "a"
+
+    asyncio.run(live())
+
+
+def test_how_long_a_line_takes_is_learned_while_somebody_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        made = gate(a=1)
+        now = [0.0]
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+        assert made.take("a", "r0")
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"r{i}", LONG)) for i in range(1, 12)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert made.expected_s == 0.0
+        for i in range(10):
+            now[0] += 2.0
+            made.give_back("a", f"r{i}")
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert made.expected_s == pytest.approx(4.0)  # behind one more
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert made.expected_s == 0.0
 
     asyncio.run(live())

@@ -1,11 +1,13 @@
+from math import inf
+
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
-from holdfast.router.identity import neighbour, program_named, unnamed_program
+from holdfast.router.config import DEADLINE_HEADERS, PLACEMENT_HEADERS, PROGRAM_HEADERS
+from holdfast.router.identity import neighbour, program_named, unnamed_program, within_named
 from holdfast.router.protocol.turn import ClaimedIds
 
 NOBODY = ClaimedIds(None, None, None)
@@ -86,3 +88,23 @@ def test_an_id_that_is_too_long_or_unprintable_is_refused(value):
     with pytest.raises(InvalidRequestError) as refused:
         key(ClaimedIds(None, value, None))
     assert refused.value.field == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, inf),
+        ({"x-stainless-timeout": "600"}, 600.0),
+        ({"x-stainless-timeout": "600", "request-timeout": "2.5"}, 2.5),
+        ({"grpc-timeout": "250m"}, 0.25),
+        ({"grpc-timeout": "2H"}, 7200.0),
+        ({"grpc-timeout": "2"}, inf),
+        ({"x-envoy-expected-rq-timeout-ms": "1500"}, 1.5),
+        ({"request-timeout": "soon"}, inf),
+        ({"request-timeout": "nan"}, inf),
+        ({"request-timeout": "-1"}, inf),
+        ({"x-another": "1"}, inf),
+    ],
+)
+def test_how_long_a_client_waits(headers, seconds):
+    assert within_named(headers, DEADLINE_HEADERS) == pytest.approx(seconds)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
+from holdfast.replicas.types import Priority
 from holdfast.router.lines import NOBODY, Lines, Payer, SlotShares
 
 
@@ -97,6 +98,7 @@ class Slots:
     def __init__(self, slots: int, payers: list[Payer]) -> None:
         self.now, self.shares, self.lines = 0.0, SlotShares(), Lines[Payer](10**6)
         self.payers = payers
+        self.turns: dict[str, tuple[float, float]] = {}
         self.ends: list[tuple[float, int, Payer]] = []
         self.had: Counter[str] = Counter()  # seconds of slots
         self.order: list[str] = []
@@ -109,16 +111,16 @@ class Slots:
     def come(self, payer: Payer) -> None:
         """The first payer's programs are the oldest, and each comes before those of all others."""
         self._number += 1
-        self.lines.enter((self.payers.index(payer), self._number), payer, None, payer.tenant)
-        self.shares.come(payer, self.now)
+        self.lines.enter((self.payers.index(payer), self._number), payer, None, payer.line)
+        self.turns[payer.tenant] = self.shares.come(payer, self.now)
 
     def take(self, seconds: float) -> str:
         """The next slot that comes free goes to somebody, for so long."""
         if len(self.ends) == self._slots:
             self.now, _, payer = heapq.heappop(self.ends)
             self.shares.give_back(payer, self.now)
-        payer = self.lines.take("r", self.shares.first(self.lines.tenants("r"), self.now))
-        self.shares.take(payer, self.now)
+        payer = self.lines.take("r", self.shares.first(self.lines.lines("r"), self.now))
+        self.shares.take(payer, self.now, self.turns[payer.tenant])
         heapq.heappush(self.ends, (self.now + seconds, len(self.order), payer))
         self.order.append(payer.tenant)
         self.had[payer.tenant] += seconds
@@ -150,29 +152,28 @@ def test_one_slot_goes_from_tenant_to_tenant():
 def test_what_a_tenant_does_not_use_is_lent_and_not_owed():
     shares, a, b = SlotShares(), Payer("a"), Payer("b")
     for second in range(100):  # `b` is away
-        shares.come(a, float(second))
-        assert shares.first(["a"], float(second)) == "a"
-        shares.take(a, float(second))
+        turn = shares.come(a, float(second))
+        assert shares.first([a.line], float(second)) == a.line
+        shares.take(a, float(second), turn)
         shares.give_back(a, second + 1.0)
     now, order = 100.0, []
-    shares.come(a, now)
-    shares.come(b, now)
+    turns = {payer: shares.come(payer, now) for payer in (a, b)}
     for _ in range(20):
-        order.append(shares.first(["a", "b"], now))
+        order.append(shares.first([a.line, b.line], now).tenant)
         payer = a if order[-1] == "a" else b
-        shares.take(payer, now)
+        shares.take(payer, now, turns[payer])
         now += 1.0
         shares.give_back(payer, now)
-        shares.come(payer, now)
+        turns[payer] = shares.come(payer, now)
     assert abs(order[2:].count("a") - order[2:].count("b")) <= 2, "being away earned nothing"
 
 
 def test_what_is_nobodys_goes_first():
     shares, a = SlotShares(), Payer("a")
     shares.come(a, 0.0)
-    shares.come(NOBODY, 0.0)
-    assert shares.first(["a", ""], 0.0) == ""
-    shares.take(NOBODY, 0.0)
+    turn = shares.come(NOBODY, 0.0)
+    assert shares.first([a.line, NOBODY.line], 0.0) == NOBODY.line
+    shares.take(NOBODY, 0.0, turn)
     shares.give_back(NOBODY, 1.0)
 
 
@@ -194,4 +195,37 @@ def test_each_tenant_is_served_in_order_and_its_last_gives_way(entries):
         served = [lines.take("x", tenant) for _ in own]
         mine = [n for n in own if not (entries[n][2] % 2 and entries[n][1] == "y")]
         assert [entries[n][2] for n in served if n is not None] == sorted(entries[n][2] for n in mine)
-    assert lines.tenants("x") == []
+    assert lines.lines("x") == []
+
+
+def test_batch_waits_behind_interactive_requests_of_all_tenants_and_is_not_starved():
+    shares = SlotShares(batch_share=0.1)
+    now_, later = Payer("a"), Payer("b", 1.0, Priority.BATCH)
+    turns = {payer: shares.come(payer, 0.0) for payer in (now_, later)}
+    now, had = 0.0, Counter()
+    for _ in range(400):
+        line = shares.first([now_.line, later.line], now)
+        payer = now_ if line == now_.line else later
+        shares.take(payer, now, turns[payer])
+        now += 0.1
+        shares.give_back(payer, now)
+        had[payer.tenant] += 0.1
+        turns[payer] = shares.come(payer, now)
+    assert had["b"] / now == pytest.approx(0.1, abs=0.03)
+
+
+def test_what_a_tenant_has_at_other_routers_counts():
+    shares, a, b = SlotShares(), Payer("a"), Payer("b")
+    turns = {payer: shares.come(payer, 0.0) for payer in (a, b)}
+    now, order = 0.0, Counter()
+    for _ in range(200):
+        payer = a if shares.first([a.line, b.line], now) == a.line else b
+        shares.take(payer, now, turns[payer])
+        now += 1.0
+        shares.give_back(payer, now)
+        turns[payer] = shares.come(payer, now)
+        order[payer.tenant] += 1
+        if payer is b:
+            shares.learn({"interactive/b": 3.0, "interactive/nobody": 1.0, "other/b": 1.0})
+    assert order["a"] == pytest.approx(160, abs=5)
+    assert shares.contended["interactive/b"] == pytest.approx(order["b"], abs=1)

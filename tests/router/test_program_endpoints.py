@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import UnavailableError
@@ -9,6 +10,8 @@ from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import hint
+from holdfast.router.program_endpoints import Heartbeats
+from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOLS = ("get_weather", "search")
@@ -226,3 +229,71 @@ def test_a_key_of_a_cache_and_a_parent_are_places_and_no_programs():
     world.chat(program_id="parent")
     world.call("POST", "/v1/chat/completions", json=chat_body(program_id="another"), headers=headers)
     assert world.backend.places[-1].near_replica == "r1"
+
+
+HEARD = ("POST", "/v1/programs/p/heartbeat", {"json": {"within_s": 30}})
+
+
+def test_a_heartbeat_says_until_when_and_refuses_what_makes_no_sense():
+    world = make()
+    told, *refused = world.calls(
+        [HEARD, *((*HEARD[:2], {"json": body}) for body in ({}, {"within_s": 0}, {"within_s": 1e9}))]
+    )
+    assert told.json() == {"id": "p", "object": "program.heartbeat", "within_s": 30.0}
+    assert [each.json()["error"]["param"] for each in refused] == ["within_s"] * 3
+
+
+@pytest.fixture
+def heartbeats(monkeypatch: pytest.MonkeyPatch):
+    """Makes the heartbeats of a router, whose ended programs are in `ended`."""
+    monkeypatch.setattr("holdfast.router.program_endpoints.SPARE_S", 0.05)
+    ended: list[tuple[str, str]] = []
+
+    async def over(tenant: str, key: str) -> None:
+        ended.append((tenant, key))
+
+    def made(store: MemoryStore) -> Heartbeats:
+        return Heartbeats(store, over)
+
+    made.ended = ended
+    return made
+
+
+def test_a_program_is_over_once_its_client_is_silent(heartbeats):
+    async def main():
+        router = heartbeats(MemoryStore(10, 1000))
+        await router.heard("t", "t/gone", 0.1)
+        await router.heard("t", "t/there", 0.1)
+        await router.heard("t", "t/there", 60.0)
+        await router.heard("t", "t/ended", 0.1)
+        router.forget("t/ended")
+        await asyncio.sleep(0.4)
+
+    asyncio.run(main())
+    assert heartbeats.ended == [("t", "t/gone")]
+
+
+def test_what_another_router_heard_counts(heartbeats):
+    async def main():
+        store = MemoryStore(10, 1000)
+        one, two = heartbeats(store), heartbeats(store)
+        await one.heard("t", "t/p", 0.1)
+        await two.heard("t", "t/p", 0.6)
+        await asyncio.sleep(0.4)
+        assert heartbeats.ended == []
+        await asyncio.sleep(0.5)
+
+    asyncio.run(main())
+    assert heartbeats.ended == [("t", "t/p")]
+
+
+def test_while_the_store_is_away_no_program_is_ended(heartbeats):
+    class Away(MemoryStore):
+        degraded = True
+
+    async def main():
+        await heartbeats(Away(10, 1000)).heard("t", "t/p", 0.05)
+        await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+    assert heartbeats.ended == []

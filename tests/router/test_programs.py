@@ -370,3 +370,21 @@ def test_without_redis_a_router_remembers_it_by_itself():
             assert ((await table.look("acme/p")).last_replica, (await table.look("acme/p")).tools) == ("r3", "ls")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_sub_agent_counts_for_the_program_at_the_top(server, away):
+    async def scenario():
+        async with Router(server) as shared:
+            table = alone(time.time) if away else shared
+            await table.begin("acme/top")
+            child = await table.begin("acme/child", parent="acme/top")
+            grandchild = await table.begin("acme/grandchild", parent="acme/child")
+            orphan = await table.begin("acme/orphan", parent="acme/never seen")
+            own = await table.begin("acme/own", parent="acme/own")
+            late = await table.begin("acme/top", parent="acme/orphan")
+            roots = [each.root for each in (child, grandchild, orphan, own, late)]
+            assert roots == ["acme/top", "acme/top", "acme/never seen", "acme/own", "acme/top"]
+            assert (await table.begin("acme/child")).root == "acme/top", "its later turns need not say so"
+
+    asyncio.run(scenario())

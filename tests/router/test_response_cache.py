@@ -6,12 +6,14 @@ from fake_backend import CARD, USAGE
 
 from holdfast.replicas.events import Timing
 from holdfast.replicas.requests import Answer
+from holdfast.router.answers import encode_answer
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
-from holdfast.router.response_cache import ResponseCache
+from holdfast.router.response_cache import Ask, Found, ResponseCache
 from holdfast.router.store import MemoryStore
+from holdfast.router.tenants import Tenant, TenantCache
 
 ANSWER = Answer("hello", (), (), "stop", USAGE, Timing(0.0))
 TOOL = {
@@ -25,8 +27,15 @@ SWAPPED = {
 BASE = {"model": "pocket", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
 
 
-def cache(store=None, fingerprint="weights-1", **settings):
-    return ResponseCache(store or MemoryStore(100, 2**20), RouterConfig(**settings), fingerprint)
+ACME = Tenant("acme")
+
+
+def cache(store=None, fingerprint="weights-1", now=lambda: 1000.0, **settings):
+    return ResponseCache(store or MemoryStore(100, 2**20), RouterConfig(**settings), fingerprint, now=now)
+
+
+def ask(key, max_age_s=3600.0, tenant=ACME):
+    return Ask(key, tenant, max_age_s)
 
 
 def chat_key(tenant="acme", fingerprint="weights-1", **changes):
@@ -91,11 +100,11 @@ def test_a_repeat_counts_its_whole_prompt_as_cached():
     async def scenario():
         store = MemoryStore(100, 2**20)
         one, two = cache(store), cache(store)
-        assert await one.find("k") is None
-        one.keep("k", ANSWER)
-        near = await one.find("k")
+        assert await one.find(ask("k")) is None
+        one.keep(ask("k"), ANSWER)
+        near = await one.find(ask("k"))
         await one.drain()
-        assert near == await two.find("k") == replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt))
+        assert near == await two.find(ask("k")) == Found(replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt)))
 
     asyncio.run(scenario())
 
@@ -104,38 +113,124 @@ def test_a_long_answer_and_foreign_bytes_are_misses():
     async def scenario():
         store = MemoryStore(100, 2**20)
         small = cache(store, cache_answer_bytes=10)
-        small.keep("k", ANSWER)
+        small.keep(ask("k"), ANSWER)
         await small.drain()
-        assert await small.find("k") is None
-        await store.set("k", b"not an answer", 60.0)
-        assert await small.find("k") is None
+        assert await small.find(ask("k")) is None
+        for value in (b"not an answer", b"short"):
+            await store.set("k", value, 60.0)
+            assert await small.find(ask("k")) is None
 
     asyncio.run(scenario())
 
 
+TURN = chat_turn(validate(ChatBody, BASE), CARD)
+
+
 @pytest.mark.parametrize(
-    ("header", "on", "bypassed"),
+    ("header", "max_age_s", "fresh"),
     [
-        (None, True, False),
-        ("max-age=0", True, False),
-        ("no-cache", True, True),
-        ("private, No-Store", True, True),
-        (None, False, True),
+        (None, 3600.0, False),
+        ("max-age=60", 60.0, False),
+        ('private, Max-Age="7"', 7.0, False),
+        ("max-age=9999", 3600.0, False),
+        ("max-age=0", 0.0, True),
+        ("max-age=soon", 0.0, True),
+        ("no-cache", 3600.0, True),
     ],
 )
-def test_who_goes_past_the_cache(header, on, bypassed):
-    assert cache(response_cache=on).bypassed(header) is bypassed
+def test_what_cache_control_asks_for(header, max_age_s, fresh):
+    asked = cache().ask(ACME, TURN, header)
+    assert (asked.max_age_s, asked.fresh) == (max_age_s, fresh)
+
+
+@pytest.mark.parametrize(
+    ("header", "tenant", "on"),
+    [
+        ("private, No-Store", ACME, True),
+        (None, ACME, False),
+        (None, Tenant("acme", cache=TenantCache(enabled=False)), True),
+    ],
+)
+def test_who_goes_past_the_cache(header, tenant, on):
+    assert cache(response_cache=on).ask(tenant, TURN, header) is None
+
+
+def test_an_answer_has_one_age_wherever_it_lies():
+    """Nothing older than its tenant's age, or than a request will have, is given: near as far."""
+
+    async def scenario():
+        now = [1000.0]
+        store = MemoryStore(100, 2**20)
+        one, two = (cache(store, now=lambda: now[0]) for _ in range(2))
+        short = Tenant("acme", cache=TenantCache(ttl_s=30.0))
+        one.keep(one.ask(ACME, TURN, None), ANSWER)
+        await one.drain()
+        now[0] += 20.0
+        for each in (one, two, two):  # the second look of `two` is near
+            assert (await each.find(each.ask(ACME, TURN, "max-age=20"))).age_s == 20.0
+            assert await each.find(each.ask(ACME, TURN, "max-age=19")) is None
+            assert await each.find(each.ask(ACME, TURN, "no-cache")) is None
+            assert (await each.find(each.ask(short, TURN, None))).age_s == 20.0
+        now[0] += 11.0
+        for each in (one, two):
+            assert await each.find(each.ask(short, TURN, None)) is None
+            assert (await each.find(each.ask(ACME, TURN, None))).age_s == 31.0
+
+    asyncio.run(scenario())
+
+
+def test_a_tenant_keeps_no_more_than_its_size():
+    async def scenario():
+        size = len(encode_answer(ANSWER))
+        kept = cache(store=MemoryStore(1, 1))
+        small = Tenant("small", cache=TenantCache(bytes=3 * size))
+        for i in range(9):
+            kept.keep(ask(f"cache/small/{i}", tenant=small), ANSWER)
+            kept.keep(ask(f"cache/acme/{i}"), ANSWER)
+        found = [i for i in range(9) if await kept.find(ask(f"cache/small/{i}", tenant=small))]
+        assert found == [6, 7, 8]
+        assert all([await kept.find(ask(f"cache/acme/{i}")) for i in range(9)])
+        assert kept.weight == 12 * size
+        await kept.drain()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_purged_is_found_nowhere_and_others_keep_theirs():
+    async def scenario():
+        store, other = MemoryStore(100, 2**20), Tenant("other")
+        one, two = cache(store), cache(store)
+        for each in (one, two):
+            each.purged({"acme": "first"})  # from before it began
+        for tenant in (ACME, other):
+            one.keep(one.ask(tenant, TURN, None), ANSWER)
+        await one.drain()
+        late = two.ask(ACME, TURN, None)  # it asks before its router has heard of the purge
+        assert await two.find(late)
+        one.purged({"acme": "second"})
+        await one.drain()
+        assert await store.get(late.key) is None
+        for each in (one, two):
+            each.purged({"acme": "second"})
+            assert await each.find(each.ask(ACME, TURN, None)) is None
+            assert await each.find(each.ask(other, TURN, None))
+        two.keep(late, ANSWER)
+        await two.drain()
+        assert await one.find(one.ask(ACME, TURN, None)) is None
+
+    asyncio.run(scenario())
 
 
 def test_a_tenants_flood_leaves_another_its_answers():
     async def scenario():
         kept = cache(store=MemoryStore(1, 1), cache_entries=16)
-        kept.keep("cache/quiet/0", ANSWER)
+        quiet, noisy = Tenant("quiet"), Tenant("noisy")
+        kept.keep(ask("cache/quiet/0", tenant=quiet), ANSWER)
         for i in range(200):
-            kept.keep(f"cache/noisy/{i}", ANSWER)
+            kept.keep(ask(f"cache/noisy/{i}", tenant=noisy), ANSWER)
         await kept.drain()
-        assert await kept.find("cache/quiet/0") is not None
-        assert await kept.find("cache/noisy/0") is None
-        assert await kept.find("cache/noisy/199") is not None
+        assert await kept.find(ask("cache/quiet/0")) is not None
+        assert await kept.find(ask("cache/noisy/0")) is None
+        assert await kept.find(ask("cache/noisy/199")) is not None
 
     asyncio.run(scenario())

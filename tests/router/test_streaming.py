@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -7,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Usage
+from holdfast.replicas.events import Usage, Work
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -67,6 +68,13 @@ def test_the_usage_chunk_comes_last_and_only_when_asked_for():
     }
     assert usage["timing"] == {"queue_ms": 125.0, "prefill_ms": 125.0, "decode_ms": 250.0}
     ChatCompletionChunk.model_validate(usage, strict=True)
+
+
+def test_drafts_are_told_where_there_were_any():
+    done = replace(HELLO[-1][-1], usage=replace(USAGE, work=Work(drafted=8, accepted=5)))
+    *_, last, _ = events(encode(chat(include_usage=True), *HELLO[:-1], (done,)))
+    assert (last["timing"]["drafted"], last["timing"]["accepted"]) == (8, 5)
+    assert "drafted" not in last["usage"]
 
 
 def test_tool_calls_are_streamed_with_index_id_and_name_first():

@@ -20,7 +20,7 @@ def refusal(directory, caller):
 
 @pytest.mark.parametrize("header", ["Bearer key-a", "bearer key-b", "BEARER  key-a "])
 def test_any_of_a_tenants_keys_names_it(header):
-    assert TenantDirectory([ACME, OPS]).authenticate(come(header, peer="203.0.113.9")) is ACME
+    assert TenantDirectory([ACME, OPS]).authenticate(come(header, peer="203.0.113.9")).tenant is ACME
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_the_configured_hash_is_no_key():
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
 def test_without_keys_loopback_is_the_default_tenant(peer):
-    assert TenantDirectory().authenticate(come(peer=peer)).name == "default"
+    assert TenantDirectory().authenticate(come(peer=peer)).tenant.name == "default"
 
 
 def test_a_connection_from_an_address_to_itself_is_local():
-    assert TenantDirectory().authenticate(come(peer="10.0.0.5", server="10.0.0.5")).name == "default"
+    assert TenantDirectory().authenticate(come(peer="10.0.0.5", server="10.0.0.5")).tenant.name == "default"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_without_keys_nobody_else_is_served(caller):
 
 
 def test_a_forwarded_loopback_address_is_local():
-    assert TenantDirectory().authenticate(come(forwarded="127.0.0.1, ::1")).name == "default"
+    assert TenantDirectory().authenticate(come(forwarded="127.0.0.1, ::1")).tenant.name == "default"
 
 
 def test_without_keys_an_exposed_server_serves_nobody_and_says_what_to_configure():

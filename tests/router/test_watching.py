@@ -53,7 +53,7 @@ def test_tenants_that_come_later_have_series_and_limits():
     assert metrics.tenant("b") == "other"
     directory.replace([tenant("a"), tenant("b", max_concurrent=3)])
     assert metrics.tenant("b") == "b"
-    limiter.enter(directory.tenants[1], 0.0)
+    limiter.enter(directory.tenants[1])
     value = metrics.registry.get_sample_value
     assert value("holdfast_tenant_limit", {"tenant": "b", "limit": "max_concurrent"}) == 3
     assert value("holdfast_tenant_requests_in_flight", {"tenant": "b"}) == 1

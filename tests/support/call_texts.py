@@ -6,12 +6,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
-from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.formats import TAGS, ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.values import ANYTHING, as_json
 
 NAMES = frozenset({"get_weather", "search", "f"})
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
-JSON_FORMATS = [format for format in FORMATS if format is not ToolFormat.PYTHONIC]
+JSON_FORMATS = [format for format in FORMATS if format is not ToolFormat.PYTHONIC and format not in TAGS]
 
 STRINGS = st.text(st.sampled_from("ab \"\\{}[]()<>/'\n,é日"), max_size=8)
 JSON = st.recursive(
@@ -35,6 +36,7 @@ def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list
     told to be closed with the text that closes it, once.
     """
     text, calls = "", []
+    ids: list[str] = []
     closed: dict[str, str] = {}  # arguments by the id of the call
     for deltas in (reader.feed(chunk) if chunk is not None else reader.finish() for chunk in [*chunks, None]):
         for delta in deltas:
@@ -43,17 +45,18 @@ def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list
                 text += delta.text
             elif delta.name is not None:
                 assert delta.index == len(calls)
-                assert delta.call_id == f"call_{delta.index}"
+                assert delta.call_id
+                assert delta.call_id not in ids
+                ids.append(delta.call_id)
                 calls.append([delta.name, delta.arguments])
             else:
                 assert delta.index == len(calls) - 1
                 assert delta.call_id is None
                 calls[-1][1] += delta.arguments
             if isinstance(delta, ToolCallDelta):
-                call_id = f"call_{delta.index}"
-                assert call_id not in closed
+                assert ids[delta.index] not in closed
                 if delta.closed:
-                    closed[call_id] = calls[-1][1]
+                    closed[ids[delta.index]] = calls[-1][1]
         assert closed == {call.call_id: call.arguments for call in reader.calls}
     return text, calls
 
@@ -78,7 +81,7 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
 
     Separators stand before a call, what ends all of them behind the last. `style` writes the arguments.
     """
-    key = "parameters" if format is ToolFormat.LLAMA3 else "arguments"
+    key = "parameters" if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4) else "arguments"
     objects = [f'{{"name": "{name}", "{key}": {style(arguments)}}}' for name, arguments in calls]
     match format:
         case ToolFormat.HERMES:
@@ -87,6 +90,28 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
             return joined("<|python_tag|>" * (variant % 2), "; ", "", objects)
         case ToolFormat.LLAMA3_FUNCTION:
             return [f"<function={name}>{style(arguments)}</function>" for name, arguments in calls]
+        case ToolFormat.LLAMA4:
+            return joined("<|python_start|>" * (variant % 2), "", "<|python_end|>" * (variant % 2), objects)
+        case ToolFormat.DEEPSEEK_V31 | ToolFormat.DEEPSEEK_V3:
+            v3 = format is ToolFormat.DEEPSEEK_V3
+            texts = [
+                f"function<｜tool▁sep｜>{name}\n```json\n{style(arguments)}\n```"
+                if v3
+                else f"{name}<｜tool▁sep｜>{style(arguments)}"
+                for name, arguments in calls
+            ]
+            texts = [f"<｜tool▁call▁begin｜>{text}<｜tool▁call▁end｜>" for text in texts]
+            return joined("<｜tool▁calls▁begin｜>", "\n" * v3, "<｜tool▁calls▁end｜>", texts)
+        case ToolFormat.KIMI_K2:
+            texts = [
+                f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{style(arguments)}<|tool_call_end|>"
+                for i, (name, arguments) in enumerate(calls)
+            ]
+            return joined("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", texts)
+        case ToolFormat.MINIMAX:
+            return joined("<tool_calls>\n", "\n", "\n</tool_calls>", objects)
+        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2:
+            return tagged_texts(format, calls, variant)
         case ToolFormat.MISTRAL if variant % 2:
             return [f"[TOOL_CALLS]{name}[ARGS]{style(arguments)}" for name, arguments in calls]
         case ToolFormat.MISTRAL:
@@ -95,6 +120,40 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
             texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
             opener, closer = ("<|python_start|>[", "]<|python_end|>") if variant % 2 else ("[", "]")
             return joined(opener, ", ", closer, texts)
+
+
+def as_read(format: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What is read of arguments that no schema tells about: in tags a text may be taken for JSON."""
+    if format not in TAGS:
+        return arguments
+    return {key: json.loads(as_json(in_tag(value), ANYTHING)) for key, value in arguments.items()}
+
+
+def in_tag(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def tagged_texts(format: ToolFormat, calls: list[Call], variant: int) -> list[str]:
+    """As `call_texts`, with arguments in tags."""
+    texts = []
+    for name, arguments in calls:
+        if format is ToolFormat.GLM:
+            line = "\n" * (variant % 2)
+            tags = [
+                f"{line}<arg_key>{key}</arg_key>{line}<arg_value>{in_tag(value)}</arg_value>"
+                for key, value in arguments.items()
+            ]
+            texts.append(f"<tool_call>{name}{''.join(tags)}{line}</tool_call>")
+        elif format is ToolFormat.QWEN3_CODER:
+            tags = [f"<parameter={key}>\n{in_tag(value)}\n</parameter>\n" for key, value in arguments.items()]
+            call = f"<function={name}>\n{''.join(tags)}</function>"
+            texts.append(call if variant % 2 else f"<tool_call>\n{call}\n</tool_call>")
+        else:
+            tags = [f'<parameter name="{key}">{in_tag(value)}</parameter>\n' for key, value in arguments.items()]
+            texts.append(f'<invoke name="{name}">\n{"".join(tags)}</invoke>')
+    if format is ToolFormat.MINIMAX_M2:
+        return joined("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", texts)
+    return texts
 
 
 def joined(opener: str, between: str, closer: str, texts: list[str]) -> list[str]:

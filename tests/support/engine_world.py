@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from math import inf
 
 import numpy as np
 from fake_runner import EOS, VOCABULARY, complete
@@ -28,6 +29,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.sequences import Region
+from holdfast.replicas.types import Priority
 
 
 class World:
@@ -71,11 +73,16 @@ class World:
         weight: float = 1.0,
         answered: int = 0,
         background: PartialPrefill | None = None,
+        within_s: float = inf,
+        begins: bool = False,
+        root: str = "",
+        priority: Priority = Priority.INTERACTIVE,
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
         submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
-        submit = replace(submit, program_turns=turns, answered_turns=answered)
+        submit = replace(submit, program_turns=turns, answered_turns=answered, root=root)
+        submit = replace(submit, within_s=within_s, begins=begins, priority=priority)
         labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
         self.give(replace(submit, program_end=ends, weight=weight, background=background, labels=labels))
 

@@ -29,7 +29,9 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.replicas.stats import ReplicaStatus
+from holdfast.router.accounts import Accounts
 from holdfast.router.app import create_app
+from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import RouterMetrics
@@ -38,9 +40,11 @@ from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore
 from holdfast.router.stored_responses import StoredResponses
+from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
+from holdfast.router.usage import Books
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
@@ -146,6 +150,9 @@ class FakeBackend:
     async def status(self) -> Sequence[ReplicaStatus]:
         return self.statuses
 
+    async def activity(self, scope: str | None) -> Sequence[bytes]:
+        return []
+
     async def healthy(self) -> bool:
         return self.ready
 
@@ -162,6 +169,10 @@ class World:
     reports: TurnReports = field(default_factory=TurnReports)
     responses: StoredResponses | None = None  # its own, where none are given
     prefills: StoredPrefills | None = None  # likewise
+    accounts: Accounts | None = None  # likewise
+    tenant_store: TenantStore | None = None
+    books: Books | None = None
+    audit: Audit | None = None
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -180,6 +191,10 @@ class World:
             self.reports,
             responses=self.responses,
             prefills=self.prefills,
+            accounts=self.accounts,
+            tenant_store=self.tenant_store,
+            books=self.books,
+            audit=self.audit,
         )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:

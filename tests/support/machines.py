@@ -292,6 +292,7 @@ class Machines:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(self.folder / "haproxy"),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
             "RAY_USAGE_STATS_ENABLED": "0",

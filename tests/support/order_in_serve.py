@@ -1,8 +1,9 @@
 """A small Serve application with our request router, run as a program: prints what happened as one JSON object.
 
 One replica takes one request at a time. While it is held up more programs come than may wait, in no order; the oldest
-of them are the tenant `many`'s, as is the one that holds it up, the others `one`'s. Its arguments are an empty folder,
-through which the processes tell each other how far they are, and `fair` where tenants share.
+of them are the tenant `many`'s, as is the one that holds it up, the others `one`'s. That happens twice: where tenants
+do not share, and where they do (`fair`). Its argument is an empty folder, through which the processes tell each other
+how far they are.
 """
 
 import asyncio
@@ -78,19 +79,24 @@ class Front:
         return {"sent": arrivals, "served": served, "refused": refused}
 
 
-def main(folder: Path, fair: bool) -> None:
+def main(folder: Path) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    router = RequestRouterConfig(
-        request_router_class="holdfast.router.affinity:AffinityRouter",
-        request_router_kwargs={"max_waiting": WAITING, "fair": fair},
-    )
-    bare = {"ray_actor_options": {"num_cpus": 0}}
-    replica = serve.deployment(Held).options(max_ongoing_requests=1, request_router_config=router, **bare).bind(folder)
     serve.start(proxy_location="Disabled")  # nothing listens: its usual port may be somebody's
-    front = serve.run(serve.deployment(Front).options(**bare).bind(replica, folder), route_prefix=None)
-    print(json.dumps(front.run.remote().result(timeout_s=60.0)), flush=True)
+    print(json.dumps({name: happened(name, folder / name) for name in ("programs", "fair")}), flush=True)
     ray.shutdown()
 
 
+def happened(name: str, folder: Path) -> dict[str, object]:
+    folder.mkdir()
+    router = RequestRouterConfig(
+        request_router_class="holdfast.router.affinity:AffinityRouter",
+        request_router_kwargs={"max_waiting": WAITING, "fair": name == "fair"},
+    )
+    bare = {"ray_actor_options": {"num_cpus": 0}}
+    replica = serve.deployment(Held).options(max_ongoing_requests=1, request_router_config=router, **bare).bind(folder)
+    front = serve.run(serve.deployment(Front).options(**bare).bind(replica, folder), name=name, route_prefix=None)
+    return front.run.remote().result(timeout_s=60.0)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] == ["fair"])
+    main(Path(sys.argv[1]))

@@ -42,7 +42,8 @@ def head(path: str, key: str, length: int) -> bytes:
 class Rude:
     """Goes on until it is cancelled; `seen` counts what they were told."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, n_idle: int) -> None:
+        self.n_idle = n_idle
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port or 80
         self.key = key
         self.seen: Counter[str] = Counter()
@@ -52,12 +53,12 @@ class Rude:
     def complete(self) -> bool:
         """Whether all idle ones have been in, and of each kind one was told something."""
         told = {name.partition(":")[0] for name in self.seen if ":" in name}
-        return self.seen["idle connected"] >= IDLE and told >= {"headers", "body", "idle", "32 MiB"}
+        return self.seen["idle connected"] >= self.n_idle and told >= {"headers", "body", "idle", "32 MiB"}
 
     async def run(self) -> None:
         each = [self.trickle(head("/v1/chat/completions", self.key, 100), "headers") for _ in range(TRICKLING)]
         each += [self.trickle(b"x" * 10_000, "body") for _ in range(TRICKLING)]
-        each += [self.idle() for _ in range(IDLE)]
+        each += [self.idle() for _ in range(self.n_idle)]
         await asyncio.gather(*each, self.bodies())
 
     async def trickle(self, data: bytes, kind: str) -> None:
@@ -109,10 +110,10 @@ class Rude:
         self.seen[f"{kind}: {line.partition(' ')[2] or 'closed'}"] += 1
 
 
-async def rude(url: str, key: str) -> None:
+async def rude(url: str, key: str, n_idle: int) -> None:
     """Until standard input ends and every kind was told something; then print what."""
     most_files()
-    clients = Rude(url, key)
+    clients = Rude(url, key, n_idle)
     running = asyncio.ensure_future(clients.run())
     await asyncio.to_thread(sys.stdin.read)
     deadline = time.monotonic() + PATIENT_S
@@ -181,24 +182,28 @@ def told(took: list[float]) -> dict[str, float]:
     }
 
 
+def beside(
+    url: str, key: str, limited: str, seconds: float, n_idle: int = IDLE
+) -> tuple[dict[str, float], Counter[str]]:
+    """How long polite requests take beside the rude ones, and what those were told."""
+    with other("rude", url, limited, str(n_idle)) as process:
+        took = asyncio.run(polite(url, key, seconds))
+        return told(took), Counter(json.loads(process.communicate("")[0]))
+
+
 def measure(url: str, key: str, limited: str, seconds: float, rounds: int = 1) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {"alone": [], "elsewhere": [], "beside": []}
     seen: Counter[str] = Counter()
-
-    def timed(phase: str) -> None:
-        found[phase].append(told(asyncio.run(polite(url, key, seconds))))
-
     for _ in range(rounds):
-        timed("alone")
+        found["alone"].append(told(asyncio.run(polite(url, key, seconds))))
         with other("nowhere") as server:
             assert server.stdout is not None  # a pipe
-            with other("rude", f"http://127.0.0.1:{int(server.stdout.readline())}", limited) as process:
-                timed("elsewhere")
-                process.communicate("")
+            port = int(server.stdout.readline())
+            found["elsewhere"].append(beside(f"http://127.0.0.1:{port}", key, limited, seconds)[0])
             server.communicate("")
-        with other("rude", url, limited) as process:
-            timed("beside")
-            seen.update(json.loads(process.communicate("")[0]))
+        took, answers = beside(url, key, limited, seconds)
+        found["beside"].append(took)
+        seen.update(answers)
     ratios = {
         f"p99 {phase}": round(statistics.median(map(ratio, found[phase], found["alone"])), 2)
         for phase in ("elsewhere", "beside")
@@ -223,7 +228,7 @@ def other(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rude":
-        asyncio.run(rude(*sys.argv[2:4]))
+        asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4])))
     elif sys.argv[1] == "nowhere":
         asyncio.run(nowhere())
     else:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from fake_backend import FakeBackend, World
 
+from holdfast.replicas.actor import status_of, told_activity
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.events import HandleReleased, Usage
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, SessionCall, SessionState
 from holdfast.replicas.service import Service
+from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.backend import ANYWHERE, Batch, Place
 
 SMALL = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))
@@ -39,6 +41,12 @@ class ServiceBackend(FakeBackend):
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
         return await self.service.tokenize(prompt)
+
+    async def status(self) -> Sequence[ReplicaStatus]:
+        return [status_of(self.service, "r1")]
+
+    async def activity(self, scope: str | None) -> Sequence[bytes]:
+        return [told_activity(self.service, "r1", scope)]
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
         self.session_calls.append((call, program, replica_id))

@@ -15,6 +15,7 @@ import pyte
 
 ROWS, COLUMNS = 24, 80
 PATIENT_S = 30.0
+AGAIN_S = 5.0
 
 
 class Terminal:
@@ -53,10 +54,16 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._end, keys.encode())
 
-    def leave(self) -> int:
-        """The exit status; the terminal has to be as it was."""
-        deadline = time.monotonic() + PATIENT_S
+    def leave(self, again: str = "") -> int:
+        """The exit status; the terminal has to be as it was. `again` is pressed every few seconds until it leaves.
+
+        Trap: Python reports an interrupt that comes while it runs a finalizer, and forgets it.
+        """
+        deadline, press_at = time.monotonic() + PATIENT_S, time.monotonic() + AGAIN_S
         while self.process.poll() is None and time.monotonic() < deadline:
+            if again and time.monotonic() > press_at:
+                self.press(again)
+                press_at += AGAIN_S
             if select.select([self._end], [], [], 0.05)[0]:
                 self._stream.feed(os.read(self._end, 65536))
         assert termios.tcgetattr(self._inside) == self.before

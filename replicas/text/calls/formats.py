@@ -1,13 +1,16 @@
 """The ways models write tool calls: their names, their markers, and which one a chat template asks for.
 
 A further format has its name, markers and sign here, its reader in `readers.READERS`, and the text that a grammar
-forces in `constraints.grammar.forms_of`.
+forces in `constraints.grammar.forms_of`; where arguments have tags, these are here for both.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.replicas.errors import ConfigError
+
+_LLAMA_JSON = '{"name": function name, "parameters"'
 
 
 class ToolFormat(StrEnum):
@@ -17,7 +20,15 @@ class ToolFormat(StrEnum):
     LLAMA3 = "llama3"  # {"name": ..., "parameters": ...}; {...}: Llama 3.x. The other style is read as well
     LLAMA3_FUNCTION = "llama3_function"  # <function=name>{...}</function>: Llama 3.x prompted so
     MISTRAL = "mistral"  # [TOOL_CALLS][{...}, ...] or [TOOL_CALLS]name[ARGS]{...}
-    PYTHONIC = "pythonic"  # [f(a=1), g(b="x")]: Llama 4, Llama 3.2 small, ToolACE
+    PYTHONIC = "pythonic"  # [f(a=1), g(b="x")]: Llama 4 prompted so, Llama 3.2 small, ToolACE
+    LLAMA4 = "llama4"  # the JSON of Llama 3, bare or in <|python_start|>...<|python_end|>: Llama 4
+    DEEPSEEK_V3 = "deepseek_v3"  # a name and a JSON block in a section: DeepSeek V3, R1
+    DEEPSEEK_V31 = "deepseek_v31"  # a name and JSON in a section: DeepSeek V3.1
+    KIMI_K2 = "kimi_k2"  # an id with the name in it and JSON in a section: Kimi K2
+    QWEN3_CODER = "qwen3_coder"  # <function=name> and a <parameter=key> for each argument, in <tool_call>: Qwen3-Coder
+    GLM = "glm"  # a name, then <arg_key> and <arg_value>, in <tool_call>: GLM 4.5 to 4.7
+    MINIMAX = "minimax"  # {"name": ..., "arguments": ...}, one a line, in <tool_calls>: MiniMax M1
+    MINIMAX_M2 = "minimax_m2"  # <invoke name=...> and a <parameter name=...> for each argument: MiniMax M2
     NONE = "none"  # the model has no tool calls: everything is text
 
 
@@ -27,22 +38,83 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ToolFormat.LLAMA3_FUNCTION: frozenset({"<|python_tag|>"}),
     ToolFormat.MISTRAL: frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}),
     ToolFormat.PYTHONIC: frozenset({"<|python_start|>", "<|python_end|>"}),
+    ToolFormat.LLAMA4: frozenset({"<|python_start|>", "<|python_end|>"}),
+    **dict.fromkeys(
+        (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31),
+        frozenset(
+            {
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁call▁begin｜>",
+                "<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+                "<｜tool▁calls▁end｜>",
+            }
+        ),
+    ),
+    ToolFormat.KIMI_K2: frozenset(
+        {
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        }
+    ),
+    ToolFormat.QWEN3_CODER: frozenset({"<tool_call>", "</tool_call>"}),
+    ToolFormat.GLM: frozenset(
+        {"<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
+    ),
+    ToolFormat.MINIMAX: frozenset({"<tool_calls>", "</tool_calls>"}),
+    ToolFormat.MINIMAX_M2: frozenset({"<minimax:tool_call>", "</minimax:tool_call>"}),
     ToolFormat.NONE: frozenset(),
 }
 """Tokens that the reader of a format has to see even where the vocabulary calls them special."""
 
+
+@dataclass(frozen=True, slots=True)
+class TagForm:
+    """A call whose arguments stand in tags of their own, strings as they are and all else as JSON.
+
+    A call is `open` name `named`, then for each argument `key` its name `value` and, up to `end`, its value; then
+    `close`. White space between these says nothing. `line`: a value stands between two line ends that are not its own.
+    """
+
+    key: str
+    value: str
+    end: str
+    open: str = ""
+    named: str = ""
+    close: str = ""
+    line: bool = False
+
+
+TAGS: Mapping[ToolFormat, TagForm] = {
+    ToolFormat.QWEN3_CODER: TagForm(
+        "<parameter=", ">", "</parameter>", open="<function=", named=">", close="</function>", line=True
+    ),
+    ToolFormat.GLM: TagForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ToolFormat.MINIMAX_M2: TagForm(
+        '<parameter name="', '">', "</parameter>", open='<invoke name="', named='">', close="</invoke>"
+    ),
+}
+
 # First match wins. A template may name several markers: Hermes templates never name the others.
 _SIGNS = (
+    ("<｜tool▁sep｜>", ToolFormat.DEEPSEEK_V31),
+    ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
+    ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
+    ("<|channel|>", ToolFormat.NONE),  # channels are not read
     ("[TOOL_CALLS]", ToolFormat.MISTRAL),
     ("<|python_start|>", ToolFormat.PYTHONIC),
     ("func_name1(params_name1", ToolFormat.PYTHONIC),
     ("<|python_tag|>", ToolFormat.LLAMA3),
-    ("<parameter=", ToolFormat.NONE),  # calls in XML, also inside <tool_call>: not read
-    ("<tool_call>\n<function=", ToolFormat.NONE),
-    ("<arg_key>", ToolFormat.NONE),
+    ("<parameter=", ToolFormat.QWEN3_CODER),
+    ("<tool_call>\n<function=", ToolFormat.QWEN3_CODER),
+    ("<arg_key>", ToolFormat.GLM),
+    ("<tool_calls>", ToolFormat.MINIMAX),
     ("<tool_call>", ToolFormat.HERMES),
     ("<function=", ToolFormat.LLAMA3_FUNCTION),
-    ('{"name": function name, "parameters"', ToolFormat.LLAMA3),
+    (_LLAMA_JSON, ToolFormat.LLAMA3),
 )
 
 
@@ -58,4 +130,9 @@ def detect_format(chat_template: str | None, override: str = "") -> ToolFormat:
             known = ", ".join(ToolFormat)
             raise ConfigError(f"unknown tool call format {override!r}; known: {known}", "tool_format") from None
     template = chat_template or ""
-    return next((found for sign, found in _SIGNS if sign in template), ToolFormat.NONE)
+    found = next((found for sign, found in _SIGNS if sign in template), ToolFormat.NONE)
+    if found is ToolFormat.DEEPSEEK_V31 and "```json" in template:
+        return ToolFormat.DEEPSEEK_V3
+    if found is ToolFormat.PYTHONIC and _LLAMA_JSON in template:
+        return ToolFormat.LLAMA4
+    return found

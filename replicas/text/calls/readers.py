@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall
-from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
 from holdfast.replicas.text.calls.python_call import keyword_arguments
 from holdfast.replicas.text.calls.scan import (
     SPACE,
@@ -30,12 +30,14 @@ from holdfast.replicas.text.calls.scan import (
     whole_object,
 )
 from holdfast.replicas.text.calls.tracker import CallLimits, Delta, Tracker, merged
+from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, kinds_of
 
 
 class ToolCallParser:
     """Reads one reply: text in, text and calls out, see `tracker`. How the text is cut never matters.
 
-    `call_id` gives the id of the call with that index.
+    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed`: what a marker
+    begins is a call. `schemas` are those of the tools' arguments, by name.
     """
 
     def __init__(
@@ -47,8 +49,11 @@ class ToolCallParser:
         *,
         early_stop: bool = True,
         grace: int = 16,
+        guaranteed: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._tracker = Tracker(CallLimits(declared_names, parallel, early_stop, grace), call_id)
+        limits = CallLimits(declared_names, parallel, early_stop, grace, guaranteed, schemas or {})
+        self._tracker = Tracker(limits, call_id)
         self._scan: Scan | None = None  # none where everything is text
         self._run: Run | None = None  # what may be passed by the piece
         self._read = 0  # characters of earlier pieces
@@ -191,6 +196,41 @@ def _expect(tracker: Tracker, char: str, word: str) -> Scan:
     return char
 
 
+def _word(
+    tracker: Tracker, char: str, *words: str, found: list[str], on_end: Callable[[str], None] = lambda _: None
+) -> Scan:
+    """One of `words`, none of which another begins with, put into `found`. It is markup. `on_end` is told with its last
+    character."""
+    read = ""
+    while True:
+        if not char or not any(word.startswith(read + char) for word in words):
+            raise NotACallError(char)
+        read += char
+        tracker.markup(char)
+        if read in words:
+            found.append(read)
+            on_end(read)
+            return (yield)
+        char = yield
+
+
+def _section(tracker: Tracker, char: str, call: Block, opener: str, closer: str) -> Scan:
+    """Calls with white space between them, each read by `call` behind its `opener`, up to `closer`; at least one."""
+    char = yield from space(char, tracker.hold)
+    called = False
+    while True:
+        found: list[str] = []
+        char = yield from _word(tracker, char, *((opener, closer) if called else (opener,)), found=found)
+        if found[0] == closer:
+            tracker.end_markup()
+            return char
+        tracker.begin_call()
+        char = yield from call(tracker, char)
+        tracker.end_markup()
+        char = yield from space(char, tracker.hold)
+        called = True
+
+
 def _closing(tracker: Tracker, char: str, marker: str) -> Scan:
     """The marker that ends calls, white space before it."""
     char = yield from space(char, tracker.hold)
@@ -320,26 +360,191 @@ def _member(tracker: Tracker, char: str, key: str) -> Scan:
     return (yield from json_value(char, lambda written, _: tracker.hold(written)))
 
 
-def _named(tracker: Tracker, char: str, name: str) -> Scan:
+def _named(tracker: Tracker, char: str, name: str, written_id: str = "") -> Scan:
     """The arguments of a call whose name stands before them; it closes with them."""
     if char != "{" or not name:
         raise NotACallError(char)
-    tracker.name_call(name)
+    tracker.name_call(name, written_id)
     return (yield from _arguments(tracker, char, tracker.close_call))
+
+
+def _tagged(tracker: Tracker, char: str, form: TagForm, close: str) -> Scan:
+    """A call in `form`, from its name up to and with `close`."""
+    name: list[str] = []
+    char = yield from space(char, tracker.hold)
+    char = yield from _name(tracker, char, name)
+    if not name:
+        raise NotACallError(char)
+    char = yield from _expect(tracker, char, form.named)
+    char = yield from space(char, tracker.hold)
+    tracker.name_call("".join(name))
+    keys: set[str] = set()
+
+    def end(word: str) -> None:
+        if word == close:
+            tracker.argument("", "}" if keys else "{}")
+            tracker.end_arguments()
+            tracker.close_call()
+
+    while True:
+        found: list[str] = []
+        char = yield from _word(tracker, char, form.key, close, found=found, on_end=end)
+        if found[0] == close:
+            return char
+        key = ""
+        while char and char != form.value[0]:
+            key += char
+            tracker.markup(char)
+            char = yield
+        for part in form.value.split("\n"):
+            char = yield from space(char, tracker.markup)
+            char = yield from _word(tracker, char, part, found=found)
+        if key in keys:
+            raise NotACallError(char)
+        tracker.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        if not keys:
+            tracker.begin_arguments(streamed=True)
+        keys.add(key)
+        char = yield from _tag_value(tracker, char, form, key)
+        char = yield from space(char, tracker.markup)
+
+
+_IN_TAG = re.compile(r"[^<\n]+")
+
+
+def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str) -> Scan:
+    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is."""
+    parameters = tracker.parameters()
+    kinds = kinds_of(argument_schema(parameters, key), parameters)
+    written: list[str] = []
+
+    def put(text: str) -> None:
+        if kinds == TEXT:
+            tracker.argument(text, json.dumps(text, ensure_ascii=False)[1:-1])
+        else:
+            tracker.markup(text)
+            written.append(text)
+
+    if kinds == TEXT:
+        tracker.argument("", '"')
+    if form.line and char == "\n":
+        tracker.markup(char)
+        char = yield
+    ends = (form.end, "\n" + form.end) if form.line else (form.end,)
+    run, held = Run(_IN_TAG, put), ""
+    while True:
+        if not char:
+            raise NotACallError(char, held)
+        held += char
+        if held in ends:
+            break
+        while not any(end.startswith(held) for end in ends):
+            put(held[0])
+            held = held[1:]
+        char = yield (run if not held else None)
+    tracker.markup(held)
+    tracker.argument("", '"' if kinds == TEXT else as_json("".join(written), kinds))
+    return (yield)
 
 
 # Formats.
 
 
-def _hermes(tracker: Tracker, char: str) -> Scan:
-    """``<tool_call>{...}</tool_call>``; several objects in one pair of markers pass."""
+def _objects(tracker: Tracker, char: str, close: str) -> Scan:
+    """Calls as objects, with white space between them, up to and with `close`."""
     char = yield from space(char, tracker.hold)
     char = yield from _object(tracker, char)
     char = yield from space(char, tracker.hold)
     while char == "{":
         char = yield from _object(tracker, char)
         char = yield from space(char, tracker.hold)
-    return (yield from _closing(tracker, char, "</tool_call>"))
+    return (yield from _closing(tracker, char, close))
+
+
+def _hermes(tracker: Tracker, char: str) -> Scan:
+    """``<tool_call>{...}</tool_call>``; several objects in one pair of markers pass."""
+    return _objects(tracker, char, "</tool_call>")
+
+
+def _minimax(tracker: Tracker, char: str) -> Scan:
+    """``<tool_calls>`` and an object a line, up to ``</tool_calls>``."""
+    return _objects(tracker, char, "</tool_calls>")
+
+
+def _deepseek(tracker: Tracker, char: str) -> Scan:
+    """A section of calls, up to its end."""
+    return _section(tracker, char, _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
+
+
+def _deepseek_call(tracker: Tracker, char: str) -> Scan:
+    """``name<｜tool▁sep｜>{...}``, or the name behind a type, and then a block of JSON."""
+    name: list[str] = []
+    char = yield from _name(tracker, char, name)
+    char = yield from _expect(tracker, char, "<｜tool▁sep｜>")
+    char = yield from space(char, tracker.hold)
+    block = char != "{"
+    if block:
+        name.clear()
+        char = yield from _name(tracker, char, name)
+        char = yield from space(char, tracker.hold)
+        char = yield from _expect(tracker, char, "```json")
+        char = yield from space(char, tracker.hold)
+    char = yield from _named(tracker, char, "".join(name))
+    char = yield from space(char, tracker.hold)
+    if block:
+        char = yield from _expect(tracker, char, "```")
+        char = yield from space(char, tracker.hold)
+    return (yield from _expect(tracker, char, "<｜tool▁call▁end｜>"))
+
+
+def _kimi(tracker: Tracker, char: str) -> Scan:
+    """A section of calls, up to its end."""
+    return _section(tracker, char, _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
+
+
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _kimi_call(tracker: Tracker, char: str) -> Scan:
+    """``functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``; the id is what the template writes."""
+    written: list[str] = []
+    char = yield from space(char, tracker.hold)
+    char = yield from _name(tracker, char, written)
+    char = yield from space(char, tracker.hold)
+    char = yield from _expect(tracker, char, "<|tool_call_argument_begin|>")
+    char = yield from space(char, tracker.hold)
+    found = _KIMI_ID.fullmatch("".join(written))
+    char = yield from _named(tracker, char, found[1] if found else "", "".join(written))
+    char = yield from space(char, tracker.hold)
+    return (yield from _expect(tracker, char, "<|tool_call_end|>"))
+
+
+def _qwen3_coder(tracker: Tracker, char: str) -> Scan:
+    """``<function=name>`` and its parameters, in ``<tool_call>``."""
+    return _section(tracker, char, _qwen3_coder_call, _QWEN.open, "</tool_call>")
+
+
+def _qwen3_coder_call(tracker: Tracker, char: str) -> Scan:
+    return _tagged(tracker, char, _QWEN, _QWEN.close)
+
+
+def _glm(tracker: Tracker, char: str) -> Scan:
+    """``name`` and its arguments, each with a tag for its key and one for its value."""
+    return _tagged(tracker, char, TAGS[ToolFormat.GLM], "</tool_call>")
+
+
+def _minimax_m2(tracker: Tracker, char: str) -> Scan:
+    """``<invoke name="name">`` and its parameters, several in ``<minimax:tool_call>``."""
+    return _section(tracker, char, _minimax_m2_call, _MINIMAX.open, "</minimax:tool_call>")
+
+
+def _minimax_m2_call(tracker: Tracker, char: str) -> Scan:
+    return _tagged(tracker, char, _MINIMAX, _MINIMAX.close)
+
+
+def _llama4_marked(tracker: Tracker, char: str) -> Scan:
+    """Objects in ``<|python_start|>`` and ``<|python_end|>``."""
+    return _objects(tracker, char, "<|python_end|>")
 
 
 def _llama3(tracker: Tracker, char: str) -> Scan:
@@ -474,6 +679,7 @@ def _python_string(tracker: Tracker, char: str, source: list[str]) -> Scan:
     return (yield)
 
 
+_QWEN, _MINIMAX = TAGS[ToolFormat.QWEN3_CODER], TAGS[ToolFormat.MINIMAX_M2]
 _LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
 
 READERS: Mapping[ToolFormat, Reader] = {
@@ -482,4 +688,12 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.LLAMA3_FUNCTION: _LLAMA3,
     ToolFormat.MISTRAL: Reader({"[TOOL_CALLS]": _mistral}),
     ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}),
+    ToolFormat.LLAMA4: Reader({"<|python_start|>": _llama4_marked}, bare={"{": _llama3}),
+    ToolFormat.DEEPSEEK_V3: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
+    ToolFormat.DEEPSEEK_V31: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
+    ToolFormat.KIMI_K2: Reader({"<|tool_calls_section_begin|>": _kimi}),
+    ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}),
+    ToolFormat.GLM: Reader({"<tool_call>": _glm}),
+    ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
+    ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}),
 }

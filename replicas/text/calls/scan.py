@@ -212,8 +212,13 @@ def space(char: str, put: Callable[[str], None]) -> Scan:
 
 def whole_object(text: str) -> str | None:
     """`text` as valid JSON, where it is one object and nothing else."""
+    return whole_value(text) if text.lstrip("".join(SPACE)).startswith("{") else None
+
+
+def whole_value(text: str) -> str | None:
+    """`text` as valid JSON, where it is one value and nothing else but white space around it."""
     valid: list[str] = []
-    scan = _object_alone(text[:1], lambda _, sent: valid.append(sent))
+    scan = _alone(text[:1], lambda _, sent: valid.append(sent))
     try:
         next(scan)
         for char in (*text[1:], ""):
@@ -225,10 +230,8 @@ def whole_object(text: str) -> str | None:
     return "".join(valid)
 
 
-def _object_alone(char: str, put: Put) -> Scan:
+def _alone(char: str, put: Put) -> Scan:
     char = yield from space(char, lambda _: None)
-    if char != "{":
-        raise NotACallError(char)
     char = yield from json_value(char, put)
     char = yield from space(char, lambda _: None)
     if char:

@@ -10,6 +10,7 @@ Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they 
   nothing of it is sent.
 - A call that was sent stays one, and no character of it is text. Where its JSON breaks, its arguments stay unfinished,
   it is never in `calls`, and what follows is text. Where the reply ends in it (cut by `max_tokens`), that is all.
+- Where calls are guaranteed a marker is never text: a call that is cut before it could be sent is left out.
 - White space between calls, and one line end before the first, are markup: chat templates write them again.
 - After a closed call another one may begin within a grace of white space. Any other text asks for the end of
   the reply (`stopped`) and is dropped. With `parallel` False the first closed call does.
@@ -17,9 +18,9 @@ Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they 
 Not here: which text is a call (`readers`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
 from holdfast.replicas.text.calls.scan import NotACallError
@@ -31,13 +32,17 @@ Delta: TypeAlias = TextDelta | ToolCallDelta
 class CallLimits:
     """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
 
-    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped.
+    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped. `guaranteed`:
+    what a marker begins is a call, so one that is cut before it is sent is nothing, and no text. `schemas`: of the
+    tools' arguments, for formats that do not tell a text from a number.
     """
 
     declared: frozenset[str]
     parallel: bool
     early_stop: bool
     grace: int
+    guaranteed: bool = False
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ class OpenCall:
     complete: bool = False  # the arguments have closed
     call_id: str = ""
     sent: bool = False
+    written_id: str = ""  # the id that the model gave it
 
 
 class Tracker:
@@ -79,6 +85,7 @@ class Tracker:
         self._opened = 0  # where it began
         self._limits = limits
         self._call_id = call_id
+        self._ids: set[str] = set()  # of the calls that were sent
         self._held: list[str] = []
         self._held_from = 0
         self._gap = ""
@@ -125,10 +132,19 @@ class Tracker:
         """What is held, and what follows, may be a call, and not only what stands between calls."""
         self.call.begun = True
 
-    def name_call(self, name: str) -> None:
-        """The call's name is known."""
+    def markup(self, text: str) -> None:
+        """Text of a call that is none of its arguments; once the call is sent it is nothing."""
+        if not self.call.sent:
+            self.hold(text)
+
+    def parameters(self) -> Mapping[str, Any]:
+        """The schema of the arguments of the call being read."""
+        return self._limits.schemas.get(self.call.name or "", {})
+
+    def name_call(self, name: str, written_id: str = "") -> None:
+        """The call's name is known; `written_id` where the model gave it an id."""
         call = self.call
-        call.name = name
+        call.name, call.written_id = name, written_id
         if name in self._limits.declared:
             if call.complete:
                 self._send_call()
@@ -179,6 +195,7 @@ class Tracker:
 
     def end_markup(self) -> None:
         """What is held ends closed calls; where there were none it is text."""
+        self.call = OpenCall()
         if self._after_call:
             self._held.clear()
         else:
@@ -189,7 +206,8 @@ class Tracker:
         if found.undecided:
             self.hold(found.undecided)
         ended = not found.unread
-        if ended and (self.call.sent or (self._after_call and not self.call.begun)):
+        cut = self._limits.guaranteed and (self.opener or self._after_call)
+        if ended and (cut or self.call.sent or (self._after_call and not self.call.begun)):
             self._held.clear()
         if self.call.sent and self.call.complete:
             self._count_call()
@@ -209,7 +227,9 @@ class Tracker:
             self.deltas.append(TextDelta(before))
         self._gap, self._said, self._after_call = "", False, False
         call.sent = True
-        call.call_id = self._call_id(self.n_sent)
+        known = call.written_id in self._ids or not call.written_id
+        call.call_id = self._call_id(self.n_sent) if known else call.written_id
+        self._ids.add(call.call_id)
         self.deltas.append(ToolCallDelta(self.n_sent, call.call_id, call.name, "".join(call.arguments)))
         self.n_sent += 1
         self._held.clear()

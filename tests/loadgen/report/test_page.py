@@ -2,6 +2,7 @@
 
 import json
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -143,3 +144,30 @@ def test_one_server_alone_has_no_ratios(content: dict, tmp_path: Path) -> None:
 def test_what_is_no_comparison_is_refused(wrong: object) -> None:
     with pytest.raises(ConfigError, match="rows"):
         render(wrong)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.9, 1.1), (0.3, 3.0), (0.01, 8.0), (1e-3, 500.0), (0.5, 60.0), (1e-5, 1e4)]
+)
+def test_ticks_of_the_overview_stand_side_by_side(low: float, high: float) -> None:
+    """Drawn, and measured: no label touches the next one."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from holdfast.loadgen.report import plots
+    from holdfast.loadgen.report.style import STYLE, WIDTH
+
+    with rc_context(STYLE):
+        figure = Figure((WIDTH, 2), layout="constrained")
+        panels = figure.subplots(1, len(plots.RATIOS), sharex=True, sharey=True)
+        for axes in panels:
+            axes.plot([low, high], [0, 1])
+        panels[0].set_yticks([0, 1], ["concurrency-of-many", "burst"])
+        plots._ratio_axis(panels[0])
+        FigureCanvasAgg(figure).draw()
+        for axes in panels:
+            boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+            assert len(boxes) >= 2
+            assert all(left.x1 + 4 < right.x0 for left, right in pairwise(boxes))
+        assert "1×" in [label.get_text() for label in panels[0].get_xticklabels()]

@@ -4,6 +4,7 @@ One that takes long holds up its own tenant and nobody else, and no one for ever
 """
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -329,6 +330,30 @@ def test_a_tenant_has_one_thread_at_most(slow: Slow) -> None:
 
     slow.runs(scenario)
     assert slow.compiler.compiled == 7
+
+
+def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "_SLOW_S", 0.01)
+
+    async def scenario(slow: Slow) -> None:
+        threads = CompilerThreads()
+        hostile = [asyncio.create_task(slow.run(threads, f"slow {scope}", scope)) for scope in "abcde"]
+        for _ in hostile:
+            await begun(slow)
+        compilers = [each for each in threading.enumerate() if each.name == compiling._NAME]
+        assert max(os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in compilers) == 19
+        again = [asyncio.create_task(slow.run(threads, f"slow {scope}, again", scope)) for scope in "abcde"]
+        for scope in "fgh":
+            assert not (await slow.run(threads, f"other {scope}", scope)).failed
+        assert not slow.begun.acquire(blocking=False), "one thread of each tenant, as before"
+        slow.release.set()
+        await asyncio.gather(*hostile, *again)
+        while threads._n_slow:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.001)
+
+    slow.runs(scenario)
 
 
 def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:

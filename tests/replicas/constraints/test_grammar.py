@@ -5,20 +5,19 @@ In every format, with several tokenizers, by random walks.
 
 import json
 import random
-from functools import cache
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
+from call_grammars import FORMATS, WEATHER, allowed, compiler, read, rule, validator, vocabulary
+from call_texts import call_texts
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule, declared_rule, reply_rule
-from holdfast.replicas.constraints.guidance import Vocabulary
+from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, reply_rule
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.requests import ChatPrompt, JsonOutput, TextDelta
-from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.requests import ChatPrompt, JsonOutput
+from holdfast.replicas.text.calls.formats import ToolFormat
 
 USER = [{"role": "user", "content": "hi"}]
 GOOD = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -35,7 +34,18 @@ def asks(**fields: Any) -> ReplyRule | None:
 def test_what_a_request_asks_for() -> None:
     tools = [tool("f"), tool("g", strict=True)]
     assert asks() is None
-    assert asks(tools=tools[:1]) is None
+    assert reply_rule(ChatPrompt(USER, tools[:1]), "off") is None
+    assert reply_rule(ChatPrompt(USER, tools), "schema", writes_calls=False) is None
+    free = asks(tools=tools[:1])
+    assert free is not None
+    assert (free.in_text, free.strict, free.tools[0].arguments.content["properties"]) == (
+        True,
+        False,
+        GOOD["properties"],
+    )
+    named = reply_rule(ChatPrompt(USER, tools), "names")
+    assert named is not None
+    assert [tool.arguments.content == ANY_OBJECT for tool in named.tools] == [True, False], "a strict one is followed"
     assert asks(tools=tools, tool_choice="none") is None
     required = asks(tools=tools, tool_choice="required")
     assert required is not None
@@ -55,7 +65,8 @@ def test_what_a_request_asks_for() -> None:
 
 
 def test_parameters_that_list_their_properties_are_closed() -> None:
-    rule = declared_rule(ChatPrompt(USER, [tool("f"), tool("g", None), tool("h", {"type": "object"})]))
+    rule = asks(tools=[tool("f"), tool("g", None), tool("h", {"type": "object"})])
+    assert rule is not None
     assert [t.arguments.content.get("additionalProperties") for t in rule.tools] == [False, False, None]
 
 
@@ -67,54 +78,6 @@ def test_equal_rules_have_equal_keys() -> None:
     )
     assert same
     assert ReplyRule((ToolRule("f", schema),), "auto").key != ReplyRule((ToolRule("f", schema),), "required").key
-
-
-FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
-
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 6},
-        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
-        "unit": {"enum": ["°C", "°F", '"', "<tool_call>"]},
-        "deep": {
-            "type": "object",
-            "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-        "from": {"type": "number"},
-        "class": {"type": "string", "maxLength": 2},
-        "ﬁle": {"const": None},
-    },
-    "$defs": {"day": {"type": "integer", "minimum": -20, "maximum": 31}},
-    "required": ["unit", "city"],
-    "additionalProperties": False,
-}
-NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-SCHEMAS = {"get_weather": WEATHER, "get-time": NOTHING, "f": {**WEATHER, "required": ["days"]}}
-
-
-def rule(**options: Any) -> ReplyRule:
-    tools = tuple(ToolRule(name, Schema(schema, True, name)) for name, schema in SCHEMAS.items())
-    return ReplyRule(tools, **options)
-
-
-def compiler(tokenizer: Any, format: ToolFormat) -> Compiler:
-    markers = {token for text, token in tokenizer.get_vocab().items() if text in MARKERS[format]}
-    control = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special) - markers
-    return Compiler(lambda: Vocabulary(tokenizer, control, frozenset({tokenizer.eos_token_id})), format, 8)
-
-
-def vocabulary(made: Compiler) -> Vocabulary:
-    return made._vocabulary
-
-
-def allowed(matcher: Matcher) -> list[int]:
-    bits = np.empty((1, matcher.words), np.int32)
-    matcher.fill((), bits)
-    found: list[int] = np.unpackbits(bits.view(np.uint8), bitorder="little").nonzero()[0].tolist()
-    return found
 
 
 def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 300) -> bytes:
@@ -136,18 +99,6 @@ def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 300) -> 
         if matcher.finished:
             return text
     return text
-
-
-def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(format, frozenset(SCHEMAS), True, str)
-    deltas = [*parser.feed(text), *parser.finish()]
-    prose = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-    return prose, [(call.name, call.arguments) for call in parser.calls]
-
-
-@cache
-def validator(name: str) -> Draft202012Validator:
-    return Draft202012Validator(SCHEMAS[name])
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -187,29 +138,18 @@ def test_json_replies_follow_their_schema(strict: bool, tokenizers: list[Any]) -
 
 def written(format: ToolFormat, arguments: dict[str, Any], name: str = "f") -> str:
     """A call as the format's chat template writes it."""
-    body = json.dumps(arguments, ensure_ascii=False)
-    match format:
-        case ToolFormat.HERMES:
-            return f'<tool_call>\n{{"name": "{name}", "arguments": {body}}}\n</tool_call>'
-        case ToolFormat.LLAMA3:
-            return f'<|python_tag|>{{"name": "{name}", "parameters": {body}}}'
-        case ToolFormat.LLAMA3_FUNCTION:
-            return f"<function={name}>{body}</function>"
-        case ToolFormat.MISTRAL:
-            return f'[TOOL_CALLS][{{"name": "{name}", "arguments": {body}}}]'
-        case _:
-            keywords = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
-            return f"<|python_start|>[{name}({keywords})]<|python_end|>"
+    if format is ToolFormat.PYTHONIC:
+        keywords = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        return f"<|python_start|>[{name}({keywords})]<|python_end|>"
+    marked = format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4)
+    (text,) = call_texts(format, [(name, arguments)], partial(json.dumps, ensure_ascii=False), int(marked))
+    return text
 
 
 def accepted(made: Compiler, text: str) -> bool:
     """Whether the whole of `text` may be a reply."""
     matcher = made.matcher(rule(calls="auto"))
-    for token in vocabulary(made).encode(text):
-        if token not in allowed(matcher):
-            return False
-        matcher.advance(token)
-    return matcher.finished or vocabulary(made).eos[0] in allowed(matcher)
+    return all(map(matcher.advance, [*vocabulary(made).encode(text), vocabulary(made).eos[0]]))
 
 
 PROSE = ["", "Hello, wörld.\n\nI look: ", "日本 <tool [TOOL 1 < 2 "]
@@ -226,36 +166,45 @@ def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[A
             assert not accepted(made, prose + written(format, {"days": [1, "2"]}))
             assert not accepted(made, prose + written(format, {"days": []}, "rm")), "not declared"
             assert not accepted(made, prose + written(format, {"days": []})[:-3]), "not closed"
-            assert not accepted(made, prose + written(format, {"days": []}) + " and so on")
+            assert accepted(made, prose + written(format, {"days": []}) + " and so on"), "which the reader leaves out"
 
 
-def test_bare_calls_are_calls(llama3_like: Any) -> None:
-    made = compiler(llama3_like, ToolFormat.LLAMA3)
-    encode = vocabulary(made).encode
-    matcher = made.matcher(rule(calls="auto"))
-    good = encode('{"name": "f", "parameters": {"days": [1]}}; {"name": "get-time", "parameters": {}}')
-    assert matcher.accepts(good) == len(good)
-    other = encode('{"answer": 1}')
-    assert matcher.accepts(other) < len(other)
+BARE = {
+    ToolFormat.LLAMA3: ('{"name": "f", "parameters": {"days": [1]}}', '{"name": "f", "parameters": {"days": "1"}}'),
+    ToolFormat.PYTHONIC: ("[f(days=[1])]", '[f(days="1")]'),
+}
 
 
-@pytest.mark.parametrize("format", [ToolFormat.LLAMA3, ToolFormat.LLAMA3_FUNCTION, ToolFormat.PYTHONIC])
-def test_white_space_may_stand_before_bare_calls_as_before_text(format: ToolFormat, tokenizers: list[Any]) -> None:
-    """A model that has thought begins its answer with it."""
-    if format is ToolFormat.PYTHONIC:
-        call, broken = "[f(days=[1])]", ('[f(days="1")]', "[rm()]", "[")
-    else:
-        call, broken = '{"name": "f", "parameters": {"days": [1]}}', ('{"name": "rm", "parameters": {}}', "{")
+@pytest.mark.parametrize("format", BARE)
+def test_a_bare_call_begins_with_a_declared_name_and_its_arguments(format: ToolFormat, tokenizers: list[Any]) -> None:
+    call, broken = BARE[format]
     for tokenizer in tokenizers:
         made = compiler(tokenizer, format)
-        for space in ("", "\n", "\n\n", " ", "\r\n \t\n", "\n" * 40):
+        for space in ("", "\n\n", "\r\n \t\n", "\n" * 40):
             assert accepted(made, space + call), space
             assert read(format, space + call)[1] == [("f", '{"days": [1]}')]
-            assert accepted(made, space)
-            assert accepted(made, space + "Hello, wörld.\n[1] {2}")
-            assert accepted(made, space + written(format, {"days": []}))
-            assert not any(accepted(made, space + wrong) for wrong in broken), space
-            assert not accepted(made, space + call + " and so on")
+            assert not accepted(made, space + broken), space
+            assert not accepted(made, space + call[:-3]), space
+            for text in (
+                "Hello, wörld.\n[1] {2}",
+                '{"name": "Alice", "age": 7}',
+                "[1] says so",
+                '{"answer": 1}',
+                "{",
+                "[",
+            ):
+                assert accepted(made, space + text), "an answer"
+
+
+def test_a_bare_call_in_another_style_and_a_second_one_are_held_to_their_schemas(llama3_like: Any) -> None:
+    made = compiler(llama3_like, ToolFormat.LLAMA3)
+    for frame in ('{"type": "function", "name": "f", "parameters": ', '{\n"name":"f","arguments": '):
+        assert accepted(made, frame + '{"days": [1]}}')
+        assert not accepted(made, frame + '{"days": [true]}}')
+    first = '{"name": "get-time", "parameters": {}}'
+    assert accepted(made, first + BARE[ToolFormat.LLAMA3][0])
+    assert not accepted(made, first + "\n" + BARE[ToolFormat.LLAMA3][1])
+    assert not accepted(made, first + "; " + BARE[ToolFormat.LLAMA3][1])
 
 
 def test_json_or_calls_where_both_are_asked_for(qwen_like: Any) -> None:

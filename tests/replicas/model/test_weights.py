@@ -1,7 +1,9 @@
 """Loading checkpoints from folders: what is read, and each way it can fail, as an error that names the field."""
 
 import json
+import os
 import shutil
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -163,6 +165,35 @@ def test_damaged_or_missing_files_are_refused(folder):
         assert refusal(folder).field == "model"
     (folder / "config.json").write_text("{")
     assert refusal(folder).field == "model"
+
+
+def test_a_checkpoints_own_code_is_never_run(folder, tmp_path):
+    """Of none of the three that may bring some: configuration, model, tokenizer."""
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "own.Own")
+    edit_config(folder, auto_map=own)
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    changed = told | {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(changed))
+    for decoder in ("own", "transformers"):
+        with suppress(ConfigError):  # of a kind that transformers knows, its own code is taken
+            load_runner(config_of(folder, decoder=decoder))
+    edit_config(folder, model_type="own")
+    assert refusal(folder).field == "model"
+    assert not ran.exists()
+
+
+def test_pickled_weights_are_not_read(folder):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(folder / "ran"),)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Runs()}, folder / "pytorch_model.bin")
+    for decoder in ("auto", "transformers"):
+        assert refusal(folder, decoder=decoder).field == "model"
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ class Fixed:
 
     def __init__(self, *forces: int, failed: bool = False) -> None:
         self.forces, self.failed, self.finished, self.words = list(forces), failed, False, 1
+        self.binding = True
 
     def forced(self) -> list[int]:
         return list(self.forces)
@@ -25,8 +26,8 @@ class Fixed:
                 return n
         return len(tokens)
 
-    def advance(self, token: int) -> None:
-        pass
+    def advance(self, token: int) -> bool:
+        return True
 
 
 def sequence_of(matcher, max_tokens: int = 10) -> Sequence:

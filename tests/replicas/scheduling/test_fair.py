@@ -140,17 +140,40 @@ def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=12))
-def test_a_tenant_alone_is_served_as_by_program(arrivals):
+def test_programs_of_one_tenant_that_each_ask_once_are_served_as_by_program(arrivals):
     orders = []
     for order in ("fair", "program"):
         world = World(order=order, max_sequences=2)
-        for program, tokens in arrivals:
-            name = f"{program} {len(world.ends)}"
-            world.submit(name, words(len(world.ends), 5), tokens, scope="a", program=str(program), began=1.0 + program)
+        for began, tokens in arrivals:
+            name = f"{began} {len(world.ends)}"
+            world.submit(name, words(len(world.ends), 5), tokens, scope="a", program=name, began=1.0 + began)
             world.step()
         world.run()
         orders.append([(name, world.end(name).timing.finished) for name in world.ends])
     assert orders[0] == orders[1]
+
+
+def test_a_program_that_opens_ten_flows_has_one_turn():
+    world = one_row()
+    world.submit("first", words(99, 4), 3, scope="a", program="first")
+    world.step()
+    for i in range(10):
+        world.submit(f"fork{i}", words(i, 4), 3, scope="a", program=f"sub{i}", began=1.0, root="parent")
+    for i in range(3):
+        world.submit(f"other{i}", words(20 + i, 4), 3, scope="a", program=f"other{i}", began=9.0 + i)
+    world.run()
+    assert finished(world)[:5] == ["first", "fork0", "other0", "other1", "other2"]
+
+
+def test_a_program_that_had_a_quantum_more_lets_the_others_of_its_tenant_go_first():
+    world = one_row()
+    for turn in range(3):
+        world.submit(f"old{turn}", words(turn, 4), 60, scope="a", program="old", began=0.001, turns=turn)
+        world.submit(f"new{turn}", words(20 + turn, 4), 5, scope="a", program=f"new{turn}", began=50.0)
+        while not world.ends[f"old{turn}"]:
+            world.step()
+    order = finished(world)
+    assert order.index("new0") < order.index("old1") < order.index("old2")
 
 
 def test_the_tenant_served_longest_ago_is_forgotten_as_if_it_had_been_away():

@@ -18,7 +18,7 @@ tokens = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda ids: np
 @given(tokens, tokens, st.integers(0, 12))
 def test_rewritten_is_what_lies_behind_the_first_changed_token(before, prompt, n_cached):
     histories = Histories(100)
-    histories.remember(program("p"), before)
+    histories.remember(program("p"), "", before)
     common = next(
         (i for i, (a, b) in enumerate(zip(before, prompt, strict=False)) if a != b), min(len(before), len(prompt))
     )
@@ -32,7 +32,7 @@ def test_rewritten_is_what_lies_behind_the_first_changed_token(before, prompt, n
 def test_histories_are_bounded_and_forget_the_oldest(turns):
     histories, model = Histories(50), {}
     for name, n in turns:
-        histories.remember(program(name), np.zeros(n, np.int32))
+        histories.remember(program(name), "", np.zeros(n, np.int32))
         model.pop(name, None)
         model[name] = n
         while sum(model.values()) > 50:

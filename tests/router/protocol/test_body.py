@@ -107,6 +107,12 @@ def test_a_field_that_is_nested_too_deeply_is_named():
         ({"verbosity": "low"}, "verbosity"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x"}] * 8193}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 8193}]},
+            "messages.0.content",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": f"t{i}"}} for i in range(1025)]}, "tools"),
     ],
 )
 def test_the_field_that_is_wrong_is_named_by_its_path(change, field):

@@ -28,7 +28,7 @@ def replies(draw: st.DrawFn) -> tuple[ToolFormat, list[Part]]:
     format, parts = draw(st.sampled_from(FORMATS)), []
     for number in range(draw(st.integers(1, 3))):
         variant = draw(st.integers(0, 1))
-        bare = format in (ToolFormat.LLAMA3, ToolFormat.PYTHONIC) and not variant
+        bare = format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4, ToolFormat.PYTHONIC) and not variant
         if not bare and (number or draw(st.booleans())):
             parts.append(Part(draw(PROSE), call=False))
         elif bare and number:
@@ -49,6 +49,21 @@ def whole_parts(parts: list[Part], cut: int) -> tuple[list[Part], Part]:
         whole.append(part)
         cut -= len(part.text)
     return whole, Part("", call=False)
+
+
+# In these a call and the end of them all begin alike.
+OPENERS = {
+    ToolFormat.DEEPSEEK_V3: "<｜tool▁call▁begin｜>",
+    ToolFormat.DEEPSEEK_V31: "<｜tool▁call▁begin｜>",
+    ToolFormat.KIMI_K2: "<|tool_call_begin|>",
+    ToolFormat.MINIMAX_M2: '<invoke name="',
+}
+
+
+def separates(format: ToolFormat, text: str) -> bool:
+    """Whether nothing of a call is in `text`, which stands behind one."""
+    text, opener = text.strip(",; \n"), OPENERS.get(format, "")
+    return opener.startswith(text) and text != opener if opener else not text
 
 
 def prose_of(parts: list[Part], before_call: bool) -> str:
@@ -86,7 +101,7 @@ def test_what_is_not_whole_is_text_or_a_call_in_progress(
         assert name == calls[closed][0]
         assert calls[closed][1].startswith(arguments)
         assert len(sent) == closed + 1
-    elif partial.text.strip(",; ") or not (whole and whole[-1].call):
+    elif not separates(format, partial.text) or not (whole and whole[-1].call):
         assert said == prose_of(whole, before_call=False) + partial.text, "no call, and all of it is text as written"
     else:
         assert said == prose_of(whole, before_call=False), "what separates calls belongs to the closed one"

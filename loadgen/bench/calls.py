@@ -1,0 +1,563 @@
+"""What guaranteed calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--turns N] [--parts NAMES]``.
+
+- `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
+  and 128,000. Two of three begin a call, the others as the model likes. What must not be is counted: calls to
+  undeclared names, arguments outside their schemas, markup in the content, and text without a call that differs from
+  what the same turn says with no guarantee, token by token.
+- `time`: turns with calls in each format, with the guarantee and without, taking turns. The model writes what the
+  conversation has, whole calls; all else is as it is in service, drafts and forced tokens included.
+- `ready`: how long a new set of 200 tools takes until a reply may begin, and what others feel of it.
+- `whole`: tools and words that Pocket has never seen; how many greedy turns are whole calls, with and without.
+
+One process, no Ray and no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from holdfast.loadgen.bench.call_tasks import TASKS
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.replicas.config import EngineConfig, Guarantee
+from holdfast.replicas.constraints.compiler import CompilerThreads
+from holdfast.replicas.constraints.grammar import CallForm, forms_of
+from holdfast.replicas.constraints.matcher import Bits, Matcher
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, TextDelta
+from holdfast.replicas.scheduling.plan import Drawn, Runner, StepOutput, StepPlan
+from holdfast.replicas.service import Service
+from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
+from holdfast.replicas.text.conversation import Encoded, TextSide
+
+FORMATS = tuple(each for each in ToolFormat if each is not ToolFormat.NONE)
+PARTS = ("law", "time", "ready", "whole")
+VOCABULARIES = (1536, 128_000)
+_CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
+_MAX_TOKENS = 96
+_BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
+
+
+def _schema(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)[:1], "additionalProperties": False}
+
+
+def _tool(name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+_TEXT = {"type": "string", "maxLength": 12}
+LAW_TOOLS = (
+    _tool("get_weather", _schema(city=_TEXT, days={"type": "integer", "minimum": 1, "maximum": 14})),
+    _tool("get_time", _schema()),
+    _tool("search", _schema(query=_TEXT, kind={"enum": ["news", "maps"]}, deep={"type": "boolean"})),
+    _tool("plan", _schema(steps={"type": "array", "items": _TEXT, "maxItems": 2}, where=_schema(room=_TEXT))),
+)
+
+
+def valid(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether `value` is of `schema`, as far as the schemas of this benchmark go."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    kind = schema.get("type")
+    if kind == "object":
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(value, dict) or not value.keys() >= set(required) or not value.keys() <= properties.keys():
+            return False
+        return all(valid(each, properties[key]) for key, each in value.items())
+    if kind == "array":
+        fits = isinstance(value, list) and len(value) <= schema.get("maxItems", sys.maxsize)
+        return fits and all(valid(each, schema.get("items", {})) for each in value)
+    if kind == "string":
+        return isinstance(value, str) and len(value) <= schema.get("maxLength", sys.maxsize)
+    if kind in ("integer", "number"):
+        numbers: tuple[type, ...] = (int,) if kind == "integer" else (int, float)
+        fits = isinstance(value, numbers) and not isinstance(value, bool)
+        return fits and schema.get("minimum", value) <= value <= schema.get("maximum", value)
+    return isinstance(value, bool) if kind == "boolean" else True
+
+
+def is_whole(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a call names one of `tools` and has arguments of its schema."""
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    try:
+        return name in schemas and valid(json.loads(arguments), schemas[name])
+    except ValueError:
+        return False
+
+
+def written(form: CallForm, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Calls in `form`, as the model's template writes them."""
+    texts = []
+    for number, (name, arguments) in enumerate(calls):
+        if form.keywords:
+            body = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+        elif form.tags is None:
+            body = json.dumps(arguments, ensure_ascii=False)
+        else:
+            tags, line = form.tags, "\n" if form.tags.line else ""
+            values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+            body = "".join(f"\n{tags.key}{k}{tags.value}{line}{v}{line}{tags.end}" for k, v in values.items()) + "\n"
+        index = f":{number}" if form.number else ""
+        texts.append(f"{form.before}{name}{index}{form.middle}{body}{form.after}")
+    return form.opener + form.head + form.between.join(texts) + form.tail
+
+
+# ---- models ----
+
+
+def with_markers(tokenizer: Any, tool_format: ToolFormat, rows: int) -> Any:
+    """A copy of `tokenizer` to which the markers of a format are added as tokens, where a model has `rows` for them."""
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str()),
+        eos_token=tokenizer.eos_token,
+        chat_template=tokenizer.chat_template,
+    )
+    markers = [transformers.AddedToken(text, special=False) for text in sorted(MARKERS[tool_format])]
+    if len(made) + len(markers) <= rows:
+        made.add_tokens(markers)
+    return made
+
+
+def random_model(folder: Path, vocabulary: int) -> None:
+    """A small Llama that was never trained, with Pocket's tokens and made-up ones up to `vocabulary`."""
+    folder.mkdir(exist_ok=True)
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        (folder / name).write_bytes((WEIGHTS / name).read_bytes())
+    content = json.loads((WEIGHTS / "tokenizer.json").read_text())
+    rng, vocab = random.Random(vocabulary), content["model"]["vocab"]
+    words = [text for text in vocab if text.isascii()]
+    room = 64  # for the markers of a format
+    added = {each["content"]: each["id"] for each in content["added_tokens"]}
+    following = max([*vocab.values(), *added.values()]) + 1
+    while following < vocabulary - room:
+        text = "".join(rng.choices(words, k=rng.choice((2, 2, 3))))
+        if text not in vocab and text not in added:
+            vocab[text] = following
+            following += 1
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
+    torch.manual_seed(vocabulary)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary + room,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=8192,
+        eos_token_id=added.get("<|im_end|>", 2),
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.25)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+
+
+class Begun:
+    """`constraints.matcher.Matcher` of a reply that begins with `prefix`, whatever follows: then `inner` says."""
+
+    def __init__(self, prefix: Sequence[int], inner: Matcher | None, vocabulary: int, at: int = 0) -> None:
+        self._prefix, self._inner, self._vocabulary, self._at = prefix, inner, vocabulary, at
+
+    @property
+    def words(self) -> int:
+        return self._inner.words if self._inner is not None else -(-self._vocabulary // 32)
+
+    @property
+    def binding(self) -> bool:
+        return self._at < len(self._prefix) or (self._inner is not None and self._inner.binding)
+
+    @property
+    def finished(self) -> bool:
+        return self._at >= len(self._prefix) and self._inner is not None and self._inner.finished
+
+    @property
+    def failed(self) -> bool:
+        return self._inner is not None and self._inner.failed
+
+    def copy(self) -> Begun:
+        inner = self._inner.copy() if self._inner is not None else None
+        return Begun(self._prefix, inner, self._vocabulary, self._at)
+
+    def advance(self, token: int) -> bool:
+        self._at += 1
+        stands = self._inner is None or self._inner.advance(token)
+        self._at -= not stands
+        return stands
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        rest = list(self._prefix[self._at :])
+        same = next((i for i, (a, b) in enumerate(zip(tokens, rest, strict=False)) if a != b), None)
+        if same is not None or len(tokens) <= len(rest):
+            return len(tokens) if same is None else same
+        ahead = self.copy()
+        return next((i for i, token in enumerate(tokens) if not ahead.advance(token)), len(tokens))
+
+    def forced(self) -> list[int]:
+        if self._at < len(self._prefix):
+            return list(self._prefix[self._at :])
+        return self._inner.forced() if self._inner is not None else []
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        ahead = self.copy()
+        for row in range(len(drafts) + 1):
+            out[row] = -1
+            if ahead._at < len(ahead._prefix):
+                token = ahead._prefix[ahead._at]
+                out[row] = 0
+                out.view(np.uint32)[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
+            elif ahead._inner is not None and ahead._inner.binding:
+                ahead._inner.fill((), out[row : row + 1])
+            if row < len(drafts) and not ahead.advance(drafts[row]):
+                out[row + 1 :] = -1
+                return
+
+
+class Scripted:
+    """A `Runner` whose model is sure of what it says: after a prompt of `n_prompt` tokens, `script`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.n_prompt = 0
+        self.script: Sequence[int] = ()
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        output = self._runner.run(plan)
+        return replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn)))
+
+    def _drawn(self, chunk: Any, drawn: Drawn | None) -> Drawn | None:
+        if drawn is None or chunk.draw is None:
+            return None
+        drafts = chunk.tokens[len(chunk.tokens) - chunk.draw.drafts :].tolist()
+        at = chunk.start + len(chunk.tokens) - len(drafts) - self.n_prompt
+        follow = list(self.script[at : at + len(drafts) + 1])
+        right = next((i for i, (a, b) in enumerate(zip(drafts, follow, strict=False)) if a != b), len(follow) - 1)
+        return Drawn(tuple(follow[: right + 1]))
+
+
+class Recorded(TextSide):
+    """Keeps the tokens of every reply, by the program of its request. `begun` is what replies begin with."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.replies: dict[str, list[int]] = {}
+        self.begun: dict[str, list[int]] = {}
+        remember = self.cache.remember
+
+        def recorded(text: str, ids: Any, mark: str = "", scope: str = "", program: str = "") -> None:
+            self.replies[program] = ids.tolist()
+            remember(text, ids, mark, scope, program)
+
+        self.cache.remember = recorded  # type: ignore[method-assign]
+
+    def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
+        found = super().after_thinking(request, encoded, matcher)
+        prefix = self.begun.get(request.request_id)
+        return Begun(prefix, found, self.vocabulary) if prefix else found
+
+
+@asynccontextmanager
+async def serving(
+    loaded: LoadedRunner, tool_format: ToolFormat, guarantee: Guarantee, runner: Runner | None = None
+) -> Any:
+    """A service over a loaded model whose calls are in `tool_format`."""
+    config = replace(loaded.config, tools_guarantee=guarantee)
+    engine = Engine(config, runner or loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
+    text = Recorded(
+        with_markers(loaded.tokenizer, tool_format, loaded.vocabulary), config, str(tool_format), loaded.eos
+    )
+    text.prepare()
+    service = Service(engine, text, ModelCard("model", config.context_length, text.vocabulary))
+    try:
+        yield service, text
+    finally:
+        await service.close()
+
+
+# ---- law ----
+
+
+@dataclass(slots=True)
+class Law:
+    """What sampled turns were like. All but the first four must be 0."""
+
+    turns: int = 0
+    begun: int = 0
+    calls: int = 0
+    cut: int = 0  # replies that ended by their length
+    undeclared: int = 0
+    outside: int = 0  # of the schema
+    markup: int = 0
+    changed: int = 0
+    compared: int = field(default=0)
+
+    @property
+    def holds(self) -> bool:
+        return not (self.undeclared or self.outside or self.markup or self.changed)
+
+
+async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: Law, seed: int = 0) -> None:
+    """`turns` sampled turns in one format, half of them greedy, into `found`."""
+    rng = random.Random(f"{tool_format}/{seed}")
+    sides = {}
+    names = {tool["function"]["name"] for tool in LAW_TOOLS}
+    markers = [*MARKERS[tool_format], "<tool_call", "<function=", "<invoke", '"parameters": ', '"arguments": ']
+    asks = []
+    forms = forms_of(tool_format, lambda _: True)
+    assert forms is not None
+    openers = [
+        form.until_arguments(rng.choice(sorted(names))) if not form.opener else form.opener for form in forms.all
+    ]
+    for index in range(turns):
+        begins = index % 3 != 2
+        opener = rng.choice(openers)
+        text = (rng.choice(_BEGUN) if opener in [form.opener for form in forms.triggered] else "") + opener
+        task = rng.choice(TASKS)
+        asks.append((text if begins else "", task, float(index % 2), f"{seed}.{index}"))
+    for guarantee in ("off", "schema"):
+        async with serving(loaded, tool_format, guarantee) as (service, text_side):
+            requests = []
+            for text, task, temperature, name in asks:
+                prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({name})"}], LAW_TOOLS)
+                sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=temperature)
+                requests.append(GenerateRequest(name, prompt, sampling, program_id=name))
+                if text:
+                    text_side.begun[name] = list(text_side.tokenizer.encode(text, add_special_tokens=False))
+            answers = await asyncio.gather(*map(service.generate, requests))
+            sides[guarantee] = (answers, text_side.replies)
+    for (text, _, _, name), off, on in zip(asks, sides["off"][0], sides["schema"][0], strict=True):
+        if not (isinstance(off, Answer) and isinstance(on, Answer)):
+            raise RuntimeError(f"{name}: {off} {on}")
+        found.turns += 1
+        found.begun += bool(text)
+        found.calls += len(on.tool_calls)
+        found.cut += on.reason == "length"
+        for call in on.tool_calls:
+            if call.name not in names:
+                found.undeclared += 1
+            elif call.closed and not is_whole(call.name, call.arguments, LAW_TOOLS):
+                found.outside += 1
+        found.markup += any(marker in (on.text or "") for marker in markers) and bool(text)
+        # A model that has drawn an opener by itself has begun a call, though it may be cut before anything is sent.
+        drawn = text_side.tokenizer.decode(sides["off"][1][name])
+        opened = any(form.opener and form.opener in drawn for form in forms.all)
+        if not (text or opened or on.tool_calls or off.tool_calls):
+            found.compared += 1
+            found.changed += sides["off"][1][name] != sides["schema"][1][name]
+
+
+async def run_law(turns: int) -> Law:
+    """The law over all models and formats."""
+    found = Law()
+    with TemporaryDirectory() as folder:
+        models: list[tuple[str, str]] = [("pocket", "pocket")]
+        for vocabulary in VOCABULARIES:
+            path = Path(folder, str(vocabulary))
+            random_model(path, vocabulary)
+            models.append((f"random, {vocabulary:,} tokens", str(path)))
+        each = -(-turns // (len(models) * len(FORMATS)))
+        for label, model in models:
+            loaded = load_runner(replace(_CONFIG, model=model))
+            for tool_format in FORMATS:
+                one = Law()
+                await law(loaded, tool_format, each, one)
+                print(f"{label:24} {tool_format:16} {_told(one)}", flush=True)
+                for name in Law.__slots__:
+                    setattr(found, name, getattr(found, name) + getattr(one, name))
+            del loaded
+    print(f"{'all':24} {'':16} {_told(found)}")
+    return found
+
+
+def _told(law: Law) -> str:
+    return (
+        f"{law.turns} turns, {law.begun} that begin a call, {law.calls} calls, {law.cut} cut; "
+        f"undeclared {law.undeclared}, outside the schema {law.outside}, markup {law.markup}, "
+        f"changed {law.changed} of {law.compared} without a call"
+    )
+
+
+# ---- time ----
+
+
+async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[ToolFormat, float]:
+    """Turns with the guarantee over those without, for each format: the median of pairs."""
+    ratios = {}
+    for tool_format in tool_formats:
+        pairs = []
+        forms = forms_of(tool_format, lambda _: True)
+        assert forms is not None
+        runners = [load_runner(_CONFIG) for _ in range(2)]
+        scripts = [Scripted(loaded.runner) for loaded in runners]
+        async with (
+            serving(runners[0], tool_format, "off", scripts[0]) as off,
+            serving(runners[1], tool_format, "schema", scripts[1]) as on,
+        ):
+            for number in range(-2, rounds):  # two to warm up
+                task = TASKS[number % len(TASKS)]
+                spent = {}
+                for side in (0, 1) if number % 2 else (1, 0):
+                    service, text = (off, on)[side]
+                    prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], task.tools)
+                    request = GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256))
+                    said = f"I look that up.\n{written(forms.triggered[0], [task.expected])}"
+                    ids = text.tokenizer.encode(said, add_special_tokens=False)
+                    scripts[side].n_prompt = len(text.encode(prompt).tokens)
+                    scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
+                    began = time.perf_counter()
+                    answer = await service.generate(request)
+                    spent[side] = time.perf_counter() - began
+                    if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
+                        raise RuntimeError(f"{tool_format}: {answer}")
+                if number >= 0:
+                    pairs.append(spent[1] / spent[0])
+            refused = on[0].engine.stats.refused
+        ratios[tool_format] = median(pairs)
+        low, high = np.percentile(
+            [median(random.Random(i).choices(pairs, k=len(pairs))) for i in range(400)], (2.5, 97.5)
+        )
+        told = f"{ratios[tool_format] - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
+        print(f"{tool_format:16} {told} on a turn's time, {len(pairs)} pairs; {refused} tokens refused", flush=True)
+    return ratios
+
+
+# ---- ready ----
+
+
+def many_tools(number: int, properties: int, seed: int) -> list[dict[str, Any]]:
+    """Tools as a server of tools declares them, all different."""
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "description": "What it is about. " * 4},
+        {"type": "integer", "minimum": 1, "maximum": 500},
+        {"enum": ["open", "closed", "all"]},
+        {"type": "array", "items": {"type": "string"}, "maxItems": 10},
+        {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}, "required": ["a"]},
+        {"type": "string", "format": "date-time"},
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "boolean"},
+    ]
+    tools = []
+    for index in range(number):
+        rng = random.Random(f"{seed}/{index}")
+        given = {f"{rng.choice('abcdefgh')}_{i}": rng.choice(kinds) for i in range(properties)}
+        schema = {"type": "object", "properties": given, "required": list(given)[:2]}
+        tools.append(_tool(f"tool_{seed}_{index}", schema))
+    return tools
+
+
+async def run_ready(rounds: int = 5) -> None:
+    """Seconds from a request with new tools to its grammar, and the longest gap in another stream meanwhile."""
+    with TemporaryDirectory() as folder:
+        random_model(Path(folder), VOCABULARIES[1])
+        loaded = load_runner(replace(_CONFIG, model=folder))
+        numbers = count()
+        async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
+            threads = CompilerThreads()
+            for properties in (4, 10):
+                for choice in ("required", "auto"):
+                    taken, gaps, quiet = [], [], []
+                    for _ in range(rounds):
+                        prompt = _asking(many_tools(200, properties, next(numbers)), choice)
+                        stream = asyncio.create_task(_gaps(service, f"stream-{next(numbers)}"))
+                        await asyncio.sleep(0.5)
+                        began = time.perf_counter()
+                        await threads.run(partial(text.constraints, prompt))
+                        ended = time.perf_counter()
+                        taken.append(ended - began)
+                        tokens = await stream
+                        inside = [b - a for a, b in pairwise(tokens) if a < ended and b > began]
+                        gaps.append(max(inside, default=0.0))
+                        outside = [b - a for a, b in pairwise(tokens) if b < began]
+                        quiet.append(max(outside, default=0.0))
+                    print(
+                        f"200 tools of {properties} arguments, {choice}: ready in {median(taken) * 1e3:.0f} ms "
+                        f"(at most {max(taken) * 1e3:.0f}); a stream's longest gap {median(gaps) * 1e3:.1f} ms "
+                        f"meanwhile, {median(quiet) * 1e3:.1f} ms before",
+                        flush=True,
+                    )
+
+
+def _asking(tools: Sequence[Mapping[str, Any]], choice: Any) -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": "Go."}], tools, choice)
+
+
+async def _gaps(service: Service, name: str) -> list[float]:
+    """When the pieces of a long reply came."""
+    sampling = Sampling(max_tokens=1200, temperature=1.0, ignore_eos=True)
+    request = GenerateRequest(name, ChatPrompt([{"role": "user", "content": name}]), sampling)
+    async with aclosing(service.stream(request)) as stream:
+        return [time.perf_counter() async for pieces in stream if any(isinstance(each, TextDelta) for each in pieces)]
+
+
+# ---- whole ----
+
+
+async def run_whole() -> dict[Guarantee, float]:
+    """The share of whole ones among the turns that begin a call: greedy ones, and three drawn at temperature 1."""
+    loaded, shares = load_runner(_CONFIG), dict[Guarantee, float]()
+    settings = [Sampling(max_tokens=256), *(Sampling(256, temperature=1.0, seed=seed) for seed in range(3))]
+    guarantees: tuple[Guarantee, ...] = ("off", "names", "schema")
+    for guarantee in guarantees:
+        async with serving(loaded, ToolFormat.HERMES, guarantee) as (service, _):
+            begun = whole = right = cut = 0
+            for number, (task, sampling) in enumerate((task, each) for each in settings for task in TASKS):
+                prompt = ChatPrompt([{"role": "user", "content": task.ask}], task.tools)
+                answer = await service.generate(GenerateRequest(str(number), prompt, sampling))
+                assert isinstance(answer, Answer), answer
+                begun += bool(answer.tool_calls) or "<tool_call>" in (answer.text or "")
+                good = [is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
+                whole += bool(good) and all(good)
+                right += bool(good) and all(good) and answer.tool_calls[0].name == task.expected[0]
+                cut += answer.reason == "length"
+        shares[guarantee] = whole / begun
+        told = f"{guarantee:8} {len(settings) * len(TASKS)} turns, {begun} begin a call, {whole} of them whole"
+        print(f"{told} ({shares[guarantee]:.0%}), {right} with the right tool; {cut} cut", flush=True)
+    return shares
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what holds and what it costs; 1 where the law does not hold."""
+    parser = argparse.ArgumentParser(prog="holdfast.loadgen.bench.calls")
+    parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    options = parser.parse_args(arguments)
+    wanted = options.parts.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    held = True
+    if "law" in wanted:
+        held = asyncio.run(run_law(options.turns)).holds
+    if "time" in wanted:
+        asyncio.run(run_time(options.rounds))
+    if "ready" in wanted:
+        asyncio.run(run_ready())
+    if "whole" in wanted:
+        asyncio.run(run_whole())
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

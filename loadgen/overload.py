@@ -1,0 +1,185 @@
+"""Overload of a real server: how much has its answer in time, by how much more comes than can be served.
+
+One server of one replica is started. Its capacity is measured first: what it completes in a second for more clients
+than it has rows. Then requests come by a Poisson process, at `loads` times that. Each client waits for `deadline_s`,
+give or take a half, and leaves then; it says so in a header (`told`) or not. Each load is run both ways in turn, so
+that whatever else the machine does falls on both. The clients run on the same machine, and their work counts: so
+beside the refusals stands how long the router alone took to name its models meanwhile.
+"""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import httpx
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.loadgen.schedule import sleep_until
+from holdfast.loadgen.serving import serving
+from holdfast.loadgen.table import WIDTH
+
+PATH = "/v1/chat/completions"
+DEADLINE = "x-stainless-timeout"
+CODE = "deadline_unmet"
+LOOK_S = 0.1  # between two looks at the router alone
+PATIENCE_S = 120.0  # of clients while the capacity is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`seconds`: of each run, after `warm_s` that are not counted. `words` of each prompt are its own."""
+
+    model: str = "pocket"
+    loads: tuple[float, ...] = (0.8, 1.0, 2.0, 3.0)
+    seconds: float = 40.0
+    warm_s: float = 10.0
+    deadline_s: float = 6.0
+    sequences: int = 8
+    tokens: int = 96
+    words: int = 150
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Found:
+    """What became of the requests of one run; seconds that refusals, and answers of the router alone, took."""
+
+    ends: Counter[str] = field(default_factory=Counter)
+    refused_s: list[float] = field(default_factory=list)
+    router_s: list[float] = field(default_factory=list)
+
+
+class Crowd:
+    """Clients of one server."""
+
+    def __init__(self, options: Options, client: httpx.AsyncClient, model: str) -> None:
+        self._options = options
+        self._client = client
+        self._model = model
+        self._draw = random.Random(options.seed)
+
+    async def ask(self, within_s: float | None, told: bool) -> tuple[str, float]:
+        """How one request ended (`in time`, `left`, `refused`, `dropped`, else its status), and after how long."""
+        draw, options = self._draw, self._options
+        text = " ".join(str(draw.randrange(10**4)) for _ in range(options.words))
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": options.tokens,
+            "ignore_eos": True,
+        }
+        headers = {"cache-control": "no-store"}
+        if told and within_s is not None:
+            headers[DEADLINE] = f"{within_s:.3f}"
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self._client.post(PATH, json=body, headers=headers)
+        except TimeoutError:
+            return "left", time.perf_counter() - began
+        took = time.perf_counter() - began
+        if answer.status_code == 200:
+            return "in time", took
+        code = answer.json().get("error", {}).get("code")
+        if code == CODE:
+            return ("refused" if took < (within_s or took) / 2 else "dropped"), took
+        return f"{answer.status_code} {code}", took
+
+    async def capacity(self) -> float:
+        """Requests a second, with twice as many clients as there are rows, without a pause."""
+        options, done = self._options, Counter[bool]()
+        begin = time.perf_counter() + options.warm_s
+        end = begin + options.seconds / 2
+
+        async def client() -> None:
+            while (now := time.perf_counter()) < end:
+                how, took = await self.ask(None, told=False)
+                if how != "in time":
+                    raise OSError(f"a request ended by {how}")
+                done[begin <= now + took < end] += 1
+
+        await asyncio.gather(*(client() for _ in range(2 * options.sequences)))
+        return done[True] / (end - begin)
+
+    async def run(self, rate: float, told: bool) -> Found:
+        """One run at so many requests a second."""
+        options, found, draw = self._options, Found(), random.Random(self._options.seed)
+        begin = time.perf_counter()
+        due, tasks = 0.0, set[asyncio.Task[None]]()
+
+        async def one(at: float, within_s: float) -> None:
+            how, took = await self.ask(within_s, told)
+            if at < options.warm_s:
+                return
+            found.ends[how] += 1
+            if how == "refused":
+                found.refused_s.append(took)
+
+        async def look() -> None:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                began = time.perf_counter()
+                await self._client.get("/v1/models")
+                found.router_s.append(time.perf_counter() - began)
+
+        looks = asyncio.create_task(look())
+        while (due := due + draw.expovariate(rate)) < options.warm_s + options.seconds:
+            await sleep_until(begin + due)
+            within_s = options.deadline_s * draw.uniform(0.5, 1.5)
+            task = asyncio.create_task(one(due, within_s))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        while tasks:
+            await asyncio.wait(set(tasks))
+        looks.cancel()
+        return found
+
+
+async def measure(options: Options, url: str) -> list[tuple[float, bool, Found]]:
+    """Every load, told and not, in turns; before them a line with the capacity."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        crowd = Crowd(options, client, model)
+        most = await crowd.capacity()
+        print(f"capacity: {most:.2f} requests a second")
+        ways = [(load, told) for load in options.loads for told in (True, False)]
+        return [(load, told, await crowd.run(load * most, told)) for load, told in ways]
+
+
+def main(options: Options) -> int:
+    """Print the table."""
+    engine = {"max_sequences": options.sequences, "session_rows": 0, "threads": 1, "kv_memory": 0.2}
+    with serving(options.model, engine) as url:
+        rows = asyncio.run(measure(options, url))
+    show(options, rows)
+    return 0
+
+
+def show(options: Options, rows: list[tuple[float, bool, Found]]) -> None:
+    best = max(found.ends["in time"] for _, told, found in rows if told)
+    title = f"{options.model}, {options.sequences} rows, deadlines of {options.deadline_s:g} s +- half"
+    table = Table(title=title, box=SIMPLE)
+    for name in ("load", "told", "in time a second", "of the best", "in time", "refused", "dropped", "left", "else"):
+        table.add_column(name, justify="right")
+    for name in ("refusal ms p50, p99, longest", "router alone ms p50, p99, longest"):
+        table.add_column(name, justify="right")
+    for load, told, found in rows:
+        n = found.ends.total() or 1
+        known = ("in time", "refused", "dropped", "left")
+        shares = [f"{found.ends[name] / n:.1%}" for name in known]
+        other = sum(count for name, count in found.ends.items() if name not in known)
+        good = found.ends["in time"]
+        cells = [f"{load:g}", "yes" if told else "no", f"{good / options.seconds:.2f}", f"{good / best:.0%}"]
+        table.add_row(*cells, *shares, str(other), _spread(found.refused_s), _spread(found.router_s))
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def _spread(seconds: list[float]) -> str:
+    took = sorted(seconds)
+    return ", ".join(f"{took[int(share * (len(took) - 1))] * 1e3:.0f}" for share in (0.5, 0.99, 1.0) if took) or "-"

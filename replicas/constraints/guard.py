@@ -1,0 +1,212 @@
+"""Calls that are whole in a text that is free: a matcher that asks nothing until a call begins.
+
+    text ... opener | name, arguments, markup | text ... opener | ...
+    waits             follows the grammar       waits
+
+While it waits it only looks for the opener of a call, a set look-up for most tokens: nothing is masked, and steps
+overlap and draft as if it were not there. Inside of a call tokens are drawn freely as well, and what the grammar does
+not let stand is drawn again, from then on under masks until the call has closed. So a model that writes whole calls
+pays for reading them, and what it writes is what it would have written.
+
+A bare call has no opener: it begins where the text has spelled a declared name and the key of its arguments. Up to
+there it may be an answer in JSON.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.replicas.constraints.grammar import CallForm, Forms
+from holdfast.replicas.constraints.guidance import GuidedMatcher, Vocabulary
+from holdfast.replicas.constraints.matcher import Bits
+
+_BETWEEN = b" \t\r\n;,"  # what may stand before a bare call
+_LONGEST_BEGINNING = 256  # bytes in which a bare call has come to its arguments, or is none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallWatch:
+    """How calls begin, for one model. `suspects`: the tokens with which an opener may begin or end."""
+
+    vocabulary: Vocabulary
+    openers: tuple[bytes, ...]
+    suspects: frozenset[int]
+    bare: CallForm | None
+    frame: re.Pattern[bytes] | None  # of a bare call up to its arguments
+
+    @classmethod
+    def of(cls, forms: Forms, vocabulary: Vocabulary) -> "CallWatch":
+        openers = tuple({form.opener.encode() for form in forms.triggered})
+        beginnings = tuple({opener[:1] for opener in openers})
+        suspects = {
+            token
+            for token, content in enumerate(vocabulary.tokens)
+            if any(first in content for first in beginnings) and begins(content, openers)
+        }
+        frame = re.compile(forms.bare.frame.encode()) if forms.bare is not None else None
+        return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame)
+
+    def opened(self, text: bytes) -> int:
+        """Where the first opener in `text` begins; -1 where there is none."""
+        return min((place for opener in self.openers if (place := text.find(opener)) >= 0), default=-1)
+
+    def encode(self, text: bytes) -> Sequence[int] | None:
+        """Tokens that spell `text`; None where it ends inside of a character."""
+        try:
+            ids = self.vocabulary.encode(text.decode())
+        except UnicodeDecodeError:
+            return None
+        return ids if ids or not text else None
+
+
+def begins(text: bytes, openers: Sequence[bytes]) -> bool:
+    """Whether `text` has one of `openers` in it, or ends with the beginning of one."""
+    return any(opener in text for opener in openers) or bool(beginning(text, openers))
+
+
+def beginning(text: bytes, openers: Sequence[bytes]) -> bytes:
+    """The longest end of `text` that one of `openers` goes on from."""
+    longest = max(map(len, openers), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        end = text[-length:]
+        if any(opener.startswith(end) and end != opener for opener in openers):
+            return end
+    return b""
+
+
+class CallGuard:
+    """`constraints.matcher.Matcher` of a text in which calls follow `calls`, a matcher of nothing but calls.
+
+    `names`: the declared tools. A grammar that grows beyond its limits is given up, and the reply goes on without;
+    where it `must` be followed, the guard has failed.
+    """
+
+    __slots__ = ("_failed", "_inner", "_must", "_names", "_refused", "_start", "_tail", "_watch", "calls")
+
+    def __init__(self, calls: GuidedMatcher, watch: CallWatch, names: frozenset[str], must: bool) -> None:
+        self.calls = calls
+        self._watch = watch
+        self._names = names
+        self._must = must
+        self._inner: GuidedMatcher | None = None  # of the call that has begun
+        self._refused = False  # a token of this call
+        self._failed = False
+        self._tail = b""  # of the text: the beginning of an opener
+        self._start: bytes | None = b"" if watch.bare is not None else None  # the text, while a bare call may begin
+
+    @property
+    def bare(self) -> bool:
+        """Whether calls may have no opener: then one is known for a call only with its arguments."""
+        return self._watch.bare is not None
+
+    @property
+    def words(self) -> int:
+        return self.calls.words
+
+    @property
+    def binding(self) -> bool:
+        return self._refused
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def failed(self) -> bool:
+        return self._failed and self._must
+
+    def copy(self) -> "CallGuard":
+        other = CallGuard(self.calls, self._watch, self._names, self._must)
+        other._inner = self._inner and self._inner.copy()
+        other._refused, other._failed = self._refused, self._failed
+        other._tail, other._start = self._tail, self._start
+        return other
+
+    def advance(self, token: int) -> bool:
+        inner, tokens = self._inner, self._watch.vocabulary.tokens
+        known = token < len(tokens)  # an output layer may have rows without a token
+        if inner is not None:
+            if known and inner.take((token,)):
+                self._settle(inner)
+                return True
+            if not inner.failed and not inner.complete:
+                self._refused = True
+                return False
+            self._leave(inner)
+        if self._failed or (self._start is None and not self._tail and token not in self._watch.suspects):
+            return True
+        return self._look(tokens[token] if known else b"")
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        if self._inner is None and self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens):
+            return len(tokens)
+        ahead = self.copy()
+        return next((i for i, token in enumerate(tokens) if not ahead.advance(token)), len(tokens))
+
+    def forced(self) -> list[int]:
+        return self._inner.forced() if self._inner is not None else []
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        ahead = self.copy() if drafts else self
+        for row in range(len(drafts) + 1):
+            if ahead._refused and ahead._inner is not None:
+                ahead._inner.fill((), out[row : row + 1])
+            else:
+                out[row] = -1
+            if row < len(drafts) and not ahead.advance(drafts[row]):
+                out[row + 1 :] = -1
+                return
+
+    def _look(self, content: bytes) -> bool:
+        """Take in a piece of free text, in which a call may begin; False where it goes on as no call does."""
+        before, text = self._tail, self._tail + content
+        if self._start is not None and self._bare(content):
+            return True
+        place = self._watch.opened(text)
+        if place < 0:
+            self._tail = beginning(text, self._watch.openers)
+            return True
+        if self._open(text[place:]):
+            return True
+        self._open(before[place:])
+        self._refused = True
+        return False
+
+    def _bare(self, content: bytes) -> bool:
+        """Whether the text has come to the arguments of a bare call."""
+        form, frame = self._watch.bare, self._watch.frame
+        assert form is not None
+        assert frame is not None
+        text = ((self._start or b"") + content).lstrip(_BETWEEN)
+        may_begin = not text or (text.startswith(form.begins.encode()) and len(text) < _LONGEST_BEGINNING)
+        self._start = text if may_begin else None
+        found = frame.match(text)
+        if found is None or (name := found[1].decode(errors="replace")) not in self._names:
+            return False
+        begun, rest = form.until_arguments(name).encode(), text[found.end() :]
+        if not rest and not found[0].endswith(b" "):  # it may still come
+            begun = begun.rstrip()
+        return self._open(begun + rest)
+
+    def _open(self, text: bytes) -> bool:
+        """Whether a call may begin with `text`; from here on it is followed."""
+        ids, inner = self._watch.encode(text), self.calls.copy()
+        if ids is None or not inner.take(ids):
+            return False
+        self._inner, self._tail, self._start = inner, b"", None
+        self._settle(inner)
+        return True
+
+    def _settle(self, inner: GuidedMatcher) -> None:
+        """The call has come one token further."""
+        if inner.finished or inner.failed:
+            self._leave(inner)
+        elif self._refused:
+            self._refused = not inner.complete
+
+    def _leave(self, inner: GuidedMatcher) -> None:
+        """The calls are over, or cannot be followed any more: the text is free again."""
+        bare = self._watch.bare
+        self._failed = self._failed or inner.failed
+        self._inner, self._refused = None, False
+        self._start = b"" if bare is not None and not bare.head else None

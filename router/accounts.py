@@ -1,0 +1,486 @@
+"""A tenant's account: the one place where a call is charged before it is served, and the one where its end is booked.
+
+    Admission.charge   its limits have room for what it is expected to need (`quotas`), or it is refused
+    Admission.end      it is over: what it used is booked, with a record, and settled (`usage`)
+
+A tenant without limits is charged nothing and asks Redis nothing. Its end, as everybody's, is booked while its
+program's turn is ended there, so an answer's end is told after both. What is asked of Redis meanwhile goes with
+the next round trip, all of it in one.
+
+Losing Redis refuses and loses nothing: each router then goes by its part of every limit, and what it cannot book it
+keeps, in order, until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from holdfast.replicas.events import Usage
+from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import (
+    ADMIT,
+    LEASE_S,
+    RENEW,
+    Cost,
+    LocalQuotas,
+    QuotaError,
+    Standing,
+    admit_arguments,
+    admitted,
+    quota_keys,
+)
+from holdfast.router.tenants import Principal, Tenant, TenantLimits
+from holdfast.router.usage import BOOK, UsageRecord, book_arguments, cost_of, priced, usage_keys
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0  # between two signs of life of a router
+GONE_S = 10.0  # a router that gave none for so long is none
+RENEW_S = LEASE_S / 3
+ALONE_S = 60.0  # a refusal that only time ends is remembered for so long at most
+MOST_UNBOOKED = 65536  # ends that wait for Redis; beyond that the oldest are lost, and counted
+AT_ONCE = 256  # scripts of one round trip
+
+# The routers there are. KEYS: their names by when they were heard of. ARGV: a name, ms. Returns how many.
+BEAT = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[1], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return {redis.call('ZCARD', KEYS[1])}
+"""
+
+Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
+
+
+class Scripts(Protocol):
+    """`RedisStore`, as far as it is needed here."""
+
+    @property
+    def degraded(self) -> bool: ...
+
+    async def scripts(self, calls: Sequence[Call]) -> list[list[Any]] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a router knows of a call that its record tells."""
+
+    model: str = ""
+    program: str = ""
+    endpoint: str = ""
+    stream: bool = False
+    replica: str = ""
+    http_id: str = ""
+    retried: str = ""  # the client's key for retries, "" for none
+    over: bool = False  # its program is
+
+
+@dataclass(slots=True)
+class _Booking:
+    """An end on its way to the books."""
+
+    tenant: str
+    keys: list[str]
+    tell: Callable[[float], list[str | bytes | float]]  # the arguments, so many seconds after it ended
+    ended: float  # on the monotonic clock
+    record: bool
+
+
+class RoundTrips:
+    """Joins what is asked while a round trip to Redis is under way into the next one."""
+
+    def __init__(self, store: Scripts) -> None:
+        self._store = store
+        self._waiting: deque[tuple[Call, asyncio.Future[list[Any] | None]]] = deque()
+        self._runs: asyncio.Task[None] | None = None
+
+    async def ask(self, call: Call) -> list[Any] | None:
+        """What a script returns; None where Redis is away."""
+        if self._store.degraded:
+            return None
+        if self._runs is None and not self._waiting:  # nobody to join: no task for one
+            future: asyncio.Future[list[Any] | None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((call, future))
+            self._runs = asyncio.get_running_loop().create_task(self._run())
+            return await future
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, future))
+        return await future
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_ONCE))]
+                answers: Sequence[list[Any] | None] | None = None
+                try:
+                    answers = await self._store.scripts([call for call, _ in batch])
+                finally:
+                    for i, (_, future) in enumerate(batch):
+                        if not future.done():
+                            future.set_result(None if answers is None else answers[i])
+        finally:
+            self._runs = None
+
+
+class Accounts:
+    """Those of all tenants. `store` None: there is this process alone, and its memory counts.
+
+    Call `start` on the event loop where there is a store, and `close` at the end.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        store: Scripts | None = None,
+        router: str = "router",
+        routers: int = 1,
+        clock: Callable[[], float] = time.time,
+        now_ms: Callable[[], int] | None = None,
+    ) -> None:
+        """`now_ms`: a clock for Redis' own, in tests. `routers`: how many there are, until Redis says it."""
+        self._config = config or RouterConfig()
+        self._store = store
+        self._trips = RoundTrips(store) if store is not None else None
+        self._router = router
+        self.routers = max(1, routers)
+        self.clock = clock
+        self._now_ms = now_ms
+        self._local = LocalQuotas()
+        self._refused: dict[str, tuple[TenantLimits, float, QuotaError]] = {}
+        self._spent: dict[tuple[str, str], float] = {}  # of a period, parts of units, as Redis said last
+        self._unbooked: deque[_Booking] = deque()
+        self._habits: dict[str, _Habit] = {}
+        self.standings: dict[str, Standing] = {}  # of the tenants with limits, as they were told last
+        self.refusals: Counter[tuple[str, str]] = Counter()  # by tenant and limit
+        self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0})
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ---- what others ask ----
+
+    @property
+    def local(self) -> bool:
+        """Whether this router goes by its own part of the limits although it should share them."""
+        return self._store is not None and self._store.degraded
+
+    @property
+    def unbooked(self) -> int:
+        """Ends that Redis does not know yet."""
+        return len(self._unbooked)
+
+    def admission(self, principal: Principal) -> Admission:
+        """One call, not charged yet. Raises QuotaError where it is known already that it would be refused: no body need
+        be read, and nobody asked, for that.
+        """
+        self._check(principal.tenant)
+        return Admission(self, principal)
+
+    def keep(self, tenants: Sequence[Tenant]) -> None:
+        """From now on these are the tenants."""
+        names = {tenant.name for tenant in tenants}
+        self._local.keep(tuple(names))
+        for known in (self._refused, self._habits, self.standings):
+            for name in [name for name in known if name not in names]:
+                del known[name]
+
+    def estimate(self, tenant: Tenant, answers: int, input_tokens: int, output_tokens: int) -> Cost:
+        """What a request is taken to need. `input_tokens` is a guess from its length, which is put right by what such
+        guesses of this tenant's were worth.
+        """
+        habit = self._habits.get(tenant.name) or _Habit()
+        n = round(input_tokens * habit.scale)
+        uncached = round(n * habit.uncached)
+        output = output_tokens
+        units = round(priced(self._config.prices, uncached, n - uncached, output))
+        return Cost(answers, n, uncached, output, units)
+
+    # ---- life ----
+
+    def start(self) -> None:
+        """Give signs of life from now on."""
+        self._run(self._beats())
+
+    async def close(self) -> None:
+        """Book what is left, if Redis is there."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._catch_up()
+
+    async def _beats(self) -> None:
+        renewed = time.monotonic()
+        while True:
+            answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
+            if answer:
+                self.routers = max(1, int(answer[0]))
+            if time.monotonic() - renewed >= RENEW_S:
+                renewed = time.monotonic()
+                await self._renew()
+            await self._catch_up()
+            await asyncio.sleep(BEAT_S)
+
+    async def _renew(self) -> None:
+        calls = [
+            self._ask(
+                (RENEW, quota_keys(tenant), ["" if self._now_ms is None else self._now_ms(), LEASE_S * 1000, *ids])
+            )
+            for tenant, ids in self._local.leases().items()
+        ]
+        await asyncio.gather(*calls)
+
+    # ---- charging ----
+
+    def _check(self, tenant: Tenant) -> None:
+        known = self._refused.get(tenant.name)
+        if known is None:
+            return
+        limits, until, error = known
+        left = until - time.monotonic()
+        if left <= 0 or limits != tenant.limits:
+            del self._refused[tenant.name]
+            return
+        self.refusals[tenant.name, error.limit] += 1
+        given = replace(error.standing, reset_s=left)
+        raise QuotaError(tenant.name, error.limit, getattr(tenant.limits, error.limit), given, left)
+
+    async def _charge(self, admission: Admission, cost: Cost, program: str, lease: bool) -> Standing:
+        tenant, id_ = admission.principal.tenant, admission.id
+        limits, rest_s = tenant.limits, self._config.program_quota_s
+        now_ms = self._local_ms()
+        try:
+            if self._store is not None:
+                told = admit_arguments(
+                    None if self._now_ms is None else now_ms,
+                    id_,
+                    LEASE_S if lease else 0.0,
+                    program if limits.max_programs is not None else "",
+                    rest_s,
+                    cost,
+                    limits,
+                )
+                answer = await self._ask((ADMIT, quota_keys(tenant.name), told))
+                if answer is not None:
+                    standing = admitted(tenant, answer)
+                    self._local.note(tenant, now_ms, id_, lease, cost)
+                    self.standings[tenant.name] = standing
+                    return standing
+            admission.late = self._store is not None
+            share = 1.0 / self.routers if self._store is not None else 1.0
+            standing = self._local.admit(
+                tenant, now_ms, id_, lease, program, rest_s, cost, share, _periods(now_ms / 1000)
+            )
+        except QuotaError as error:
+            self.refusals[tenant.name, error.limit] += 1
+            self.standings[tenant.name] = error.standing
+            if error.lasts and error.retry_after_s:
+                until = time.monotonic() + min(error.retry_after_s, ALONE_S)
+                self._refused[tenant.name] = limits, until, error
+            raise
+        self.standings[tenant.name] = standing
+        return standing
+
+    # ---- booking ----
+
+    async def _end(self, admission: Admission, record: UsageRecord | None, used: Cost, served: Served) -> None:
+        """Book it now, or keep it until Redis is back. Done when the books have it, or are known not to."""
+        tenant, config = admission.principal.tenant, self._config
+        limits, now_ms = tenant.limits, self._local_ms()
+        program = served.program if limits.max_programs is not None else ""
+        if record is not None and admission.leased:
+            self._habit(tenant.name).learn(record, admission.guessed)
+        if limits.any or admission.leased:
+            periods = _periods(now_ms / 1000)
+            self._local.settle(tenant.name, now_ms, admission.id, used, program, served.over, periods)
+        if self._store is None:
+            self.booked["booked"] += record is not None
+            return
+        late, fixed = admission.late, self._now_ms
+
+        def tell(ago_s: float) -> list[str | bytes | float]:
+            return book_arguments(
+                None if fixed is None else fixed(),
+                ago_s,
+                record,
+                admission.id,
+                served.retried,
+                used,
+                late,
+                (program, served.over, config.program_quota_s),
+                config.usage_records,
+                config.usage_days * 86400.0,
+            )
+
+        booking = _Booking(tenant.name, usage_keys(tenant.name), tell, time.monotonic(), record is not None)
+        if not await self._book(booking):
+            self._unbooked.append(booking)
+            if len(self._unbooked) > MOST_UNBOOKED:
+                self.booked["lost"] += self._unbooked.popleft().record
+
+    async def _book(self, booking: _Booking) -> bool:
+        answer = await self._ask((BOOK, booking.keys, booking.tell(time.monotonic() - booking.ended)))
+        if answer is None:
+            return False
+        if booking.record:
+            self.booked["booked" if int(answer[0]) == 1 else "again"] += 1
+        return True
+
+    async def _catch_up(self) -> None:
+        """Book what waits, in order."""
+        while self._unbooked and not self.local and self._store is not None:
+            batch = [self._unbooked.popleft() for _ in range(min(len(self._unbooked), AT_ONCE))]
+            done = await asyncio.gather(*(self._book(each) for each in batch))
+            left = [each for each, booked in zip(batch, done, strict=True) if not booked]
+            if left:
+                self._unbooked.extendleft(reversed(left))
+                return
+
+    # ---- parts ----
+
+    async def _ask(self, call: Call) -> list[Any] | None:
+        return await self._trips.ask(call) if self._trips is not None else None
+
+    def _local_ms(self) -> int:
+        return int(self.clock() * 1000) if self._now_ms is None else self._now_ms()
+
+    def _habit(self, tenant: str) -> _Habit:
+        return self._habits.setdefault(tenant, _Habit())
+
+    def _run(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the books: a task failed", exc_info=error)
+
+
+class Admission:
+    """One call from its coming to its booked end. `end` counts once; without `charge` nothing was taken."""
+
+    def __init__(self, accounts: Accounts, principal: Principal) -> None:
+        self._accounts = accounts
+        self.principal = principal
+        self.id = secrets.token_hex(12)
+        self.standing: Standing | None = None
+        self.charged = False
+        self.leased = False  # it holds a place and an estimate until it ends
+        self.late = False  # it was let in without Redis
+        self.guessed = 0  # tokens of its prompt, by its length
+        self._ended: asyncio.Task[None] | None = None
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how long the request is."""
+        return self.principal.tenant.limits.counts_tokens
+
+    async def charge(self, answers: int = 1, input_tokens: int = 0, output_tokens: int = 0, program: str = "") -> None:
+        """Take what a generation request is expected to need. Raises QuotaError."""
+        tenant = self.principal.tenant
+        self.charged = True
+        if not tenant.limits.any:
+            return
+        self.guessed = input_tokens
+        cost = self._accounts.estimate(tenant, answers, input_tokens, output_tokens)
+        if not self.counts_tokens:
+            cost = Cost(answers)
+        self.standing = await self._accounts._charge(self, cost, program, lease=True)
+        self.leased = True
+
+    async def charge_call(self) -> None:
+        """Count a call that generates nothing, or could not be read. Raises QuotaError."""
+        tenant = self.principal.tenant
+        self.charged = True
+        if tenant.limits.requests_per_minute is not None:
+            self.standing = await self._accounts._charge(self, Cost(), "", lease=False)
+
+    async def charge_program(self, program: str) -> None:
+        """It has turned out to be a turn of this program. Raises QuotaError where those are too many."""
+        if self.leased and self.principal.tenant.limits.max_programs is not None:
+            self.standing = await self._accounts._charge(self, Cost(0), program, lease=True)
+
+    def end(self, outcome: str, usage: Usage, seconds: float, served: Served) -> None:
+        """It is over, with this. Nothing is booked for what was never accepted."""
+        if self._ended is not None:
+            return
+        accounts, record = self._accounts, None
+        if served.model and outcome != "rejected":
+            record = _record(self, outcome, usage, seconds, served, accounts.clock())
+        used = Cost() if record is None else cost_of(accounts._config.prices, record)
+        if record is None and not self.leased:
+            return
+        self._ended = accounts._run(accounts._end(self, record, used, served))
+
+    async def booked(self) -> None:
+        """Wait until the books have its end, or are known not to be there."""
+        if self._ended is not None:
+            with suppress(Exception):  # logged where it ran
+                await asyncio.shield(self._ended)
+
+
+@dataclass(slots=True)
+class _Habit:
+    """What a tenant's prompts turn out to be: tokens for each that was guessed, and the part that no cache has."""
+
+    scale: float = 1.0
+    uncached: float = 1.0
+    seen: int = 0
+
+    def learn(self, record: UsageRecord, guessed: int) -> None:
+        if not record.input or record.outcome == "cached":
+            return
+        self.seen += 1
+        weight = max(0.1, 1 / self.seen)
+        if guessed:
+            self.scale += weight * (record.input / guessed - self.scale)
+        self.uncached += weight * ((record.input - record.cached) / record.input - self.uncached)
+
+
+def _record(
+    admission: Admission, outcome: str, usage: Usage, seconds: float, served: Served, now: float
+) -> UsageRecord:
+    work = usage.work
+    prompt, cached = usage.prompt, usage.cached
+    if outcome == "aborted":  # not all of its prompt, it may be
+        prompt = min(prompt, work.computed + work.cached)
+        cached = min(cached, prompt)
+    return UsageRecord(
+        id=admission.id,
+        at=round(now, 3),
+        tenant=admission.principal.tenant.name,
+        key=admission.principal.key_id,
+        model=served.model,
+        program=served.program,
+        endpoint=served.endpoint,
+        outcome=outcome,
+        input=prompt,
+        cached=cached,
+        output=usage.completion,
+        drawn=work.drawn,
+        drafted=work.drafted,
+        computed=work.computed,
+        found=work.cached,
+        seconds=round(seconds, 6),
+        stream=served.stream,
+        replica=served.replica,
+        http_id=served.http_id,
+    )
+
+
+def _periods(at: float) -> tuple[str, str]:
+    """The day and the month."""
+    today = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d")
+    return today, today[:7]

@@ -1,0 +1,272 @@
+"""Tenants, keys, usage and the audit log over HTTP: a tenant's own usage, and `/v1/admin`, with keys of its own."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import ConfigError, InvalidRequestError, UnavailableError
+from holdfast.router.accounts import Accounts
+from holdfast.router.audit import Audit
+from holdfast.router.config import RouterConfig
+from holdfast.router.guard import Guard
+from holdfast.router.http import caller, json_response
+from holdfast.router.protocol.admin import KeyBody, changed, read_change, read_days, read_key, read_rows, read_tenant
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.tenant_store import TenantStore
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, hash_key, key_of, make_key
+from holdfast.router.usage import Books, as_csv, as_json_lines
+
+T = TypeVar("T")
+
+
+class UsageEndpoints:
+    """What a tenant has used, for itself: keys with the scope `usage`."""
+
+    def __init__(self, guard: Guard, books: Books | None, accounts: Accounts) -> None:
+        self._guard = guard
+        self._books = books
+        self._accounts = accounts
+
+    async def sums(self, request: Request) -> Response:
+        async with self._guard.entered(request, Scope.USAGE) as tenant:
+            periods = read_days(request.query_params, self._accounts.clock())
+            rows = await _there(self._books).sums(tenant.name, periods)
+            return json_response(
+                orjson.dumps({"tenant": tenant.name, "limits": asdict(tenant.limits), "periods": rows})
+            )
+
+    async def records(self, request: Request) -> Response:
+        async with self._guard.entered(request, Scope.USAGE) as tenant:
+            return await export(request, _there(self._books), [tenant.name])
+
+
+class AdminEndpoints:
+    """For keys of `router.admin_key_hashes`, and for nobody where there are none."""
+
+    def __init__(
+        self,
+        directory: TenantDirectory,
+        tenants: TenantStore | None,
+        books: Books | None,
+        audit: Audit,
+        guard: Guard,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._tenants = tenants
+        self._books = books
+        self._audit = audit
+        self._guard = guard
+        self._clock = clock
+        self._hashes = frozenset(config.admin_key_hashes)
+
+    # ---- tenants and keys ----
+
+    async def tenants(self, request: Request) -> Response:
+        """Everybody, with limits and keys; no hashes."""
+        self._authorize(request)
+        used = await self._tenants.last_used() if self._tenants is not None else {}
+        configured = {tenant.name: tenant for tenant in self._directory.configured}
+        rows = []
+        for tenant in self._directory.tenants:
+            made = await self._made(tenant.name)
+            own = configured.get(tenant.name)
+            keys = [_key_row(tenant.name, key, "configuration", used) for key in (own.all_keys if own else ())]
+            keys += [_key_row(tenant.name, key, "redis", used) for key in (made.all_keys if made else ())]
+            rows.append({**_tenant_row(tenant, "configuration" if own or made is None else "redis"), "keys": keys})
+        return json_response(orjson.dumps({"tenants": rows}))
+
+    async def add(self, request: Request) -> Response:
+        """A tenant with its first key, which is told here and never again."""
+        who = self._authorize(request)
+        body = await self._read(request, read_tenant)
+        store = _there(self._tenants)
+        _, before = await store.find(body.name)
+        if before or self._directory.named(body.name) is not None:
+            raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
+        made = changed(Tenant(body.name), body)
+        key, api_key = self._make(body.key)
+        entry = self._audit.entry("tenant added", who, body.name, key=api_key.id)
+        await self._put(body.name, before, replace(made, keys=(api_key,)), entry)
+        return _with_key(made, key, api_key)
+
+    async def change(self, request: Request) -> Response:
+        """Weight, limits and what else a tenant is. One of the configuration is changed there."""
+        who = self._authorize(request)
+        body = await self._read(request, read_change)
+        name = request.path_params["name"]
+        if any(tenant.name == name for tenant in self._directory.configured):
+            raise InvalidRequestError(f"Tenant '{name}' stands in the configuration: change it there", "name")
+        made, before = await self._known(name)
+        after = changed(made, body)
+        entry = self._audit.entry("tenant changed", who, name, fields=sorted(body.model_fields_set))
+        await self._put(name, before, after, entry)
+        return json_response(orjson.dumps(_tenant_row(after, "redis")))
+
+    async def remove(self, request: Request) -> Response:
+        """A tenant goes, with its keys. What it used stays in the books."""
+        who = self._authorize(request)
+        name = request.path_params["name"]
+        _, before = await self._known(name)
+        await self._put(name, before, None, self._audit.entry("tenant removed", who, name))
+        return json_response(orjson.dumps({"id": name, "object": "tenant.deleted", "deleted": True}))
+
+    async def purge(self, request: Request) -> Response:
+        """What is cached of a tenant's answers is found no more, and deleted: wherever the tenant stands."""
+        who = self._authorize(request)
+        name = request.path_params["name"]
+        if self._directory.named(name) is None and name not in {tenant.name for tenant in self._directory.tenants}:
+            raise _unknown(name)
+        await _there(self._tenants).purge(name, self._audit.entry("cache purged", who, name))
+        return json_response(orjson.dumps({"id": name, "object": "tenant.cache.deleted", "deleted": True}))
+
+    async def add_key(self, request: Request) -> Response:
+        """One more key. With `retire_in_s` the others that were made here expire then: a rotation."""
+        who = self._authorize(request)
+        body = await self._read(request, read_key)
+        name, store = request.path_params["name"], _there(self._tenants)
+        found, before = await store.find(name)
+        tenant = found or self._directory.named(name)
+        if tenant is None:
+            raise _unknown(name)
+        key, api_key = self._make(body)
+        older = found.all_keys if found else ()
+        taken = {each.id for each in (*older, *tenant.all_keys)}
+        if api_key.id in taken:
+            raise InvalidRequestError(f"Tenant '{name}' has a key '{api_key.id}' already", "id")
+        if body.retire_in_s is not None:
+            ends = self._clock() + body.retire_in_s
+            older = tuple(replace(each, expires=min(ends, each.expires or ends)) for each in older)
+        made = replace(found or Tenant(name), key_hashes=(), keys=(*older, api_key))
+        act = "key added" if body.retire_in_s is None else "key rotated"
+        await self._put(name, before, made, self._audit.entry(act, who, name, key=api_key.id))
+        return _with_key(tenant, key, api_key)
+
+    async def remove_key(self, request: Request) -> Response:
+        who = self._authorize(request)
+        name, key_id = request.path_params["name"], request.path_params["key_id"]
+        found, before = await self._known(name)
+        left = tuple(key for key in found.all_keys if key.id != key_id)
+        if len(left) == len(found.all_keys):
+            raise RefusedError(Refusal.NO_TENANT, f"Tenant '{name}' has no key '{key_id}' that was made here", "key_id")
+        entry = self._audit.entry("key removed", who, name, key=key_id)
+        await self._put(name, before, replace(found, key_hashes=(), keys=left), entry)
+        return json_response(orjson.dumps({"id": key_id, "object": "key.deleted", "deleted": True}))
+
+    # ---- usage and audit ----
+
+    async def sums(self, request: Request) -> Response:
+        """Of `tenant`, or of all there are."""
+        self._authorize(request)
+        periods, books = read_days(request.query_params, self._clock()), _there(self._books)
+        rows = [{"tenant": name, "periods": await books.sums(name, periods)} for name in self._asked(request)]
+        return json_response(orjson.dumps({"tenants": rows}))
+
+    async def records(self, request: Request) -> Response:
+        """Of `tenant`, or of all there are, one after the other."""
+        self._authorize(request)
+        return await export(request, _there(self._books), self._asked(request))
+
+    async def audit(self, request: Request) -> Response:
+        """The audit log, the latest first, as JSON lines."""
+        self._authorize(request)
+        rows = read_rows(request.query_params)
+        await self._audit.flush()
+        found = await self._audit.read(rows.begin, rows.end, rows.limit)
+        if found is None:
+            raise UnavailableError("Redis does not answer; the audit log cannot be read now")
+        return Response(as_json_lines({"place": place, **entry} for place, entry in found), media_type=JSON_LINES)
+
+    # ---- parts ----
+
+    def _authorize(self, request: Request) -> str:
+        """The id of the key. Raises RefusedError."""
+        who = caller(request)
+        key = key_of(who)
+        hashed = hash_key(key) if key else ""
+        if hashed in self._hashes:
+            return hashed.removeprefix("sha256:")[:8]
+        refusal = Refusal.UNAUTHENTICATED if self._hashes else Refusal.FORBIDDEN
+        self._audit.refused(refusal.value, who.peer or "", request.url.path)
+        if not self._hashes:
+            raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
+        raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
+
+    async def _read(self, request: Request, parse: Callable[..., T]) -> T:
+        return await self._guard.read(request, parse)
+
+    async def _known(self, name: str) -> tuple[Tenant, bytes]:
+        found, before = await _there(self._tenants).find(name)
+        if found is None:
+            if self._directory.named(name) is not None:
+                raise InvalidRequestError(f"Tenant '{name}' stands in the configuration: change it there", "name")
+            raise _unknown(name)
+        return found, before
+
+    async def _made(self, name: str) -> Tenant | None:
+        return (await self._tenants.find(name))[0] if self._tenants is not None else None
+
+    async def _put(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> None:
+        if not await _there(self._tenants).change(name, before, after, entry):
+            raise RefusedError(Refusal.CHANGED, f"Somebody else has changed tenant '{name}' meanwhile: look again")
+
+    def _make(self, body: KeyBody) -> tuple[str, ApiKey]:
+        key = make_key()
+        expires = None if body.expires_in_s is None else self._clock() + body.expires_in_s
+        try:
+            return key, ApiKey(body.id or secrets.token_hex(4), hash_key(key), tuple(map(Scope, body.scopes)), expires)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, error.field) from error
+
+    def _asked(self, request: Request) -> Sequence[str]:
+        """A tenant need not be there any more: its books are."""
+        name = request.query_params.get("tenant")
+        return [name] if name else [tenant.name for tenant in self._directory.tenants]
+
+
+JSON_LINES = "application/jsonl"
+
+
+async def export(request: Request, books: Books, tenants: Iterable[str]) -> Response:
+    """Records as JSON lines or CSV. Raises InvalidRequestError, UnavailableError."""
+    asked = read_rows(request.query_params)
+    rows: list[dict[str, Any]] = []
+    for tenant in tenants:
+        rows += await books.records(tenant, asked.begin, asked.end, asked.limit)
+    if asked.csv:
+        return Response(as_csv(rows), media_type="text/csv")
+    return Response(as_json_lines(rows), media_type=JSON_LINES)
+
+
+def _tenant_row(tenant: Tenant, source: str) -> dict[str, Any]:
+    told = {"name": tenant.name, "source": source, "weight": tenant.weight, "limits": asdict(tenant.limits)}
+    told["cache"] = asdict(tenant.cache)
+    classes = {"priority": tenant.priority.value, "priorities": [each.value for each in tenant.priorities]}
+    return {**told, "operator": tenant.operator, **classes, "prompt_seed": tenant.prompt_seed}
+
+
+def _key_row(tenant: str, key: ApiKey, source: str, used: dict[tuple[str, str], float]) -> dict[str, Any]:
+    told = {"id": key.id, "source": source, "scopes": list(key.scopes), "expires": key.expires}
+    return {**told, "last_used": used.get((tenant, key.id))}
+
+
+def _with_key(tenant: Tenant, key: str, api_key: ApiKey) -> Response:
+    told = {"name": tenant.name, "key": key, "key_id": api_key.id, "scopes": list(api_key.scopes)}
+    return json_response(orjson.dumps({**told, "expires": api_key.expires}))
+
+
+def _unknown(name: str) -> RefusedError:
+    return RefusedError(Refusal.NO_TENANT, f"There is no tenant '{name}'", "name")
+
+
+def _there(store: T | None) -> T:
+    if store is None:
+        raise UnavailableError("This needs Redis, and this router has none")
+    return store

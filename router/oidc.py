@@ -1,0 +1,116 @@
+"""Tokens of an identity provider in the place of API keys: JWTs, by PyJWT. Nothing of it is imported without an issuer.
+
+A token has to be signed by one of the issuer's public keys, to come from it, to be for our audience and not to have
+expired. A claim names the tenant, which has to be among those there are. The public keys are looked up beside the
+requests: every `refresh_s`, and soon after a token names one that is not known. A request waits for no provider.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from holdfast.replicas.errors import ConfigError
+from holdfast.router.config import Oidc
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.tenants import SCOPES, Scope
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 5.0  # at the soonest after the look before, for an unknown key
+TIMEOUT_S = 5.0
+LEEWAY_S = 30.0  # by which clocks may differ
+LONGEST = 16384  # characters of a token
+
+
+class IdentityTokens:
+    """Reads tokens for `TenantDirectory`. Raises ConfigError where PyJWT is missing."""
+
+    def __init__(self, config: Oidc, clock: Callable[[], float] = time.monotonic) -> None:
+        try:
+            import jwt
+        except ImportError as error:
+            raise ConfigError("tokens of an issuer need the package PyJWT", "router.oidc.issuer") from error
+        self._jwt: Any = jwt
+        self._config = config
+        self._clock = clock
+        self._keys: dict[str, Any] = {}
+        self._looked = -AGAIN_S
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Look the keys up, and do so again from time to time. A provider that is away is tried again."""
+        await self.refresh()
+        self._task = asyncio.get_running_loop().create_task(self._refreshes())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
+        """The tenant that it names, whose it is, and what for; None for what has not the form of one.
+
+        Raises RefusedError (401) for one that does not hold.
+        """
+        if token.count(".") != 2 or len(token) > LONGEST:
+            return None
+        jwt, config = self._jwt, self._config
+        try:
+            head = jwt.get_unverified_header(token)
+        except jwt.InvalidTokenError:
+            return None
+        key = self._keys.get(str(head.get("kid", "")))
+        if key is None:
+            if self._clock() - self._looked >= AGAIN_S:
+                self._wanted.set()
+            raise RefusedError(Refusal.UNAUTHENTICATED, "The token is signed with a key that is not known; try again")
+        try:
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=list(config.algorithms),
+                issuer=config.issuer,
+                audience=config.audience,
+                leeway=LEEWAY_S,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.InvalidTokenError as error:
+            raise RefusedError(Refusal.UNAUTHENTICATED, f"The token does not hold: {error}") from None
+        return str(claims.get(config.tenant_claim, "")), f"jwt-{claims.get('sub', '')}"[:64], self._scopes(claims)
+
+    async def refresh(self) -> None:
+        """Look the keys up. They stay as they are where the provider does not answer as it should."""
+        self._looked = self._clock()
+        self._wanted.clear()
+        try:
+            async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+                answer = await client.get(self._config.keys_url)
+            answer.raise_for_status()
+            found = self._jwt.PyJWKSet.from_dict(answer.json())
+            self._keys = {str(each.key_id or ""): each.key for each in found.keys}
+        except (httpx.HTTPError, ValueError, TypeError, self._jwt.PyJWTError) as error:
+            log.error("the keys of %s cannot be read: %s", self._config.issuer, error)
+
+    def _scopes(self, claims: dict[str, Any]) -> tuple[Scope, ...]:
+        given = claims.get(self._config.scope_claim)
+        if given is None:
+            return SCOPES
+        words = given.split() if isinstance(given, str) else [str(each) for each in given]
+        return tuple(scope for scope in Scope if scope.value in words)
+
+    async def _refreshes(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._config.refresh_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                pass
+            await asyncio.sleep(max(0.0, AGAIN_S - (self._clock() - self._looked)))
+            await self.refresh()

@@ -1,0 +1,33 @@
+// The Numbers view: what this server saved since it started. Counts of the routers that have answered, added up.
+
+import { $, count, duration, el, share, table } from "./dom.js";
+
+export function showNumbers(programs) {
+  const totals = programs.totals();
+  const sum = {};
+  for (const counts of totals.values()) for (const [name, value] of Object.entries(counts)) sum[name] = (sum[name] ?? 0) + value;
+  const routers = [...programs.routers.values()];
+  const began = Math.min(...routers.map((router) => router.started));
+  const who = programs.answer.operator ? "All tenants" : `Tenant ${programs.answer.tenant}`;
+  const told = routers.length > 1 ? `${routers.length} routers, the first` : "this router";
+  const heads = ["tenant", "requests", "prompt tokens", "not computed", "drawn", "drafts right", "of drafts", "from the cache"];
+  const rows = [...totals].map(([name, each]) => [
+    name, count(each.ended), count(each.prompt_tokens), count(each.cached_tokens), count(each.completion_tokens),
+    count(each.accepted_tokens), share(each.accepted_tokens, each.drafted_tokens), count(each.cached_answers),
+  ]);
+  $("numbers").replaceChildren(
+    el("p", { className: "hint" }, `${who}, since ${told} started ${duration(programs.now() - began)} ago.`),
+    el("div", { className: "figures" },
+      figure(count(sum.cached_tokens ?? 0), "tokens not computed again",
+        `${share(sum.cached_tokens, sum.prompt_tokens)} of ${count(sum.prompt_tokens ?? 0)} prompt tokens were in the cache.`),
+      figure(count(sum.accepted_tokens ?? 0), "drafts accepted",
+        `Tokens drawn without a forward of their own: ${share(sum.accepted_tokens, sum.drafted_tokens)} of ${count(sum.drafted_tokens ?? 0)} drafts were right, of ${count(sum.completion_tokens ?? 0)} tokens drawn.`),
+      figure(count(sum.cached_answers ?? 0), "answers from the cache",
+        `${share(sum.cached_answers, sum.ended)} of ${count(sum.ended ?? 0)} requests were answered without an engine.`)),
+    el("h2", {}, "By tenant"),
+    table(heads, rows));
+}
+
+function figure(number, name, text) {
+  return el("div", { className: "figure" }, el("strong", {}, number), name, el("p", {}, text));
+}

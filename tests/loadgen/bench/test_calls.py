@@ -1,0 +1,68 @@
+"""The benchmark of guaranteed calls, in short: its law holds, and what it counts would show where it does not."""
+
+import asyncio
+from dataclasses import replace
+
+from holdfast.loadgen.bench import calls
+from holdfast.loadgen.bench.call_tasks import TASKS
+from holdfast.loadgen.bench.calls import FORMATS, LAW_TOOLS, Law, is_whole, law, written
+from holdfast.replicas.constraints.grammar import forms_of
+from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
+
+
+def test_the_law_holds_over_pocket_and_a_random_model(tmp_path) -> None:
+    calls.random_model(tmp_path / "random", 1700)
+    for model, formats in (("pocket", FORMATS), (str(tmp_path / "random"), FORMATS[::3])):
+        loaded, found = load_runner(replace(calls._CONFIG, model=model)), Law()
+        for tool_format in formats:
+            asyncio.run(law(loaded, tool_format, 3, found))
+        assert found.holds, found
+        assert found.calls >= len(formats)
+        assert found.compared > 0
+
+
+def test_what_the_law_counts_is_there_without_a_guarantee(monkeypatch) -> None:
+    """So the law can fail: the same turns with nothing guaranteed break it."""
+    serving = calls.serving
+    monkeypatch.setattr(calls, "serving", lambda loaded, tool_format, _: serving(loaded, tool_format, "off"))
+    loaded, found = load_runner(calls._CONFIG), Law()
+    for tool_format in FORMATS[:6]:
+        asyncio.run(law(loaded, tool_format, 4, found))
+    assert not found.holds
+
+
+def test_expected_calls_are_whole_and_read_back_in_every_format() -> None:
+    for tool_format in FORMATS:
+        forms = forms_of(tool_format, lambda _: True)
+        assert forms is not None
+        for task in TASKS[::7]:
+            schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in task.tools}
+            reader = ToolCallParser(tool_format, frozenset(schemas), True, str, schemas=schemas)
+            text = written(forms.first, [task.expected])
+            assert [*reader.feed(text), *reader.finish()]
+            assert [call.name for call in reader.calls] == [task.expected[0]], tool_format
+            assert is_whole(task.expected[0], reader.calls[0].arguments, task.tools)
+
+
+def test_a_call_that_is_not_whole_is_told() -> None:
+    assert is_whole("get_weather", '{"city": "Oslo", "days": 3}', LAW_TOOLS)
+    for name, arguments in (
+        ("get_whether", '{"city": "Oslo"}'),
+        ("get_weather", '{"city": "Oslo", "days": "3"}'),
+        ("get_weather", '{"city": 1}'),
+        ("get_weather", "{}"),
+        ("get_weather", '{"city": "Oslo", "more": 1}'),
+        ("get_weather", '{"city": "Oslo"'),
+        ("search", '{"query": "a", "kind": "books"}'),
+        ("search", '{"query": "a", "deep": 1}'),
+        ("plan", '{"steps": ["a", "b", "c"]}'),
+    ):
+        assert not is_whole(name, arguments, LAW_TOOLS)
+
+
+def test_a_sure_model_pays_little_and_nothing_of_it_is_refused(capsys) -> None:
+    ratios = asyncio.run(calls.run_time(2, (ToolFormat.HERMES, ToolFormat.GLM)))
+    assert set(ratios) == {ToolFormat.HERMES, ToolFormat.GLM}
+    assert capsys.readouterr().out.count("; 0 tokens refused") == 2

@@ -1,0 +1,52 @@
+"""`holdfast bench overload` against a router that answers at once, or refuses."""
+
+import asyncio
+
+from fake_backend import HELLO, FakeBackend, World
+
+from holdfast.loadgen.overload import Options, measure, show
+from holdfast.replicas.errors import DeadlineError
+
+QUICK = Options(loads=(1.0, 2.0), seconds=0.2, warm_s=0.1, sequences=2, words=3)
+
+
+class Refusing(FakeBackend):
+    """Has no time for those who say how much they have."""
+
+    async def stream(self, request, place=None):
+        self.script = HELLO if request.within_s == float("inf") else [DeadlineError("too late", retry_after_s=1.0)]
+        async for batch in super().stream(request, place):
+            yield batch
+
+
+def test_what_becomes_of_every_request_is_told(capsys):
+    with World(Refusing()).served() as url:
+        rows = asyncio.run(measure(QUICK, url))
+    assert [(load, told) for load, told, _ in rows] == [(1.0, True), (1.0, False), (2.0, True), (2.0, False)]
+    for _, told, found in rows:
+        assert set(found.ends) == ({"refused"} if told else {"in time"})
+        assert len(found.refused_s) == (found.ends.total() if told else 0)
+    rows.append((3.0, True, rows[1][2]))
+    show(QUICK, rows)
+    printed = capsys.readouterr().out
+    assert "capacity:" in printed
+    assert "100.0%" in printed
+
+
+def test_clients_leave_when_their_time_is_over():
+    backend = FakeBackend()
+    quick = Options(loads=(1.0,), seconds=0.2, warm_s=0.1, sequences=1, words=3, deadline_s=0.1)
+    with World(backend).served() as url:
+
+        async def scenario():
+            import httpx
+
+            from holdfast.loadgen.overload import Crowd
+
+            async with httpx.AsyncClient(base_url=url) as client:
+                backend.stall = 0
+                return await Crowd(quick, client, "pocket").ask(0.1, told=True)
+
+        how, took = asyncio.run(scenario())
+    assert how == "left"
+    assert took >= 0.1

@@ -1,0 +1,123 @@
+"""`holdfast chat`: on a terminal of our own and in a pipe, against a router with a real engine."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_backend import FakeBackend, World
+from service_backend import ServiceBackend, engine_served
+from terminal import Terminal
+
+from holdfast.loadgen.talk import read_tools
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import TextDelta
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+TOOL = {
+    "name": "get_weather",
+    "description": "Current weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+QUESTION = "What is the weather in Paris?"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with engine_served(ServiceBackend(EngineConfig(cells=8192, threads=1))) as address:
+        yield address
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([TOOL]))
+    return str(path)
+
+
+def piped(words: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "holdfast.cluster.cli", "chat", *arguments]
+    return subprocess.run(
+        command,
+        input=words,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_a_call_is_shown_answered_and_told_what_it_cost(url: str, tools: str) -> None:
+    shown = Terminal("chat", "--url", url, "--tools", tools, "--program", "talk")
+    try:
+        shown.until(lambda lines: any(line.startswith("you>") for line in lines))
+        assert "pocket, program talk" in shown.lines[0]
+        shown.press(f"{QUESTION}\r")
+        shown.until(lambda lines: any(line.startswith("result of get_weather>") for line in lines))
+        shown.press("21 degrees, sunny\r")
+        lines = shown.until(lambda lines: sum(line.startswith("you>") for line in lines) == 2)
+        call = next(line for line in lines if line.startswith('get_weather {"city": "Paris"}'))
+        assert "closed after" in call
+        costs = [line for line in lines if "prompt tokens" in line]
+        assert len(costs) == 2
+        assert ", 0 cached" in costs[0]
+        assert int(costs[1].split(" prompt tokens, ")[1].split()[0]) > 50
+        assert any("21" in line for line in lines[lines.index(costs[0]) + 2 :])
+        told = httpx.get(f"{url}/v1/cluster/status", trust_env=False).json()
+        assert [each["turns"] for each in told["programs"] if each["program"] == "talk"] == [2]
+        shown.press("\x04")
+        assert shown.leave() == 0
+    finally:
+        shown.close()
+    told = httpx.get(f"{url}/v1/cluster/status", trust_env=False).json()
+    assert "talk" not in [each["program"] for each in told["programs"]]  # nobody comes back for it
+
+
+def test_a_pipe_gets_answers_and_nothing_else(url: str, tools: str) -> None:
+    done = piped(f"{QUESTION}\n21 degrees, sunny\n", "--url", url, "--tools", tools)
+    assert (done.returncode, done.stderr) == (0, "")
+    call, answer = done.stdout.splitlines()
+    assert call == 'get_weather {"city": "Paris"}'
+    assert "21" in answer
+    assert "\x1b" not in done.stdout
+
+
+def test_what_a_model_writes_is_no_command_to_the_terminal() -> None:
+    script = ((TextDelta("a\x1b[2Jb\rc\x07\n"),), *FakeBackend().script[-1:])
+    with World(FakeBackend(script)).served() as address:
+        done = piped("hi\n", "--url", address)
+    assert done.stdout == "a[2Jbc\n\n"
+
+
+def test_without_a_server_or_a_key_it_says_so() -> None:
+    done = piped("hi\n", "--url", "http://127.0.0.1:9")
+    assert done.returncode != 0
+    assert done.stderr == "holdfast: no server answers at http://127.0.0.1:9; `--url` names another one\n"
+    world = World(tenants=TenantDirectory((Tenant("acme", (hash_key("right"),)),)))
+    with world.served() as address:
+        refused = piped("hi\n", "--url", address)
+        assert "HOLDFAST_API_KEY" in refused.stderr
+        assert piped("hi\n", "--url", address, HOLDFAST_API_KEY="right").stdout == "Hello!\n"
+        world.backend.script = (ValueError("broken"),)  # type: ignore[attr-defined]
+        failed = piped("again\n", "--url", address, HOLDFAST_API_KEY="right")
+    assert (failed.returncode, failed.stdout.count("500")) == (1, 1)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[{}]", '{"function": 1}', '{"function": {"name": ""}}'])
+def test_a_file_that_has_no_tools_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(text)
+    with pytest.raises(ConfigError):
+        read_tools(tmp_path / "tools.json")
+
+
+def test_tools_are_read_with_and_without_their_outside(tmp_path: Path) -> None:
+    whole = {"type": "function", "function": TOOL}
+    for told in (TOOL, whole, [TOOL], [whole]):
+        (tmp_path / "tools.json").write_text(json.dumps(told))
+        assert read_tools(tmp_path / "tools.json") == (whole,)

@@ -1,0 +1,201 @@
+"""Requests with a time: who is let in has its answer, who cannot have it is told so before anything is done for it."""
+
+from math import inf
+
+import hypothesis.strategies as st
+import pytest
+from engine_world import World, words
+from hypothesis import given, settings
+
+from holdfast.replicas.errors import ErrorKind
+from holdfast.replicas.events import Abort, Aborted, Finished, Rejected
+from holdfast.replicas.scheduling.forecast import Mean
+from holdfast.replicas.types import Priority
+
+BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
+
+
+def busy(requests: int = 12, **settings) -> World:
+    """One that has learned: of its one row's requests some have ended, and some still wait."""
+    world = World(max_sequences=1, cells=4096, preposition=False, **settings)
+    for i in range(requests):
+        world.submit(f"old{i}", words(i, 8), 4)
+    while sum(bool(ends) for ends in world.ends.values()) < requests - 2:
+        world.step()
+    return world
+
+
+def kind(event) -> ErrorKind:
+    assert isinstance(event, Rejected)
+    return event.error.kind
+
+
+def test_a_time_that_is_over_in_the_queue_ends_a_request_before_any_work():
+    world = World(max_sequences=1)
+    world.submit("runs", words(0, 8), 20)
+    world.step()
+    world.submit("short", words(1, 8), within_s=2.5)
+    world.submit("long", words(2, 8), within_s=200.0)
+    for _ in range(3):
+        world.step()
+    assert kind(world.end("short")) is ErrorKind.DEADLINE
+    assert world.end("short").error.retry_after_s is None
+    world.run()
+    for name in ("runs", "long"):
+        world.assert_right(name)
+    assert world.engine.stats.not_begun["dropped"] == 1
+    world.assert_idle()
+
+
+def test_who_cannot_have_its_answer_in_time_is_refused_at_once_and_told_when_to_come():
+    world = busy()
+    gap_s = world.engine.scheduler.admission.forecast.gap_s
+    assert gap_s > 2.0
+    world.submit("hopeless", words(50, 8), 4, within_s=gap_s)
+    assert kind(world.end("hopeless")) is ErrorKind.DEADLINE
+    retry_s = world.end("hopeless").error.retry_after_s
+    assert retry_s > 0
+    world.submit("hopeful", words(51, 8), 4, within_s=gap_s + retry_s + 1.0)
+    sent = world.now
+    while not world.ends["hopeful"]:
+        world.step()
+    world.assert_right("hopeful")
+    assert world.now - sent <= gap_s + retry_s + 1.0
+    world.run()
+    assert world.engine.stats.not_begun["refused"] == 1
+
+
+def test_the_beginning_of_an_answer_is_there_sooner_than_all_of_it():
+    world = busy()
+    forecast = world.engine.scheduler.admission.forecast
+    first_s, whole_s = (forecast.serving_s(4, begins) for begins in (True, False))
+    assert first_s < whole_s
+    within_s = (world.engine.occupancy().waiting + 1) * forecast.gap_s + (first_s + whole_s) / 2
+    for i, begins in enumerate((False, True)):
+        world.submit(f"r{i}", words(60 + i, 8), 4, within_s=within_s, begins=begins)
+    assert world.ends["r0"]
+    assert not world.ends["r1"]
+    world.run()
+
+
+def test_a_program_that_goes_on_is_not_behind_those_that_came_after_it():
+    world = busy()
+    gap_s = world.engine.scheduler.admission.forecast.gap_s
+    for i in range(5):
+        world.submit(f"new{i}", words(70 + i, 8), 4)
+    world.submit("mine", words(80, 8), 4, program="p", began=-1.0, turns=3, within_s=3 * gap_s)
+    assert not world.ends["mine"], "it comes before all that wait"
+    world.submit("theirs", words(81, 8), 4, program="q", within_s=3 * gap_s)
+    assert kind(world.end("theirs")) is ErrorKind.DEADLINE
+    world.run()
+    world.assert_right("mine")
+
+
+def test_with_nobody_before_it_a_request_is_tried_however_little_time_it_gives():
+    world = busy()
+    world.run()
+    world.submit("alone", words(50, 8), 4, within_s=0.1)
+    assert not world.ends["alone"]
+
+
+def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
+    world = World(max_sequences=1, cells=4096, max_waiting_tokens=20)
+    world.submit("runs", words(0, 8), 20)
+    world.step()
+    world.submit("long", words(1, 30))
+    world.submit("short", words(2, 1))
+    assert not world.ends["long"]
+    assert kind(world.end("short")) is ErrorKind.OVERLOADED
+    world.run()
+    world.assert_right("long")
+    assert world.engine.stats.not_begun["full"] == 1
+
+
+@pytest.mark.parametrize("bound", [{"max_waiting": 3}, {"max_waiting_tokens": 24}])
+def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(bound):
+    world = World(max_sequences=1, cells=4096, **bound)
+    world.submit("runs", words(0, 8), 20)
+    world.step()
+    for i in range(2):
+        world.submit(f"batch{i}", words(1 + i, 8), priority=BATCH)
+    world.submit("one", words(3, 8), priority=INTERACTIVE)
+    world.submit("more", words(4, 8), priority=BATCH)
+    assert kind(world.end("more")) is ErrorKind.OVERLOADED, "none is of a lower class than it"
+    for name, gone in (("two", "batch1"), ("three", "batch0")):
+        world.submit(name, words(9, 8), priority=INTERACTIVE)
+        assert kind(world.end(gone)) is ErrorKind.OVERLOADED
+    world.submit("four", words(10, 8), priority=INTERACTIVE)
+    assert kind(world.end("four")) is ErrorKind.OVERLOADED
+    world.run()
+    for name in ("runs", "one", "two", "three"):
+        world.assert_right(name)
+    assert world.engine.stats.not_begun["gave_way"] == 2
+    assert world.engine.stats.not_begun["full"] == 2
+    world.assert_idle()
+
+
+def test_clients_that_do_not_wait_teach_as_well():
+    """Where nothing is ever finished it is still learned how long serving takes."""
+    world = World(max_sequences=1, cells=4096)
+    for i in range(12):
+        world.submit(f"r{i}", words(i, 8), 100)
+    for i in range(10):
+        while not world.out[f"r{i}"]:
+            world.step()
+        for _ in range(5):
+            world.step()
+        world.give(Abort(f"r{i}"))
+        assert isinstance(world.end(f"r{i}"), Aborted)
+    forecast = world.engine.scheduler.admission.forecast
+    assert forecast.gap_s > 4.0
+    assert forecast.serving_s(100, False) > 4.0
+
+
+def test_a_mean_of_the_latest():
+    mean = Mean()
+    for i in range(8):
+        assert mean.value == 0.0
+        mean.add(float(i % 2) * 2)
+    assert 0.9 < mean.value < 1.1
+    for _ in range(300):
+        mean.add(5.0)
+    assert mean.value == pytest.approx(5.0, rel=0.01)
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 3),  # steps before it
+        st.integers(4, 24),  # tokens of its prompt
+        st.integers(1, 8),  # of its answer
+        st.sampled_from([inf, 0.5, 3.0, 10.0, 40.0]),
+        st.booleans(),
+        st.sampled_from([INTERACTIVE, BATCH]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARRIVALS, st.sampled_from([16, 64, 1 << 20]))
+def test_each_request_ends_once_and_none_is_begun_when_its_time_is_over(arrivals, tokens):
+    world = World(max_sequences=2, cells=1024, max_waiting=6, max_waiting_tokens=tokens)
+    sent = {}
+    for number, (steps, prompt, answer, within_s, begins, priority) in enumerate(arrivals):
+        for _ in range(steps):
+            world.step()
+        name = f"r{number}"
+        sent[name] = (world.now, within_s)
+        world.submit(name, words(number, prompt), answer, within_s=within_s, begins=begins, priority=priority)
+        assert world.engine.occupancy().waiting <= 6
+    world.run()
+    world.assert_idle()
+    for name, (came, within_s) in sent.items():
+        end = world.end(name)
+        if isinstance(end, Finished):
+            world.assert_right(name)
+            assert end.timing.scheduled < came + within_s
+        else:
+            assert not world.out[name], "refused before any work"
+            assert kind(end) is ErrorKind.OVERLOADED or within_s < inf
+    assert sum(world.engine.stats.not_begun.values()) == world.engine.stats.ended["rejected"]

@@ -1,0 +1,179 @@
+"""Whose turn it is, as arithmetic: shares by weight, nobody starves, idle time is lent and not held against anybody."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.scheduling.shares import Classes, Roots, Shares
+
+LONGEST = 5.0
+
+
+class Server:
+    """One place; each tenant has requests of its own length, and so many of them at once."""
+
+    def __init__(self, lengths: dict[str, float], weights: dict[str, float]) -> None:
+        self.shares, self.lengths, self.weights = Shares(), lengths, weights
+        self.waiting = dict.fromkeys(lengths, 0)
+        self.had = dict.fromkeys(lengths, 0.0)
+        self.turns: list[str] = []
+
+    def come(self, tenant: str) -> None:
+        self.shares.come(tenant, self.weights[tenant], alone=not any(self.waiting.values()))
+        self.waiting[tenant] += 1
+
+    def serve(self) -> None:
+        waiting = [name for name, n in self.waiting.items() if n]
+        tenant = min(waiting, key=self.shares.standing)
+        self.shares.choose(waiting)
+        self.shares.begin(tenant)
+        self.waiting[tenant] -= 1
+        self.shares.charge(tenant, self.lengths[tenant])
+        self.shares.end(tenant)
+        self.had[tenant] += self.lengths[tenant]
+        self.turns.append(tenant)
+
+    def saturate(self, names: str, turns: int) -> None:
+        """These always have a request that waits, for so many turns."""
+        for name in names:
+            self.come(name)
+        for _ in range(turns):
+            self.serve()
+            for name in names:
+                if not self.waiting[name]:
+                    self.come(name)
+
+
+def jain(values: list[float]) -> float:
+    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
+
+
+given_lengths = st.lists(st.floats(0.1, LONGEST), min_size=2, max_size=6)
+given_weights = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]), min_size=6, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(given_lengths, given_weights)
+def test_who_always_waits_is_served_by_weight_and_none_starves(lengths, weights):
+    names = "abcdef"[: len(lengths)]
+    server = Server(dict(zip(names, lengths, strict=True)), dict(zip(names, weights, strict=False)))
+    server.saturate(names, 600)
+    level = [server.had[name] / server.weights[name] for name in names]
+    assert max(level) - min(level) <= 4 * LONGEST / min(weights)
+    assert set(server.turns[-300:]) == set(names) or min(level) > max(level) - 4 * LONGEST / min(weights)
+
+
+@settings(max_examples=40, deadline=None)
+@given(given_lengths)
+def test_equal_weights_have_equal_time_whatever_their_requests_take(lengths):
+    names = "abcdef"[: len(lengths)]
+    server = Server(dict(zip(names, lengths, strict=True)), dict.fromkeys(names, 1.0))
+    server.saturate(names, 3000)
+    assert jain(list(server.had.values())) >= 0.98
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.floats(0.5, LONGEST))
+def test_idle_time_is_lent_and_not_held_against_who_used_it(alone, length):
+    server = Server({"a": length, "b": length}, {"a": 1.0, "b": 1.0})
+    for _ in range(alone):  # nobody else wants any
+        server.come("a")
+        server.serve()
+    assert server.had["a"] == pytest.approx(alone * length), "it has all"
+    server.saturate("ab", 20)
+    assert abs(server.turns[alone:].count("a") - 10) <= 1, "and is behind nobody for it"
+
+
+def test_one_long_request_without_a_rival_is_not_held_against_its_tenant():
+    shares = Shares()
+    shares.come("a", 1.0, alone=True)
+    shares.choose("a")
+    shares.begin("a")
+    shares.charge("a", 1000.0)
+    shares.come("b", 1.0, alone=True)  # while it runs
+    shares.come("a", 1.0, alone=False)
+    assert shares.of("b").served == shares.of("a").served == 1000.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 50))
+def test_being_away_earns_nothing(away):
+    server = Server({"a": 1.0, "b": 1.0, "c": 1.0}, dict.fromkeys("abc", 1.0))
+    server.saturate("ab", 2)
+    server.saturate("ac", 2 * away)
+    before = len(server.turns)
+    server.saturate("abc", 30)
+    assert server.turns[before:].count("b") <= 11
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
+def test_who_is_served_elsewhere_is_overtaken_but_not_for_ever(elsewhere):
+    server = Server({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0})
+    server.come("b")
+    server.come("a")
+    gap = 0
+    for i in range(200):
+        server.shares.elsewhere("b", elsewhere[i % len(elsewhere)])
+        server.serve()
+        gap = 0 if server.turns[-1] == "b" else gap + 1
+        assert gap <= 13, "the bound is ten seconds"
+        for name in "ab":
+            if not server.waiting[name]:
+                server.come(name)
+    assert server.had["a"] >= server.had["b"] - 2.0
+
+
+def test_what_is_served_elsewhere_counts():
+    server = Server({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0})
+    server.come("a")
+    server.come("b")
+    for _ in range(100):
+        server.serve()
+        if server.turns[-1] == "b":
+            server.shares.elsewhere("b", 3.0)  # for each second here three at other places
+        server.come(server.turns[-1])
+    assert server.had["a"] == pytest.approx(80, abs=3)
+
+
+def test_of_several_requests_of_a_program_each_has_its_turn_with_one_of_the_others():
+    roots = Roots()
+    flows = [roots.come("many") for _ in range(3)]
+    assert flows == [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0)]
+    assert roots.come("one") == flows[0]
+    roots.leave("many")
+    assert roots.come("many") == (0.0, 2.0)
+
+
+def test_a_program_waits_once_it_has_had_a_quantum_and_who_was_away_has_no_more_than_the_rest_of_one():
+    roots = Roots(quantum_s=10.0)
+    old = roots.come("old")
+    roots.begin(old)
+    roots.charge("old", 25.0)
+    roots.leave("old")
+    assert roots.come("old")[0] == 2.0
+    assert roots.come("new")[0] == 0.0
+    roots.begin((2.0, 0.0))  # nobody before it waits
+    assert roots.come("newer")[0] == 2.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.01, 0.5))
+def test_batch_has_its_part_where_the_others_would_take_all(share):
+    """Each step is interactive unless batch's turn is due; then it is batch's."""
+    classes, had = Classes(share), {True: 0.0, False: 0.0}
+    for _ in range(20000):
+        due = classes.due
+        classes.serve(0.0 if due else 0.01, 0.01 if due else 0.0, wanted=True)
+        had[due] += 0.01
+    assert had[True] / 200 == pytest.approx(share, abs=0.01)
+
+
+def test_batch_that_nobody_keeps_from_running_is_owed_nothing_and_owes_nothing():
+    classes = Classes(0.1)
+    classes.serve(0.0, 1000.0, wanted=True)
+    for _ in range(60):
+        classes.serve(0.1, 0.0, wanted=True)
+    assert classes.due
+    classes.serve(0.1, 0.0, wanted=False)
+    assert not classes.due

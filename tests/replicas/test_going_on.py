@@ -1,0 +1,103 @@
+"""A reply that one replica has begun and another one ends: together they say what one alone says."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import (
+    Answer,
+    AnswerBuilder,
+    ChatPrompt,
+    Drawing,
+    Drawn,
+    GenerateRequest,
+    JsonOutput,
+    Piece,
+    RawPrompt,
+)
+from holdfast.replicas.service import Service
+
+CONFIG = EngineConfig(cells=4096, threads=1)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": CITY}}]
+ASKED = ChatPrompt([{"role": "user", "content": "What is the weather in Paris, and in Rome?"}], TOOLS)
+TOLD = RawPrompt("The weather in Paris is")
+
+CASES: dict[str, GenerateRequest] = {
+    "greedy": GenerateRequest("a", TOLD, Sampling(max_tokens=40, ignore_eos=True)),
+    "noise of the prompt": GenerateRequest("a", TOLD, Sampling(max_tokens=40, temperature=1.0, ignore_eos=True)),
+    "seed": GenerateRequest("a", TOLD, Sampling(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)),
+    "penalties": GenerateRequest(
+        "a", TOLD, Sampling(max_tokens=40, frequency_penalty=1.0, presence_penalty=0.5, ignore_eos=True)
+    ),
+    "least": GenerateRequest("a", TOLD, Sampling(max_tokens=40, min_tokens=30, temperature=1.0)),
+    "stop": GenerateRequest("a", TOLD, Sampling(max_tokens=60, temperature=1.0, ignore_eos=True), ("e",)),
+    "logprobs": GenerateRequest("a", TOLD, Sampling(max_tokens=24, logprobs=2, temperature=1.0, ignore_eos=True)),
+    "echo": GenerateRequest("a", replace(TOLD, echo=True), Sampling(max_tokens=16, ignore_eos=True)),
+    "calls": GenerateRequest("a", ASKED, Sampling(max_tokens=80)),
+    "required": GenerateRequest("a", replace(ASKED, tool_choice="required"), Sampling(max_tokens=80)),
+    "form": GenerateRequest("a", replace(ASKED, tools=(), output=JsonOutput(CITY, True)), Sampling(max_tokens=60)),
+}
+
+Told = list[tuple[tuple[Piece, ...], Drawn]]
+
+
+async def told(service: Service, request: GenerateRequest) -> Told:
+    """Each batch of pieces, with what was drawn since the one before."""
+    drawing = Drawing(request.drawn)
+    return [(pieces, drawing.take()) async for pieces in service.stream(request, drawing)]
+
+
+def said(batches: Told) -> Answer:
+    built = AnswerBuilder()
+    for pieces, _ in batches:
+        built.add(pieces)
+    answer = built.answer()
+    assert answer is not None, built.terminal
+    return answer
+
+
+def alike(answer: Answer) -> object:
+    """What has to be equal: all but ids that are drawn by chance, how long it took, and bits of log probabilities."""
+    calls = [(call.name, call.arguments, call.closed) for call in answer.tool_calls]
+    logprobs = [(each.token, pytest.approx(each.logprob, abs=1e-3)) for each in answer.logprobs]
+    usage = replace(answer.usage, cached=0)
+    return answer.text, calls, logprobs, answer.reason, usage, answer.stop, answer.called
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["prompt seed", "no prompt seed"])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[GenerateRequest], None]]:
+    """`cut` over two services, whose noise comes from the prompt or from chance."""
+    config = replace(CONFIG, prompt_seed=request.param)
+    with asyncio.Runner() as runner:
+        here, there = runner.run(loaded(config)), runner.run(loaded(config))
+        try:
+            yield lambda asked: runner.run(cut(here, there, asked))
+        finally:
+            runner.run(here.close())
+            runner.run(there.close())
+
+
+async def loaded(config: EngineConfig) -> Service:
+    return Service.load(config)
+
+
+async def cut(here: Service, there: Service, request: GenerateRequest) -> None:
+    whole = await told(here, request)
+    assert len(whole) > 1
+    every, drawing = 1 + len(whole) // 12, Drawing()
+    for at in range(1, len(whole)):
+        drawing.merge(whole[at - 1][1])
+        if at % every and at < len(whole) - 1:  # the last one: all but the end has come
+            continue
+        rest = await told(there, replace(request, request_id=f"cut {at}", drawn=drawing.whole))
+        assert alike(said(whole[:at] + rest)) == alike(said(whole)), at
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_reply_goes_on_wherever_it_was_cut(run: Callable[[GenerateRequest], None], name: str) -> None:
+    run(CASES[name])

@@ -1,0 +1,53 @@
+"""A salt narrows a tenant's cache: only what came with the same is found, whoever computes it first."""
+
+from dataclasses import replace
+
+import numpy as np
+from engine_world import World, words
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.events import ProgramEnded, Sampling, Submit
+
+
+def ask(world: World, name: str, text: list[int], salt: str, tokens: int = 4, program: str = "") -> None:
+    world.prompts[name] = (text, tokens)
+    submit = Submit(name, np.asarray(text, np.int32), Sampling(tokens), "a", program, 1.0)
+    world.give(replace(submit, cache_salt=salt))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["", "x", "y"]), st.integers(0, 1)), min_size=2, max_size=8))
+def test_only_what_came_with_the_same_salt_is_found(asked):
+    world, seen = World(cells=2048, context_length=256), set()
+    for number, (salt, text) in enumerate(asked):
+        ask(world, f"r{number}", words(text, 40), salt)
+        world.run()
+        cached = world.end(f"r{number}").usage.cached
+        assert (cached >= 32) is ((salt, text) in seen)
+        assert cached == 0 or (salt, text) in seen
+        seen.add((salt, text))
+
+
+def test_nobody_waits_for_a_prefix_that_has_another_salt():
+    world = World(cells=2048, context_length=512, step_tokens=16, chunk_floor=4)
+    ask(world, "one", words(0, 120), "x")
+    world.step()
+    ask(world, "other", words(0, 120), "y")
+    world.run()
+    assert world.engine.stats.prompt_grouped == 0
+    assert world.end("other").usage.cached == 0
+
+
+def test_the_cells_of_a_salted_program_go_first_when_it_is_over():
+    world = World(cells=256, context_length=256, kv_tags=True)
+    ask(world, "over", words(0, 60), "x", program="p")
+    ask(world, "kept", words(1, 60), "x", program="q")
+    world.run()
+    world.give(ProgramEnded("a", "p"))
+    ask(world, "more", words(2, 170), "")
+    world.run()
+    cache = world.engine.cache
+    assert cache.peek("a\0salt\0x", np.asarray(words(0, 60), np.int32)) < cache.peek(
+        "a\0salt\0x", np.asarray(words(1, 60), np.int32)
+    )

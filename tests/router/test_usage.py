@@ -1,0 +1,361 @@
+"""The books: one record for each request, whose sums are the engine's counters, in a real Redis."""
+
+import asyncio
+import csv
+import io
+from contextlib import asynccontextmanager
+
+import httpx
+import orjson
+import pytest
+from fake_backend import DONE, FakeBackend, World
+from redis_server import RedisServer
+from service_backend import SMALL, ServiceBackend
+
+from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.events import Usage, Work
+from holdfast.replicas.requests import Completed, TextDelta
+from holdfast.router.accounts import Accounts
+from holdfast.router.audit import Audit
+from holdfast.router.config import RouterConfig
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.tenant_store import TenantStore
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.usage import Books, as_csv
+
+ADMIN = {"authorization": "Bearer admin"}
+FRESH = {"cache-control": "no-cache"}
+CONFIG = RouterConfig(admin_key_hashes=(hash_key("admin"),))
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+class Router:
+    """A router with all that stands in Redis, reached without a network."""
+
+    _space = 0
+
+    def __init__(self, redis, backend=None, tenants=(), config=CONFIG, space=""):
+        if not space:
+            Router._space += 1
+        self.space = space or f"usage/{Router._space}"
+        self.store = RedisStore(RedisAddress(redis.url, namespace=self.space), MemoryStore(10, 1000), 5.0)
+        self.accounts = Accounts(config, self.store)
+        self.directory = TenantDirectory(tenants, exposed=True)
+        self.tenants = TenantStore(self.store, self.directory)
+        self.books = Books(self.store)
+        self.world = World(
+            backend or FakeBackend(),
+            self.directory,
+            config,
+            accounts=self.accounts,
+            tenant_store=self.tenants,
+            books=self.books,
+            audit=Audit(self.store),
+        )
+        transport = httpx.ASGITransport(self.world.app, client=("127.0.0.1", 50000))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0)
+
+    async def __aenter__(self):
+        await self.tenants.start()
+        return self
+
+    async def __aexit__(self, *_):
+        await self.http.aclose()
+        await self.tenants.close()
+        await self.accounts.close()
+        await self.store.close()
+
+    async def chat(self, key="acme", headers=None, path="/v1/chat/completions", **body):
+        body = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], **body}
+        return await self.http.post(path, json=body, headers={"authorization": f"Bearer {key}", **(headers or {})})
+
+    async def records(self, tenant="acme"):
+        return await self.books.records(tenant, "-", "+", 1000)
+
+
+async def until(done, seconds=20.0):
+    async with asyncio.timeout(seconds):
+        while not done():  # noqa: ASYNC110 (other threads do it)
+            await asyncio.sleep(0.005)
+
+
+ACME = Tenant("acme", keys=(ApiKey("laptop", hash_key("acme")),))
+
+
+@asynccontextmanager
+async def engine(redis, config=SMALL, tenants=(ACME,)):
+    backend = ServiceBackend(config)
+    try:
+        async with Router(redis, backend, tenants) as router:
+            yield router, backend.service.engine
+    finally:
+        await asyncio.to_thread(backend.stop)
+
+
+def test_sums_are_the_engines_counters_to_the_token(redis):
+    """Whole and streamed, several answers, stops, calls, repeats from the cache, prompts ahead, and one who leaves."""
+
+    async def run():
+        drafts = DraftConfig(enabled=True)
+        async with engine(redis, SMALL.__class__(cells=4096, threads=1, speculation=drafts)) as (router, service):
+            say = [{"role": "user", "content": "Count: one two three one two three one two three one two"}]
+            for _ in range(2):  # the second from the response cache
+                assert (await router.chat(messages=say, max_tokens=24, temperature=0)).status_code == 200
+            await router.chat(messages=say, max_tokens=40, stream=True, headers=FRESH)
+            await router.chat(messages=say, max_tokens=12, n=3, headers=FRESH)
+            await router.chat(messages=say, max_tokens=64, stop=["e", "o", " "], headers=FRESH)
+            await router.chat(
+                messages=say,
+                max_tokens=64,
+                tools=[TOOL],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                headers=FRESH,
+            )
+            await router.chat(
+                path="/v1/completions", messages=None, prompt="one two", max_tokens=9, echo=True, logprobs=1
+            )
+            leaving = asyncio.create_task(router.chat(messages=say, max_tokens=2000, ignore_eos=True, headers=FRESH))
+            asked = router.world.backend.requests
+            await until(lambda: asked[-1].sampling.max_tokens == 2000 and service.occupancy().running)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+            await until(lambda: router.accounts.booked.total() == 8)
+            rows = await router.records()
+            stats = service.stats
+            assert sum(row["drawn"] for row in rows) == stats.completion
+            assert sum(row["computed"] for row in rows) == stats.prompt_computed
+            assert sum(row["found"] for row in rows) == stats.prompt_cached
+            assert sum(row["drafted"] for row in rows) == stats.drafted > 0
+            outcomes = sorted(row["outcome"] for row in rows)
+            assert outcomes == ["aborted", "cached", *["completed"] * 6]
+            [day, _] = await router.books.sums("acme", [_today(rows), _today(rows)[:7]])
+            for name in ("input", "cached", "output", "drawn", "drafted"):
+                assert day[name] == sum(row[name] for row in rows)
+            assert day["requests"] == 8
+            assert day["units"] == pytest.approx(sum(row["units"] for row in rows))
+            aborted = next(row for row in rows if row["outcome"] == "aborted")
+            assert aborted["output"] == aborted["drawn"] > 0 < aborted["units"]
+            assert {row["key"] for row in rows} == {"laptop"}
+
+    asyncio.run(run())
+
+
+def _today(rows):
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(rows[-1]["at"], UTC).strftime("%Y-%m-%d")
+
+
+def test_a_record_that_is_told_twice_is_booked_once(redis):
+    """As where the answer of Redis was lost."""
+
+    async def run():
+        limited = Tenant("acme", keys=ACME.keys, limits=TenantLimits(max_concurrent=2, output_tokens_per_minute=1000))
+        async with Router(redis, tenants=[limited]) as router:
+            told = []
+            scripts = router.store.scripts
+
+            async def twice(calls):
+                told.append(await scripts(calls))
+                return await scripts(calls) if "XADD" in calls[0][0] else told[-1]
+
+            router.store.scripts = twice
+            for _ in range(3):
+                assert (await router.chat(max_tokens=5, headers=FRESH)).status_code == 200
+            rows = await router.records()
+            assert len(rows) == len({row["id"] for row in rows}) == 3
+            [day] = await router.books.sums("acme", [_today(rows)])
+            assert (day["requests"], day["input"], day["output"]) == (3, 30, 9)
+            assert router.accounts.booked["again"] == 3
+
+    asyncio.run(run())
+
+
+def test_a_clients_retry_is_billed_once(redis):
+    async def run():
+        work = Usage(10, 4, 3, work=Work(6, 4, 3))
+        backend = FakeBackend(((TextDelta("Hi"),), (Completed("stop", work, DONE.timing),)))
+        async with Router(redis, backend, [ACME]) as router:
+            same = {"idempotency-key": "k-1"}
+            await router.chat(headers=same)
+            await router.chat(headers=same)  # the response cache answers
+            await router.chat(headers={**same, **FRESH})  # the engine works again
+            rows = await router.records()
+            assert [(row["outcome"], row["units"], row["again"]) for row in rows] == [
+                ("completed", 13.0, False),
+                ("completed", 0.0, True),
+            ]
+            await router.chat(headers={"idempotency-key": "k-2", **FRESH})
+            assert [row["units"] for row in await router.records()] == [13.0, 0.0, 13.0]
+
+    asyncio.run(run())
+
+
+def test_failures_of_ours_cost_nothing_and_refusals_are_no_records(redis):
+    async def run():
+        limited = Tenant("acme", keys=ACME.keys, limits=TenantLimits(requests_per_minute=3, units_per_day=10_000))
+        async with Router(redis, FakeBackend(((TextDelta("Hi"),), RuntimeError("bug"))), [limited]) as router:
+            answer = await router.chat()
+            assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (500, "2")
+            assert (await router.chat(messages=[])).status_code == 400
+            assert (await router.chat(temperature=9)).status_code == 400  # what is wrong counts, too
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                refused = await router.chat(path=path, max_tokens=5)
+                assert refused.status_code == 429
+                assert 0 < int(refused.headers["retry-after"]) <= 61
+            assert refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            rows = await router.records()
+            assert [(row["outcome"], row["units"]) for row in rows] == [("failed", 0.0)]
+
+    asyncio.run(run())
+
+
+def test_a_tenant_sees_its_own_usage_and_a_key_only_what_it_is_for(redis):
+    async def run():
+        keys = (
+            ApiKey("infer", hash_key("infer"), (Scope.INFER,)),
+            ApiKey("usage", hash_key("usage"), (Scope.USAGE,)),
+            ApiKey("old", hash_key("old"), expires=1.0),
+        )
+        async with Router(redis, tenants=[Tenant("acme", keys=keys), Tenant("other", (hash_key("other"),))]) as router:
+            for key, chat, usage in (("infer", 200, 403), ("usage", 403, 200), ("old", 401, 401), ("other", 200, 200)):
+                head = {"authorization": f"Bearer {key}"}
+                assert (await router.chat(key)).status_code == chat
+                assert (await router.http.get("/v1/usage/records", headers=head)).status_code == usage
+                assert (await router.http.get("/v1/usage", headers=head)).status_code == usage
+            head = {"authorization": "Bearer usage"}
+            lines = (await router.http.get("/v1/usage/records", headers=head)).text.splitlines()
+            assert [orjson.loads(line)["tenant"] for line in lines] == ["acme"]
+            table = await router.http.get("/v1/usage/records?format=csv&from=2020-01-01", headers=head)
+            [row] = csv.DictReader(io.StringIO(table.text))
+            assert (row["tenant"], row["key"], row["input"], row["output"]) == ("acme", "infer", "10", "3")
+            after = f"/v1/usage/records?after={row['place']}"
+            assert (await router.http.get(after, headers=head)).text == ""
+            for wrong in ("limit=0", "format=xml", "from=soon", "after=x"):
+                assert (await router.http.get(f"/v1/usage/records?{wrong}", headers=head)).status_code == 400
+
+    asyncio.run(run())
+
+
+def test_a_spreadsheet_gets_no_formula():
+    assert "'=cmd()" in as_csv([{"program": "=cmd()"}])
+
+
+# ---- tenants that come and go ----
+
+
+def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start(redis):
+    async def run():
+        async with Router(redis, tenants=[ACME]) as here, Router(redis, tenants=[ACME], space=here.space) as there:
+
+            async def status(key):
+                return (await there.chat(key)).status_code
+
+            async def answers(key, wanted):
+                async with asyncio.timeout(5.0):
+                    while await status(key) != wanted:  # noqa: ASYNC110 (of another router)
+                        await asyncio.sleep(0.02)
+
+            admin = "/v1/admin/tenants"
+            made = (
+                await here.http.post(admin, json={"name": "new", "limits": {"max_concurrent": 5}}, headers=ADMIN)
+            ).json()
+            await answers(made["key"], 200)
+            again = await here.http.post(admin, json={"name": "new"}, headers=ADMIN)
+            assert (again.status_code, again.json()["error"]["code"]) == (409, "tenant_exists")
+            rotated = (await there.http.post(f"{admin}/new/keys", json={"retire_in_s": 0}, headers=ADMIN)).json()
+            await answers(made["key"], 401)
+            assert await status(rotated["key"]) == 200
+            extra = (await here.http.post(f"{admin}/acme/keys", json={"id": "ci"}, headers=ADMIN)).json()
+            await answers(extra["key"], 200)
+            assert await status("acme") == 200
+            changed = await here.http.patch(f"{admin}/new", json={"limits": {"requests_per_minute": 1}}, headers=ADMIN)
+            assert changed.json()["limits"]["max_concurrent"] is None
+            refused = await here.http.patch(f"{admin}/acme", json={"weight": 2}, headers=ADMIN)
+            assert "configuration" in refused.json()["error"]["message"]
+            await answers(rotated["key"], 200)
+            await answers(rotated["key"], 429)
+            listed = (await there.http.get(admin, headers=ADMIN)).json()["tenants"]
+            keys = {key["id"]: key for tenant in listed for key in tenant["keys"]}
+            assert [(tenant["name"], tenant["source"]) for tenant in listed] == [
+                ("acme", "configuration"),
+                ("new", "redis"),
+            ]
+            assert (keys["ci"]["source"], keys["laptop"]["source"]) == ("redis", "configuration")
+            assert keys[rotated["key_id"]]["last_used"] > 0
+            assert "sha256" not in str(listed)
+            assert (await here.http.delete(f"{admin}/acme/keys/ci", headers=ADMIN)).status_code == 200
+            assert (await here.http.delete(f"{admin}/new", headers=ADMIN)).status_code == 200
+            await answers(rotated["key"], 401)
+            await answers(extra["key"], 401)
+            log = (await there.http.get("/v1/admin/audit", headers=ADMIN)).text
+            acts = [orjson.loads(line) for line in log.splitlines()]
+            told = {entry["act"] for entry in acts}
+            assert told == {
+                "tenant added",
+                "tenant changed",
+                "tenant removed",
+                "key rotated",
+                "key added",
+                "key removed",
+                "refused",
+            }
+            assert all(entry["who"] == hash_key("admin")[7:15] for entry in acts if entry["act"] != "refused")
+            for secret in (made["key"], rotated["key"], extra["key"], "hello", "sha256"):
+                assert secret not in log
+
+    asyncio.run(run())
+
+
+def test_two_administrators_do_not_undo_each_others_work(redis):
+    async def run():
+        async with Router(redis) as router:
+            assert await router.tenants.change("a", b"", Tenant("a"), b"{}")
+            _, before = await router.tenants.find("a")
+            assert await router.tenants.change("a", before, Tenant("a", weight=2.0), b"{}")
+            assert not await router.tenants.change("a", before, None, b"{}")
+            found, _ = await router.tenants.find("a")
+            assert found == Tenant("a", weight=2.0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("config", "key", "status"), [(CONFIG, "acme", 401), (RouterConfig(), "admin", 403)])
+def test_administration_is_for_its_own_keys(redis, config, key, status):
+    async def run():
+        async with Router(redis, tenants=[ACME], config=config) as router:
+            for method, path in (
+                ("GET", "/tenants"),
+                ("POST", "/tenants"),
+                ("GET", "/usage/records"),
+                ("GET", "/audit"),
+            ):
+                answer = await router.http.request(
+                    method, f"/v1/admin{path}", headers={"authorization": f"Bearer {key}"}
+                )
+                assert answer.status_code == status
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_is_gone_takes_no_tenant_away(tmp_path):
+    async def run():
+        server = RedisServer(tmp_path)
+        server.start()
+        async with Router(server, tenants=[ACME]) as router:
+            made = (await router.http.post("/v1/admin/tenants", json={"name": "new"}, headers=ADMIN)).json()
+            server.kill()
+            assert (await router.chat(made["key"])).status_code == 200
+            assert (await router.http.get("/v1/admin/tenants", headers=ADMIN)).status_code == 503
+
+    asyncio.run(run())

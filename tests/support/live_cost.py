@@ -1,0 +1,141 @@
+"""What the page costs a router: its CPU while `/v1/live` is asked once a second, less what it takes when nobody asks.
+
+    .venv/bin/holdfast serve --port 8123 &
+    .venv/bin/python tests/support/live_cost.py http://127.0.0.1:8123 --programs 1000
+
+The programs have had a turn each that called a tool, so all of them are in every answer of the replicas, pinned. Blocks
+with and without asking alternate. Without a URL: a router with a replica that only says so, in this process, with
+every program in flight and pinned and a tenth of them ending a turn each second; then the cost is that of the answers.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import time
+from collections.abc import Sequence
+
+import httpx
+from fake_backend import FakeBackend, World
+from starlette.requests import Request
+
+from holdfast.replicas.events import Usage
+from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
+from holdfast.router.metrics import Outcome
+
+CPU = re.compile(r"^holdfast_router_cpu_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+async def opened(client: httpx.AsyncClient, programs: int) -> None:
+    """A turn of each program, which calls a tool."""
+    tool = {"name": "wait", "parameters": {"type": "object", "properties": {}}}
+    at_once = asyncio.Semaphore(16)
+
+    async def one(number: int) -> None:
+        body = {
+            "model": "pocket",
+            "program_id": f"cost-{time.time_ns()}-{number}",
+            "messages": [{"role": "user", "content": f"Wait for {number}."}],
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": "required",
+            "max_tokens": 32,
+        }
+        async with at_once:
+            (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+
+    await asyncio.gather(*(one(number) for number in range(programs)))
+
+
+async def cpu(client: httpx.AsyncClient) -> float:
+    """Seconds of CPU that all routers have taken."""
+    return sum(float(value) for value in CPU.findall((await client.get("/metrics")).text))
+
+
+async def block(client: httpx.AsyncClient, seconds: int, ask: bool) -> tuple[float, int, int]:
+    """The routers' CPU seconds a second; how many bytes an answer had, and how many pins were in it."""
+    before, began, since, size, pins = await cpu(client), time.monotonic(), "", 0, 0
+    for second in range(seconds):
+        if ask:
+            answer = await client.get("/v1/live", params={"since": since})
+            told = answer.raise_for_status().json()
+            since, size = f"{told['router']}:{told['number']}", len(answer.content)
+            pins = sum(len(each["pins"]) for each in told["replicas"])
+        await asyncio.sleep(max(0.0, began + second + 1 - time.monotonic()))
+    return (await cpu(client) - before) / (time.monotonic() - began), size, pins
+
+
+async def served(url: str, programs: int, blocks: int, seconds: int) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as client:
+        await opened(client, programs)
+        await block(client, 2, ask=True)
+        asked, alone, size, pins = [], [], 0, 0
+        for _ in range(blocks):
+            share, size, pins = await block(client, seconds, ask=True)
+            asked.append(share)
+            alone.append((await block(client, seconds, ask=False))[0])
+    differences = [100 * (one - other) for one, other in zip(asked, alone, strict=True)]
+    print(f"{pins} pinned programs, an answer of {size} bytes a second")
+    print(f"CPU of the router, % of a core: asked {told(asked)}, alone {told(alone)}")
+    print(f"difference: {statistics.median(differences):.2f} (of {[round(each, 2) for each in differences]})")
+
+
+def told(shares: Sequence[float]) -> str:
+    return f"{100 * statistics.median(shares):.2f}"
+
+
+class Crowd(FakeBackend):
+    def __init__(self, programs: int) -> None:
+        super().__init__()
+        now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=programs, cells_pinned=16000)
+        status = replica_status("r1", "pocket", "cpu", EngineStats(), now).row
+        turns = [(f"request-{number:024}", "decode", 200, 150, 200, 7) for number in range(programs)]
+        pins = [(f"default/agent-{number}", 217, 3.0, 20.0, 40.0) for number in range(programs)]
+        self._told = json.dumps({"replica": "r1", "status": status, "turns": turns, "pins": pins}).encode()
+
+    async def activity(self, scope: str | None) -> list[bytes]:
+        return [self._told]
+
+
+async def here(programs: int, seconds: int) -> None:
+    world = World(Crowd(programs))
+
+    def begin(number: int):  # type: ignore[no-untyped-def]
+        report = world.reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
+        report.accepted(f"request-{number:024}", "default", f"default/agent-{number}", "pocket", stream=True)
+        report.facts.usage, report.facts.stages_ms = Usage(200, 150, 20), {"queue": 1.0, "prefill": 5.0, "decode": 9.0}
+        return report
+
+    reports = [begin(number) for number in range(programs)]
+    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        spent, since, size = [], "", 0
+        for second in range(seconds):
+            for number in range(second % 10, programs, 10):
+                reports[number].ended(Outcome.COMPLETED)
+                reports[number] = begin(number)
+            before = time.process_time()
+            answer = await client.get("/v1/live", params={"since": since})
+            spent.append(time.process_time() - before)
+            head = json.loads(answer.content)
+            since, size = f"{head['router']}:{head['number']}", len(answer.content)
+            await asyncio.sleep(0.1)
+    print(f"{programs} in flight and pinned, {programs // 10} turns ended since: {size} bytes")
+    print(f"an answer takes {1e3 * statistics.median(spent):.2f} ms of CPU, the client in this process included")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?")
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--seconds", type=int, default=10)
+    options = parser.parse_args()
+    if options.url:
+        asyncio.run(served(options.url, options.programs, options.blocks, options.seconds))
+    else:
+        asyncio.run(here(options.programs, options.seconds))
+
+
+if __name__ == "__main__":
+    main()

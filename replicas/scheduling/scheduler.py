@@ -260,11 +260,20 @@ class Scheduler:
     def _chunks(self, prefilling: list[Sequence]) -> list[int]:
         """Tokens of each, in order. Those of batch share what the others leave of the step, and may have nothing."""
         hurry = [each for each in prefilling if not each.batch or self._classes.due]
-        sizes = chunk_sizes([s.pending for s in hurry], self._narrow(hurry), self._config) if hurry else []
+        sizes = (
+            chunk_sizes([s.pending for s in hurry], narrow(hurry, self._running, self._config), self._config)
+            if hurry
+            else []
+        )
         batch = prefilling[len(hurry) :]
         left = self._config.step_tokens - sum(sizes)
         if batch and left > 0:
-            sizes = [*sizes, *chunk_sizes([s.pending for s in batch], self._narrow(batch), self._config, left)]
+            sizes = [
+                *sizes,
+                *chunk_sizes(
+                    [s.pending for s in batch], narrow(batch, self._running, self._config), self._config, left
+                ),
+            ]
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
@@ -292,16 +301,6 @@ class Scheduler:
                     self.ends.give_up(builder, sequence, now)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
-
-    def _narrow(self, prefilling: list[Sequence]) -> list[bool]:
-        """Which chunks are to be narrow: all beside a latency-sensitive request; those of a prompt that nobody waits
-        for an answer to, beside any other; those of batch, beside interactive requests.
-        """
-        if len(self._running) == 1:
-            return [False]
-        hurried = any(0 < s.sampling.max_tokens <= self._config.latency_max_tokens for s in self._running)
-        waited_for = any(not s.batch and not s.background for s in self._running)
-        return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
     # ---- taking its result in ----
 
@@ -437,6 +436,17 @@ class Scheduler:
         self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
         check_grammar(sequence)
         return reason
+
+
+def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -> list[bool]:
+    """Which chunks are to be narrow: all beside a latency-sensitive request; those of a prompt that nobody waits
+    for an answer to, beside any other; those of batch, beside interactive requests.
+    """
+    if len(running) == 1:
+        return [False]
+    hurried = any(0 < s.sampling.max_tokens <= config.latency_max_tokens for s in running)
+    waited_for = any(not s.batch and not s.background for s in running)
+    return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
 
 def chunk_sizes(

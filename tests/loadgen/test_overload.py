@@ -14,6 +14,7 @@ class Refusing(FakeBackend):
     """Has no time for those who say how much they have."""
 
     async def stream(self, request, place=None):
+        await asyncio.sleep(0.05)  # its capacity is what so few clients leave it
         self.script = HELLO if request.within_s == float("inf") else [DeadlineError("too late", retry_after_s=1.0)]
         async for batch in super().stream(request, place):
             yield batch

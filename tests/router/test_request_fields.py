@@ -93,7 +93,8 @@ def test_a_salt_narrows_the_response_cache_and_travels_with_the_request():
     world = World()
     for salt, expected in ((None, "miss"), ("a", "miss"), ("a", "hit"), ("b", "miss"), ("", "hit")):
         told = {} if salt is None else {"cache_salt": salt}
-        assert chat(world, **told).headers["x-holdfast-cache"] == expected
+        begins = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+        assert chat(world, messages=begins, **told).headers["x-holdfast-cache"] == expected
     assert [request.cache_salt for request in world.backend.requests] == ["", "a", "b"]
     digests = {place.prefixes for place in world.backend.places}
     assert len(digests) == 3, "nor is it placed with others"

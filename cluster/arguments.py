@@ -18,7 +18,15 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Begin": ("serve", "chat"),
     "Look": ("status", "top", "doctor"),
     "Set up": ("config", "key", "tenants", "sizing"),
-    "Measure": ("bench", "simulate", "simulate-placement", "simulate-orchestrator", "inflate"),
+    "Measure": (
+        "bench",
+        "simulate",
+        "simulate-placement",
+        "simulate-orchestrator",
+        "simulate-tenants",
+        "simulate-overload",
+        "inflate",
+    ),
 }
 REST = "Others"  # the heading of commands in none of the groups
 EXAMPLES = (

@@ -12,6 +12,7 @@ the step of all others, so columns that are far larger than the rest have to be 
 There are three ways, and they agree but for the last bit of the rescaling: the kernel of `product_c`; oneDNN, on
 processors that add products of bytes in 32 bits (VNNI); and float32 products of the integers, slow, for all others.
 Without VNNI oneDNN is not used: it adds pairs of products in 16 bits, which overflow (found with torch 2.13 on AVX2).
+With AMX it takes zero's 128 away in float32, so sums above 2^23 may be off by one (found with torch 2.13).
 """
 
 import functools

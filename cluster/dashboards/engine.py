@@ -138,6 +138,7 @@ STEPS = Row(
             Unit.PER_SECOND,
             (Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),),
             Kind.STACKED,
+            width=12,
         ),
         Panel(
             "Requests by terminal event",
@@ -147,6 +148,7 @@ STEPS = Row(
                 Query(WHO.rate("holdfast_engine_requests_total", "outcome"), "{{outcome}}"),
                 Query(WHO.rate("holdfast_engine_steps_failed_total"), "steps failed"),
             ),
+            width=12,
         ),
     ),
 )

@@ -173,6 +173,7 @@ BOARD = Board(
                     Unit.PLAIN,
                     (Query(WHO.rate("holdfast_engine_seconds_total", "tenant"), "{{tenant}}"),),
                     Kind.STACKED,
+                    width=24,
                 ),
                 p95(
                     "Time to first token, p95",

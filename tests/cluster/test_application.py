@@ -12,7 +12,7 @@ from ray.serve._private.build_app import build_app
 
 from holdfast.cluster import application, doctor_checks
 from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
-from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
+from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, choose_order
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ModelCard
@@ -117,7 +117,8 @@ def test_without_a_file_the_tenants_are_those_of_the_configuration(directories: 
 
 
 def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
-    for path, kept in ((None, DEPLOYED), (file_of(tmp_path, "leaked"), replace(DEPLOYED, tenants=()))):
+    ordered = choose_order(DEPLOYED, 1)
+    for path, kept in ((None, ordered), (file_of(tmp_path, "leaked"), replace(ordered, tenants=()))):
         built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
         (router,) = [each for each in built.deployments if each.name == ROUTER]
         assert router.init_args[1:] == (kept, replace(REDIS, namespace=application.namespace(kept)), path)

@@ -33,7 +33,18 @@ def test_every_configuration_key_in_the_readme_exists_with_its_default():
     assert checked > 15
 
 
+def headings(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
 def test_links_of_the_docs_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, heading = target.partition("#")
+            if "://" in target:
+                continue
+            there = page.parent / path if path else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not heading or there.suffix != ".md" or heading in headings(there), f"{page.name}: {target}"

@@ -25,11 +25,15 @@ VARIANTS = {
 }
 # No product is contracted with a sum but where the file says so: rounding is where torch has it.
 _PRODUCT = "-ffp-contract=off -DVECTORS={} -DROWS={} -DKIND={} -DWIDE={}"
+_TILES = " -DTILES=1"
 PRODUCT_VARIANTS = {
+    "bytes_amx_float32": ("x86_64_v4+avx512bf16+amx_tile+amx_int8", 16, _PRODUCT.format(4, 32, "BYTES", 1) + _TILES),
+    "bytes_amx_bfloat16": ("x86_64_v4+avx512bf16+amx_tile+amx_int8", 16, _PRODUCT.format(4, 32, "BYTES", 0) + _TILES),
     "bytes_vnni_float32": ("x86_64_v4+avx512vnni", 16, _PRODUCT.format(4, 6, "BYTES", 1)),
     "bytes_vnni_bfloat16": ("x86_64_v4+avx512vnni", 16, _PRODUCT.format(4, 6, "BYTES", 0)),
     "words_avx2_float32": ("x86_64_v3", 8, _PRODUCT.format(2, 6, "WORDS", 1)),
     "words_avx2_bfloat16": ("x86_64_v3", 8, _PRODUCT.format(2, 6, "WORDS", 0)),
+    "pairs_amx": ("x86_64_v4+avx512bf16+amx_tile+amx_bf16", 16, _PRODUCT.format(4, 32, "PAIRS", 0) + _TILES),
     "pairs_avx512_bf16": ("x86_64_v4+avx512bf16", 16, _PRODUCT.format(4, 6, "PAIRS", 0)),
     "pairs_avx512": ("x86_64_v4", 16, _PRODUCT.format(4, 4, "PAIRS", 0)),
     "pairs_avx2": ("x86_64_v3", 8, _PRODUCT.format(2, 4, "PAIRS", 0)),

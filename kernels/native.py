@@ -46,6 +46,13 @@ def source_digest(source: bytes) -> int:
 
 
 @functools.cache
+def tiles_allowed() -> bool:
+    """Whether this process may use AMX's tiles, which Linux (5.16) grants to who asks: arch_prctl, of x86-64."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+@functools.cache
 def team() -> int:
     """Address of the GOMP_parallel that torch itself calls. Raises OSError where torch has another kind of threads.
 

@@ -15,7 +15,8 @@
 //
 // Work. A block is VECTORS * LANES outputs; its weights lie together in the order in which they are read. A thread
 // draws blocks from a counter and multiplies each with all rows, up to ROWS at a time, whose sums stay in registers.
-// Few rows wait for memory, which is read once from front to back; many rows wait for the multipliers.
+// Few rows wait for memory, which is read once from front to back; many rows wait for the multipliers, or, with TILES,
+// for the cache: then two vectors of a block are multiplied with 32 rows at a time.
 //
 // This file is compiled once for each kind of processor, each kind of weights and each dtype of x and y:
 //
@@ -29,6 +30,7 @@
 //               PAIRS   weights and x in bfloat16, two products are added to a lane by one instruction (AVX512-BF16), or
 //                       one after the other as float32
 //               REALS   weights and x in float32
+//     TILES     of BYTES and PAIRS: sums of 16 rows and 16 outputs are taken by one instruction (AMX)
 //     WIDE      x and y are float32, else bfloat16
 //     NAME      of the function
 //
@@ -52,6 +54,11 @@ const uint64_t product_source = SOURCE;
 
 enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2 };
 enum { SHARE = 1 << 16 };  // bytes of weights that are drawn at once
+
+#if TILES
+enum { HIGH = 16, DEEP = 16 * STEP };  // of a tile: rows, and columns of x in 64 bytes
+_Static_assert(LANES == 16 && ROWS == 2 * HIGH && VECTORS % 2 == 0, "tiles are of 16 rows and 64 bytes");
+#endif
 
 #if KIND == BYTES
 typedef int8_t weight;
@@ -120,6 +127,8 @@ INLINE vf get(const value *p) {
 INLINE void put(value *p, vf x) {
 #if WIDE
     *(vf_at *)p = x;
+#elif defined __AVX512BF16__
+    *(vh_at *)p = (vh)_mm512_cvtneps_pbh((__m512)x);  // what is below 1e-38 becomes 0
 #else
     vu bits = (vu)x;
     bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
@@ -228,10 +237,145 @@ INLINE some spread(int32_t of_row) { return (vf)((vi){0} + of_row); }
 INLINE sum dot(sum s, some x, some w) { return muladd(x, w, s); }
 #endif
 
-// ---- tiles ----
+// ---- blocks ----
 
+// The sums of a block for one row become its outputs.
+INLINE void finish(const Job *job, int64_t block, int64_t row, const sum *sums) {
+    const Matrix *matrix = job->matrix;
+    const int vectors = matrix->gated ? VECTORS / 2 : VECTORS;
+    const int64_t first = block * vectors * LANES;
+    vf found[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t at = block * BLOCK + v * LANES;
+        const vf bias = *(const vf_at *)(matrix->bias + at);
+#if INTEGERS
+        const vf scale = *(const vf_at *)(matrix->scale + at);
+        found[v] = __builtin_convertvector(sums[v], vf) * (scale * job->s[row]) + bias;
+#else
+        found[v] = sums[v] + bias;
+#endif
+    }
+    for (int v = 0; v < vectors; v++) {
+        const vf out = matrix->gated ? silu(found[v]) * found[v + VECTORS / 2] : found[v];
+        const int64_t at = first + v * LANES;
+        const int64_t left = matrix->outputs - at;
+        value *y = job->y + row * matrix->outputs + at;
+        const value *plus = job->plus ? job->plus + row * job->plus_row + at : 0;
+        if (left >= LANES) {
+            put(y, plus ? out + get(plus) : out);
+        } else if (left > 0) {
+            value rest[LANES] = {0}, added[LANES] = {0};
+            if (plus) memcpy(added, plus, left * sizeof(value));
+            put(rest, plus ? out + get(added) : out);
+            memcpy(y, rest, left * sizeof(value));
+        }
+    }
+}
+
+#if TILES
+#ifdef __AMX_TILE__
+#define tile_configure(how) _tile_loadconfig(how)
+#define tile_release() _tile_release()
+#define tile_zero(t) _tile_zero(t)
+#define tile_load(t, from, stride) _tile_loadd(t, from, stride)
+#define tile_store(t, to, stride) _tile_stored(t, to, stride)
+#if KIND == BYTES
+#define tile_dot(c, a, b) _tile_dpbusd(c, a, b)
+#else
+#define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
+#endif
+#else  // spelt out
+static _Thread_local struct {
+    int rows;
+    char of[8][16][64];
+} spelt;
+static void tile_configure(const void *how) { spelt.rows = ((const uint8_t *)how)[48]; }
+static void tile_release(void) {}
+static void tile_zero(int t) { memset(spelt.of[t], 0, sizeof spelt.of[t]); }
+static void tile_load(int t, const void *from, int64_t stride) {
+    for (int r = 0; r < (t < 6 ? spelt.rows : 16); r++) memcpy(spelt.of[t][r], (const char *)from + r * stride, 64);
+}
+static void tile_store(int t, void *to, int64_t stride) {
+    for (int r = 0; r < spelt.rows; r++) memcpy((char *)to + r * stride, spelt.of[t][r], 64);
+}
+static void tile_dot(int c, int a, int b) {
+    for (int r = 0; r < spelt.rows; r++) {
+        sum s;
+        memcpy(&s, spelt.of[c][r], 64);
+        for (int k = 0; k < 16; k++) {
+            int32_t together;
+            memcpy(&together, spelt.of[a][r] + 4 * k, 4);
+            s = dot(s, spread(together), widen((const weight *)spelt.of[b][k]));
+        }
+        memcpy(spelt.of[c][r], &s, 64);
+    }
+}
+#endif
+
+// Tiles 0 to 3 are sums, [row][output]: of 16 rows with two vectors, of 16 more with the same. 4 and 5 are rows of x,
+// `count` of them, 6 and 7 weights.
+static void begin_tiles(int64_t count) {
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } how = {.palette = 1};
+    for (int t = 0; t < 8; t++) {
+        how.bytes[t] = 64;
+        how.rows[t] = t < 6 ? count : 16;
+    }
+    tile_configure(&how);
+}
+
+// One block for HIGH rows, or with `twice` for as many again; of fewer, `count`.
+INLINE void tiles(const Job *job, int64_t block, int64_t row, int64_t count, const int twice) {
+    const Matrix *matrix = job->matrix;
+    const int64_t of_x = job->q_row * sizeof(quantum), of_w = BLOCK * STEP * sizeof(weight), across = sizeof(sum) * VECTORS;
+    sum sums[ROWS][VECTORS];
+    for (int v = 0; v < VECTORS; v += 2) {
+        const weight *w = matrix->weights + block * BLOCK * matrix->padded + v * LANES * STEP;
+        const quantum *q = job->q + row * job->q_row;
+        tile_zero(0);
+        tile_zero(1);
+        if (twice) tile_zero(2);
+        if (twice) tile_zero(3);
+        for (int64_t k = 0; k < matrix->padded; k += DEEP, q += DEEP, w += BLOCK * DEEP) {
+            tile_load(4, q, of_x);
+            tile_load(6, w, of_w);
+            tile_load(7, w + LANES * STEP, of_w);
+            tile_dot(0, 4, 6);
+            tile_dot(1, 4, 7);
+            if (twice) {
+                tile_load(5, q + HIGH * job->q_row, of_x);
+                tile_dot(2, 5, 6);
+                tile_dot(3, 5, 7);
+            }
+        }
+        tile_store(0, &sums[0][v], across);
+        tile_store(1, &sums[0][v + 1], across);
+        if (twice) tile_store(2, &sums[HIGH][v], across);
+        if (twice) tile_store(3, &sums[HIGH][v + 1], across);
+    }
+    for (int64_t r = 0; r < count; r++) {
+#if INTEGERS
+        for (int v = 0; v < VECTORS; v++) sums[r][v] += *(const vi_at *)(matrix->offset + block * BLOCK + v * LANES);
+#endif
+        finish(job, block, row + r, sums[r]);
+    }
+}
+
+static void all_rows(const Job *job, int64_t block) {
+    int64_t row = 0;
+    for (; row + ROWS <= job->rows; row += ROWS) tiles(job, block, row, ROWS, 1);
+    for (; row < job->rows; row += HIGH) {
+        // The last rows are multiplied once more with those before them, which changes nothing of these.
+        const int64_t count = job->rows < HIGH ? job->rows : HIGH;
+        tiles(job, block, row + count <= job->rows ? row : job->rows - count, count, 0);
+    }
+}
+#else
 // One block for `count` rows from `row` on. `count` is a constant wherever this is called.
-INLINE void tile(const Job *job, int64_t block, int64_t row, const int count) {
+INLINE void some_rows(const Job *job, int64_t block, int64_t row, const int count) {
     const Matrix *matrix = job->matrix;
     const weight *w = matrix->weights + block * BLOCK * matrix->padded;
     const quantum *q = job->q + row * job->q_row;
@@ -254,58 +398,38 @@ INLINE void tile(const Job *job, int64_t block, int64_t row, const int count) {
             for (int v = 0; v < VECTORS; v++) sums[r][v] = dot(sums[r][v], each, part[v]);
         }
     }
-    const int vectors = matrix->gated ? VECTORS / 2 : VECTORS;
-    const int64_t first = block * vectors * LANES;
-    for (int r = 0; r < count; r++) {
-        vf found[VECTORS];
-        for (int v = 0; v < VECTORS; v++) {
-            const int64_t at = block * BLOCK + v * LANES;
-            const vf bias = *(const vf_at *)(matrix->bias + at);
-#if INTEGERS
-            const vf scale = *(const vf_at *)(matrix->scale + at);
-            found[v] = __builtin_convertvector(sums[r][v], vf) * (scale * job->s[row + r]) + bias;
-#else
-            found[v] = sums[r][v] + bias;
+    for (int r = 0; r < count; r++) finish(job, block, row + r, sums[r]);
+}
+
+static void all_rows(const Job *job, int64_t block) {
+    int64_t row = 0;
+    for (; row + ROWS <= job->rows; row += ROWS) some_rows(job, block, row, ROWS);
+    switch (job->rows - row) {
+        case 1: some_rows(job, block, row, 1); break;
+        case 2: some_rows(job, block, row, 2); break;
+        case 3: some_rows(job, block, row, 3); break;
+#if ROWS > 4
+        case 4: some_rows(job, block, row, 4); break;
+        case 5: some_rows(job, block, row, 5); break;
 #endif
-        }
-        for (int v = 0; v < vectors; v++) {
-            const vf out = matrix->gated ? silu(found[v]) * found[v + VECTORS / 2] : found[v];
-            const int64_t at = first + v * LANES;
-            const int64_t left = matrix->outputs - at;
-            value *y = job->y + (row + r) * matrix->outputs + at;
-            const value *plus = job->plus ? job->plus + (row + r) * job->plus_row + at : 0;
-            if (left >= LANES) {
-                put(y, plus ? out + get(plus) : out);
-            } else if (left > 0) {
-                value rest[LANES] = {0}, added[LANES] = {0};
-                if (plus) memcpy(added, plus, left * sizeof(value));
-                put(rest, plus ? out + get(added) : out);
-                memcpy(y, rest, left * sizeof(value));
-            }
-        }
     }
 }
+#endif
 
 static void work(void *argument) {
     Job *job = argument;
+#if TILES
+    begin_tiles(job->rows < HIGH ? job->rows : HIGH);
+#endif
     for (;;) {
         const int64_t first = __atomic_fetch_add(&job->next, job->at_once, __ATOMIC_RELAXED);
-        if (first >= job->blocks) return;
+        if (first >= job->blocks) break;
         const int64_t end = first + job->at_once < job->blocks ? first + job->at_once : job->blocks;
-        for (int64_t block = first; block < end; block++) {
-            int64_t row = 0;
-            for (; row + ROWS <= job->rows; row += ROWS) tile(job, block, row, ROWS);
-            switch (job->rows - row) {
-                case 1: tile(job, block, row, 1); break;
-                case 2: tile(job, block, row, 2); break;
-                case 3: tile(job, block, row, 3); break;
-#if ROWS > 4
-                case 4: tile(job, block, row, 4); break;
-                case 5: tile(job, block, row, 5); break;
-#endif
-            }
-        }
+        for (int64_t block = first; block < end; block++) all_rows(job, block);
     }
+#if TILES
+    tile_release();
+#endif
 }
 
 #if INTEGERS
@@ -322,6 +446,7 @@ static void work_on_rows(void *argument) {
 // `room`, of integers: for the rows as they are multiplied, [rows][padded], and after them their scales.
 void NAME(const Matrix *matrix, const void *x, int64_t x_row, const void *plus, int64_t plus_row, void *y, int64_t rows,
           void *room, int32_t threads) {
+    if (!rows) return;
     Job job = {.matrix = matrix, .x = x, .x_row = x_row, .plus = plus, .plus_row = plus_row, .y = y, .rows = rows};
     const int64_t outputs = matrix->gated ? 2 * matrix->outputs : matrix->outputs;
     job.blocks = (outputs + BLOCK - 1) / BLOCK;

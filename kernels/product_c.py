@@ -33,7 +33,7 @@ class Way:
     """A function of the kernel. `needs`: of a processor, as torch names it.
 
     `lanes` outputs in each of `vectors` vectors of a block; `step` weights of each at a time. A row's values have
-    `size` bytes as they are multiplied.
+    `size` bytes as they are multiplied, and come `columns` at a time: integers are padded, floats have to be as many.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Way:
     vectors: int
     step: int
     size: int
+    columns: int
 
     @property
     def block(self) -> int:
@@ -55,13 +56,15 @@ class Way:
 
 INTEGERS: Final = ("bytes", "words")
 WAYS: Final = (  # of each kind the fastest first
-    Way("bytes_vnni", "bytes", (*_AVX512, "avx512_vnni"), 16, 4, 4, 1),
-    Way("words_avx2", "words", _AVX2, 8, 2, 2, 2),
-    Way("pairs_avx512_bf16", "pairs", (*_AVX512, "avx512_bf16"), 16, 4, 2, 2),
-    Way("pairs_avx512", "pairs", _AVX512, 16, 4, 2, 2),
-    Way("pairs_avx2", "pairs", _AVX2, 8, 2, 2, 2),
-    Way("reals_avx512", "reals", _AVX512, 16, 4, 1, 4),
-    Way("reals_avx2", "reals", _AVX2, 8, 2, 1, 4),
+    Way("bytes_amx", "bytes", (*_AVX512, "avx512_bf16", "amx_tile", "amx_int8"), 16, 4, 4, 1, 64),
+    Way("bytes_vnni", "bytes", (*_AVX512, "avx512_vnni"), 16, 4, 4, 1, 4),
+    Way("words_avx2", "words", _AVX2, 8, 2, 2, 2, 2),
+    Way("pairs_amx", "pairs", (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), 16, 4, 2, 2, 32),
+    Way("pairs_avx512_bf16", "pairs", (*_AVX512, "avx512_bf16"), 16, 4, 2, 2, 2),
+    Way("pairs_avx512", "pairs", _AVX512, 16, 4, 2, 2, 2),
+    Way("pairs_avx2", "pairs", _AVX2, 8, 2, 2, 2, 2),
+    Way("reals_avx512", "reals", _AVX512, 16, 4, 1, 4, 1),
+    Way("reals_avx2", "reals", _AVX2, 8, 2, 1, 4, 1),
 )
 _FLOATS: dict[torch.dtype, Kind] = {torch.bfloat16: "pairs", torch.float32: "reals"}
 
@@ -69,14 +72,18 @@ _FLOATS: dict[torch.dtype, Kind] = {torch.bfloat16: "pairs", torch.float32: "rea
 @functools.cache
 def available() -> tuple[Way, ...]:
     """The ways that this processor and this installation have."""
+    if library_missing():
+        return ()
     has = torch.cpu.get_capabilities()
-    return () if library_missing() else tuple(way for way in WAYS if all(has.get(need) for need in way.needs))
+    if has.get("amx_tile") and not native.tiles_allowed():
+        has = {**has, "amx_tile": False}
+    return tuple(way for way in WAYS if all(has.get(need) for need in way.needs))
 
 
 def way_for(weight: Tensor) -> Way | None:
     """The fastest way for a float weight [out, in], or None where torch has to multiply."""
     kind = _FLOATS.get(weight.dtype) if weight.device.type == "cpu" else None
-    return next((w for w in available() if w.kind == kind and not weight.shape[1] % w.step), None)
+    return next((w for w in available() if w.kind == kind and not weight.shape[1] % w.columns), None)
 
 
 class Product:
@@ -98,7 +105,7 @@ class Product:
     ) -> None:
         rows, inner = weight.shape
         self._inner, self._outputs = inner, rows // 2 if gated else rows
-        padded = -(-inner // way.step) * way.step
+        padded = -(-inner // way.columns) * way.columns
         order = _order(rows, way.block, gated)
 
         def placed(x: Tensor) -> Tensor:

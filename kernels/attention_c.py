@@ -11,7 +11,6 @@ and the tasks themselves: `attention_c.c`.
 
 import ctypes
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,9 @@ from torch import Tensor
 from holdfast.kernels import native
 from holdfast.kernels.paging import PagedBatch
 
-log = logging.getLogger(__name__)
-
 Ints = npt.NDArray[np.int32]
 
-Way: TypeAlias = Literal["avx512_bf16", "avx512", "avx2", "torch"]
+Way: TypeAlias = Literal["avx512_bf16", "avx512", "avx2", "torch"]  # each a `native.Level`
 
 SOURCE, LIBRARY = "attention_c.c", "libattention.so"
 TORCH: Final = "torch"  # the way without the kernel
@@ -85,17 +82,14 @@ class CPlan:
 
 
 def use(way: str = "auto") -> Way:
-    """Choose the way of attention on a CPU for this process; "auto": the fastest there is. Returns which it is.
-
-    Where that is torch for want of the kernel, it is said once.
+    """Choose the way of attention on a CPU for this process; "auto": the fastest there is up to `native.level`. Returns
+    which it is.
 
     Raises ValueError for one that is not known, or that this machine or installation does not have.
     """
     there = available()
     if way == "auto":
         chosen = there[0]
-        if not _chosen and (missing := library_missing()):
-            log.warning("attention on the CPU runs in torch, which is several times slower: %s", missing)
     elif way in there:
         chosen = there[there.index(way)]
     else:
@@ -113,12 +107,13 @@ def way() -> Way:
     return _chosen[0] if _chosen else use()
 
 
-@functools.cache
 def available() -> tuple[Way, ...]:
-    """The ways that this processor and this installation have, the fastest first; the last one is torch."""
+    """The ways that this processor and this installation have, and this process may use, the fastest first; the last
+    one is torch.
+    """
     if library_missing():
         return (TORCH,)
-    has = torch.cpu.get_capabilities()
+    has = native.features(native.level())
     return (*(name for name, needs in _NEEDS.items() if all(has.get(need) for need in needs)), TORCH)
 
 

@@ -15,8 +15,6 @@ Without VNNI oneDNN is not used: it adds pairs of products in 16 bits, which ove
 With AMX it takes zero's 128 away in float32, so sums above 2^23 may be off by one (found with torch 2.13).
 """
 
-import functools
-import logging
 from collections.abc import Callable
 
 import torch
@@ -24,8 +22,6 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from holdfast.kernels import product_c
-
-log = logging.getLogger(__name__)
 
 MOST = 127  # the largest integer of a weight or a value; -128 has no counterpart
 ONEDNN, FLOATS = "onednn", "floats"
@@ -109,12 +105,9 @@ def int8_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated:
     return gate * torch.sigmoid(gate) * up
 
 
-@functools.cache
 def available() -> tuple[str, ...]:
-    """The ways that processor and installation have, the fastest first. Says once if the kernel is missing."""
+    """The ways that processor and installation have, the fastest first."""
     ours = tuple(way.name for way in product_c.available() if way.kind in product_c.INTEGERS)
-    if missing := product_c.library_missing():
-        log.warning("int8 products run in torch, which is slower: %s", missing)
     vnni = torch.cpu.get_capabilities().get("avx512_vnni") and torch._C._has_mkldnn
     return (*ours, *((ONEDNN,) if vnni else ()), FLOATS)
 

@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of each row of x [T, D], a new tensor; `weight` [D] in x's dtype."""
-    way = _ways()[0] if x.dtype in _DTYPES and x.device.type == "cpu" else ""
+    way = _ways(native.level())[0] if x.dtype in _DTYPES and x.device.type == "cpu" else ""
     if not way or x.stride(1) != 1 or weight.dtype != x.dtype:
         return functional.rms_norm(x, weight.shape, weight, eps)
     y = torch.empty(x.shape, dtype=x.dtype)
@@ -162,10 +162,16 @@ class _Turn(ctypes.Structure):
 
 
 @functools.cache
-def _ways() -> tuple[str, ...]:
-    """The kernel's ways that processor and installation have, the fastest first, and "" for torch."""
-    has = torch.cpu.get_capabilities()
-    found = () if native.missing(_library) else tuple(w for w, (needs, _) in _WAYS.items() if all(map(has.get, needs)))
+def library_missing() -> str:
+    """Why there is no kernel, or ""."""
+    return native.missing(_library)
+
+
+@functools.cache
+def _ways(level: native.Level) -> tuple[str, ...]:
+    """The kernel's ways that processor and installation have up to a level, the fastest first, and "" for torch."""
+    has = native.features(level)
+    found = () if library_missing() else tuple(w for w, (needs, _) in _WAYS.items() if all(map(has.get, needs)))
     return (*found, "")
 
 
@@ -181,7 +187,7 @@ def _way_for(rotation: Rotation) -> str | None:
         and rotation.positions.is_contiguous()
         and rotation.cells.is_contiguous()
     )
-    fitting = (way for way in _ways() if way and kv.shape[5] % (2 * _WAYS[way][1]) == 0)
+    fitting = (way for way in _ways(native.level()) if way and kv.shape[5] % (2 * _WAYS[way][1]) == 0)
     return next(fitting, None) if usable else None
 
 

@@ -146,6 +146,11 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def reordered(weight: Tensor) -> bool:
+    """Whether products with the weight are by our kernel, or by oneDNN in a layout of its own."""
+    return product_c.way_for(weight) is not None or can_pack(weight)
+
+
 def _ours(
     weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False
 ) -> Int8Matrix | product_c.Product | None:

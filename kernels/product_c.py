@@ -69,14 +69,11 @@ WAYS: Final = (  # of each kind the fastest first
 _FLOATS: dict[torch.dtype, Kind] = {torch.bfloat16: "pairs", torch.float32: "reals"}
 
 
-@functools.cache
 def available() -> tuple[Way, ...]:
-    """The ways that this processor and this installation have."""
+    """The ways that this processor and this installation have, and this process may use (`native.limit`)."""
     if library_missing():
         return ()
-    has = torch.cpu.get_capabilities()
-    if has.get("amx_tile") and not native.tiles_allowed():
-        has = {**has, "amx_tile": False}
+    has = native.features(native.level())
     return tuple(way for way in WAYS if all(has.get(need) for need in way.needs))
 
 

@@ -26,11 +26,7 @@ from holdfast.replicas.errors import ConfigError
 
 OURS = "holdfast"
 NGRAM, Q8_0 = "-ngram", "-q8_0"  # what is said after a peer's name
-GROUPS = (
-    (OURS, "vllm", "vllm" + NGRAM),
-    (OURS, "llama.cpp", "llama.cpp" + NGRAM),
-    (OURS, "llama.cpp" + Q8_0, "llama.cpp" + Q8_0 + NGRAM),
-)
+GROUPS = tuple((OURS, peer + drafts) for peer in ("vllm", "llama.cpp", "llama.cpp" + Q8_0) for drafts in ("", NGRAM))
 WORKLOADS = ("bugfix", "webapp", "concurrency", "burst")
 SIZES = Sizes(webapp_turns=25, webapp_words=1350, programs=8, burst=8, bursts=5)
 """25 turns that end near 6,000 of Pocket's tokens; eight programs; bursts of eight prompts of about 830 tokens."""

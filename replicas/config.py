@@ -18,7 +18,7 @@ DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
-CpuAttention: TypeAlias = Literal["auto", "avx512_bf16", "avx512", "avx2", "torch"]
+CpuKernels: TypeAlias = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
 OrderName: TypeAlias = Literal["auto", "program", "request", "plas", "infercept", "fair"]
 PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept", "gittins"]
 
@@ -120,7 +120,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one
     decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
     threads: int = 0  # of torch on a CPU; 0: all cores
-    cpu_attention: CpuAttention = "auto"  # by which instructions a CPU attends; auto: the fastest there are
+    cpu_kernels: CpuKernels = "auto"  # the highest instructions that kernels on a CPU use; torch: no kernels of ours
 
     context_length: int = 0  # 0: the model's own
     cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
@@ -211,7 +211,7 @@ class EngineConfig:
         _check(self, _one_of(DEVICES), "device")
         _check(self, _one_of(get_args(DType)), "dtype")
         _check(self, _one_of(get_args(Decoder)), "decoder")
-        _check(self, _one_of(get_args(CpuAttention)), "cpu_attention")
+        _check(self, _one_of(get_args(CpuKernels)), "cpu_kernels")
         _check(self, _one_of(get_args(Guarantee)), "tools_guarantee")
         _check(self, _one_of(get_args(Overlap)), "overlap_steps")
         _check(self, _one_of(get_args(OrderName)), "order")

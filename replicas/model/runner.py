@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels import attention_c
-from holdfast.replicas.config import CpuAttention, EngineConfig, Hardware, resolve
+from holdfast.kernels import attention_c, layer_c, native, product_c
+from holdfast.replicas.config import CpuKernels, EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model import startup
@@ -232,7 +232,7 @@ class LoadedRunner:
 
 
 def load_runner(config: EngineConfig) -> LoadedRunner:
-    """Load the configured model and allocate its KV. Sets torch's threads and its CPU's attention, for the process.
+    """Load the configured model and allocate its KV. Sets torch's threads and a CPU's kernels, for the process.
 
     Raises ConfigError, naming the field: a model that is missing, damaged or cannot be served, or settings that do
     not fit the model or the machine.
@@ -240,7 +240,10 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     info = inspect_model(config.model)
     machine = hardware()
     torch.set_num_threads(config.threads or machine.cores)
-    if config.dtype in ("auto", "int8") and (config.device == "cpu" or not machine.cuda):
+    on_cpu = config.device == "cpu" or not machine.cuda
+    if on_cpu:
+        config = replace(config, cpu_kernels=_kernels(config.cpu_kernels))
+    if on_cpu and config.dtype in ("auto", "int8"):
         machine = replace(machine, cpu_dtype=startup.faster_dtype(info.config, info.shape.checkpoint_dtype))
     resolved = resolve(config, machine, info.shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
@@ -255,8 +258,6 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
         _choose_ways(model)
-    else:
-        resolved = replace(resolved, cpu_attention=_attention(resolved.cpu_attention))
     if profiled:
         resolved = fill_memory(resolved, model, kv, startup.GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
@@ -275,14 +276,27 @@ def hardware() -> Hardware:
     return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
 
 
-def _attention(asked: CpuAttention) -> CpuAttention:
-    """Choose how this process attends on its CPU. Raises ConfigError for a way that is not to be had here."""
+def _kernels(asked: CpuKernels) -> CpuKernels:
+    """Choose the instructions that kernels on a CPU use in this process, and say what torch computes for want of one.
+
+    Raises ConfigError for what the processor or the installation does not have.
+    """
     try:
-        way = attention_c.use(asked)
+        level = native.limit(asked)
     except ValueError as error:
-        raise ConfigError(f"cpu_attention: {error}", "cpu_attention") from error
-    log.info("attention on the CPU by %s", way)
-    return way
+        raise ConfigError(f"cpu_kernels: {error}", "cpu_kernels") from error
+    attention_c.use()
+    lost = {"attention": attention_c, "products": product_c, "norms and rotary embedding": layer_c}
+    for what, kernel in lost.items():
+        missing = kernel.library_missing()
+        if missing and asked not in ("auto", "torch"):
+            raise ConfigError(f"cpu_kernels: no kernel for {what}: {missing}", "cpu_kernels")
+        if missing and level != "torch":
+            log.warning("%s on the CPU by torch, which is slower: %s", what, missing)
+    if level == "torch" and asked == "auto":
+        log.warning("everything on the CPU by torch, which is several times slower: this processor has no AVX2")
+    log.info("kernels on the CPU by %s", level)
+    return level
 
 
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.linear import PACKED_BYTES, Matrix, can_pack
+from holdfast.kernels.linear import PACKED_BYTES, Matrix, reordered
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.events import Draw, Sampling
@@ -61,7 +61,7 @@ def faster_dtype(config: Any, checkpoint: DType) -> DType:
         return "float32"
     text = config.get_text_config(decoder=True)
     outputs, inputs = getattr(text, "intermediate_size", 0), getattr(text, "hidden_size", 0)
-    if 2 * outputs * inputs < PACKED_BYTES or not can_pack(torch.empty(outputs, inputs, dtype=torch.bfloat16)):
+    if 2 * outputs * inputs < PACKED_BYTES or not reordered(torch.empty(outputs, inputs, dtype=torch.bfloat16)):
         return "float32"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from c_kernels import ABLE, BUILD
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import layer_c
+from holdfast.kernels import layer_c, native
 from holdfast.kernels.layer_c import Rotation, rms_norm
 from holdfast.kernels.norm import add_norm_reference
 from holdfast.kernels.rope_gpu import rotate_and_store_reference
@@ -29,11 +29,11 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each way in turn, native where this processor has it and the library is built."""
     name: str = request.param
-    if name not in layer_c._ways():
+    if name not in layer_c._ways(native.level()):
         library = request.getfixturevalue("emulated")
         monkeypatch.setattr(layer_c, "_library", lambda: library)
         layer_c._function.cache_clear()
-    monkeypatch.setattr(layer_c, "_ways", lambda: (name,))
+    monkeypatch.setattr(layer_c, "_ways", lambda level: (name,))
     yield name
     monkeypatch.undo()
     layer_c._function.cache_clear()

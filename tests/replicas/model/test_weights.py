@@ -1,6 +1,7 @@
 """Loading checkpoints from folders: what is read, and each way it can fail, as an error that names the field."""
 
 import json
+import logging
 import os
 import shutil
 from contextlib import suppress
@@ -11,7 +12,7 @@ import tokenizers
 import torch
 import transformers as tf
 
-from holdfast.kernels import attention_c
+from holdfast.kernels import attention_c, layer_c, native, product_c
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Draw, Sampling
@@ -94,18 +95,52 @@ def test_a_loaded_runner_answers_like_the_model(tiny, folder):
     assert drawn.tokens == tiny.reference("llama", prompt, 1)
 
 
-def test_the_way_of_attention_is_chosen_and_one_that_is_not_there_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(attention_c, "available", lambda: ("avx2", "torch"))
-    try:
-        for asked, chosen in (("auto", "avx2"), ("torch", "torch")):
-            loaded = load_runner(config_of(folder, cpu_attention=asked))
-            assert loaded.config.cpu_attention == attention_c.way() == chosen
-        error = refusal(folder, cpu_attention="avx512")
-        assert error.field == "cpu_attention"
-        assert "only avx2, torch" in str(error)
-    finally:
-        monkeypatch.undo()
-        attention_c.use()
+@pytest.fixture
+def only_avx2(monkeypatch):
+    """A processor that has AVX2 and nothing above, and afterwards what there is."""
+    has = {name: name in ("avx2", "fma3", "bmi", "bmi2", "f16c") for name in torch.cpu.get_capabilities()}
+    cached = (native.features, layer_c._ways)
+    for each in cached:
+        each.cache_clear()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    yield
+    monkeypatch.undo()
+    for each in cached:
+        each.cache_clear()
+    native.limit("auto")
+    attention_c.use()
+
+
+@pytest.mark.skipif(not product_c.available(), reason="no kernels of our own here")
+def test_the_kernels_instructions_are_chosen_and_what_is_not_there_is_refused(folder, only_avx2):
+    weight = torch.zeros(64, 64)
+    for asked, chosen in (("auto", "avx2"), ("torch", "torch")):
+        loaded = load_runner(config_of(folder, cpu_kernels=asked))
+        assert loaded.config.cpu_kernels == attention_c.way() == chosen
+        product = product_c.way_for(weight)
+        assert (product.name if product else "torch") == {"avx2": "reals_avx2", "torch": "torch"}[chosen]
+        assert layer_c._ways(native.level())[0] == {"avx2": "avx2", "torch": ""}[chosen]
+    error = refusal(folder, cpu_kernels="avx512")
+    assert error.field == "cpu_kernels"
+    assert "only avx2, torch" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lost"), [(attention_c, "attention"), (product_c, "products"), (layer_c, "norms and rotary embedding")]
+)
+def test_a_library_that_is_missing_is_said_by_what_is_lost(folder, monkeypatch, caplog, kernel, lost):
+    if native.limit("auto") == "torch":
+        pytest.skip("no kernels of our own here")
+    monkeypatch.setattr(kernel, "library_missing", lambda: "it is not built")
+    monkeypatch.setattr(layer_c, "_ways", layer_c._ways.__wrapped__)
+    with caplog.at_level(logging.WARNING):
+        load_runner(config_of(folder))
+    assert [record.getMessage() for record in caplog.records if "by torch" in record.getMessage()] == [
+        f"{lost} on the CPU by torch, which is slower: it is not built"
+    ]
+    error = refusal(folder, cpu_kernels="avx2")
+    assert error.field == "cpu_kernels"
+    assert lost in str(error)
 
 
 def test_bfloat16_is_loaded_on_request(folder):

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels import attention_c
+from holdfast.kernels import attention_c, product_c
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.paging import PagedBatch, page_runs
 
@@ -75,17 +76,30 @@ class Timing:
 
 
 class Machine:
-    """What memory and multipliers give at best: bytes and floating point operations a second."""
+    """What memory and multipliers give at best: bytes read and floating point operations a second.
+
+    By whatever is fastest here: torch's sum, or one row times a large matrix by our kernel, which reads it once;
+    torch's products of square matrices, or our kernel's.
+    """
 
     def __init__(self) -> None:
         data = torch.ones(_READ_BYTES // 4)
-        self.bandwidth = data.nbytes / min(_seconds(data.sum) for _ in range(8))
-        rates = []
+        readers: list[Callable[[], object]] = [data.sum]
+        wide = data[: _READ_BYTES // 8].view(torch.bfloat16).view(-1, _MATRIX)
+        if way := product_c.way_for(wide):
+            readers.append(partial(product_c.Product(way, wide), torch.ones(1, _MATRIX, dtype=torch.bfloat16)))
+        self.bandwidth = max(
+            size / min(_seconds(read) for _ in range(8))
+            for read, size in zip(readers, (data.nbytes, wide.nbytes), strict=False)
+        )
+        multipliers: list[Callable[[], object]] = []
         for dtype in (torch.float32, torch.bfloat16):
             a, b = torch.randn(2, _MATRIX, _MATRIX).to(dtype).unbind(0)
-            trials = 5 if _seconds(lambda a=a, b=b: a @ b) < 1 else 0  # type: ignore[misc]
-            rates += [2 * _MATRIX**3 / _seconds(lambda a=a, b=b: a @ b) for _ in range(trials)]  # type: ignore[misc]
-        self.rate = max(rates)
+            multipliers.append(partial(torch.matmul, a, b))
+            if way := product_c.way_for(b):
+                multipliers.append(partial(product_c.Product(way, b), a))
+        quick = [multiply for multiply in multipliers if _seconds(multiply) < 1]
+        self.rate = 2 * _MATRIX**3 / min(_seconds(multiply) for multiply in quick for _ in range(5))
 
 
 def measure(

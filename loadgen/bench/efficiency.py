@@ -1,0 +1,97 @@
+"""How near whole turns come to what this CPU allows: ``python -m holdfast.loadgen.bench.efficiency --model DIR``.
+
+Recorded conversations through the engine as it is served, one program or several at once, and for each turn
+
+    ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / product rate
+    efficiency = ideal / measured
+
+with a bandwidth and a product rate that the same run measures, before and after. The forwards are those that the engine
+did: what drafts save is no part of it. Where the rest of the time went is told beside it. The same on a GPU:
+`bench.gpu`. A model that `holdfast inflate` made of Pocket says what is on record; of another only the time counts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.kernels.ceilings import Ceilings
+from holdfast.loadgen.bench.attention_cpu import Machine
+from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner
+from holdfast.loadgen.bench.gpu.stage import Dialogue, dialogues
+from holdfast.loadgen.bench.gpu.workflows import Player, play, summary
+from holdfast.loadgen.bench.parts import Deadline, Figures
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.weights import inspect_model
+
+_WARM_TURNS = 3
+_PARTS = ("prepare_s", "kernels_s", "sample_s", "plan_s", "commit_s", "idle_s")
+
+
+def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], turns: int, seconds: float) -> Figures:
+    """Play the turns once to warm up, a few of them, and once to measure; see `workflows.summary`."""
+    shape = decoder_shape(inspect_model(loaded.config.model).config)
+    if shape is None:
+        raise ConfigError("only models that our own decoder knows", "model")
+    kv = loaded.runner.kv
+    bounds = Bounds(shape, kv.data.dtype.itemsize, kv.cell_bytes, ceilings)
+    for most in (min(_WARM_TURNS, turns), turns):
+        counting = CountingRunner(loaded.runner)
+        engine = Engine(loaded.config, counting, loaded.eos, loaded.vocabulary, loaded.cost)
+        played = list(play(Player(engine, counting, bounds, programs), most, Deadline(seconds)))
+    return summary(played)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="bench efficiency", description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
+    parser.add_argument("--turns", type=int, nargs="+", default=[6, 25])
+    parser.add_argument("--programs", type=int, nargs="+", default=[1, 8], help="at once")
+    parser.add_argument("--tokens", type=int, default=7000, help="of a conversation at most")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each; turns that are left then are left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
+    options = parser.parse_args(argv)
+    cells = int(max(options.programs) * (options.tokens + 16) / EngineConfig().admission_ceiling)
+    loaded = load_runner(
+        EngineConfig(
+            model=options.model,
+            device="cpu",
+            dtype=options.dtype,
+            threads=options.threads,
+            cells=-(-cells // 16) * 16,
+            session_rows=max(options.programs),
+            max_sequences=2 * max(options.programs),
+        )
+    )
+    found: dict[str, Any] = {}
+    print(f"{'':24} {'efficiency':>10} {'GB/s':>6} {'GFLOP/s':>8} {'wall s':>7}  of it: ideal, {', '.join(_PARTS)}")
+    for programs in options.programs:
+        for turns in options.turns:
+            machine = Machine()
+            ceilings = Ceilings(machine.bandwidth, machine.rate)
+            recorded = dialogues(loaded.tokenizer, programs, turns, options.tokens, options.seed)
+            figures = measure(loaded, ceilings, recorded, turns, options.seconds)
+            after = Machine()
+            name = f"{turns} turns, {programs} at once"
+            rates = {"bandwidth": machine.bandwidth, "rate": machine.rate}
+            found[name] = {**figures, **rates, "bandwidth_after": after.bandwidth, "rate_after": after.rate}
+            spent = ", ".join(f"{figures[part] / figures['wall_s']:.2f}" for part in ("ideal_s", *_PARTS))
+            speeds = f"{machine.bandwidth / 1e9:6.1f} {machine.rate / 1e9:8.0f}"
+            print(f"{name:24} {figures['efficiency']:10.2f} {speeds} {figures['wall_s']:7.2f}  {spent}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Ask = Callable[[GenerateRequest], AsyncGenerator[tuple[Piece, ...], None]]
 Find = Callable[[str, str], SessionFacts | None]
-Drawn = Callable[[str], Awaitable[Usage | None]]
+UsageOf = Callable[[str], Awaitable[Usage | None]]
 
 
 @dataclass(slots=True)
@@ -65,17 +65,17 @@ class Board:
 class Questions:
     """All of a replica. Used on one event loop.
 
-    `ask` runs a request, `find` tells of an open session, and `drawn` what a request cost that was given up.
+    `ask` runs a request, `find` tells of an open session, and `usage_of` what a request cost that was given up.
     """
 
     def __init__(
-        self, config: EngineConfig, ask: Ask, find: Find, drawn: Drawn, clock: Callable[[], float] = time.monotonic
+        self, config: EngineConfig, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.stats = QuestionStats()
         self._config = config
         self._ask = ask
         self._find = find
-        self._drawn = drawn
+        self._usage_of = usage_of
         self._clock = clock
         self._boards: dict[tuple[str, str], Board] = {}
         self._others = 0  # requests of others that are under way
@@ -188,7 +188,7 @@ class Questions:
         await asyncio.wait({self._asking})
         asking, self._asking = self._asking, None
         if asking.cancelled():
-            used = await self._drawn(request.request_id)
+            used = await self._usage_of(request.request_id)
             self._count("given_up", used or Usage())
             return
         standing.tried = facts.appends

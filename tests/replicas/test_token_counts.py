@@ -14,7 +14,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.token_counts import TokenCounts
+from holdfast.replicas.types import TokenCounts
 
 tokens = st.lists(st.integers(0, 200), max_size=100)
 

@@ -40,7 +40,7 @@ UsageOf = Callable[[str], Awaitable[Usage | None]]
 
 
 @dataclass(slots=True)
-class Standing:
+class StandingQuestion:
     """A question, its latest answer and the append that this has seen. `tried`: the append that needs no other try."""
 
     question: Question
@@ -59,7 +59,7 @@ class Board:
     scope: str
     session_id: str
     opened: float
-    standing: dict[str, Standing] = field(default_factory=dict)
+    standing: dict[str, StandingQuestion] = field(default_factory=dict)
 
 
 class Questions:
@@ -114,7 +114,7 @@ class Questions:
             raise OverloadedError(f"a tenant has at most {config.tenant_questions} standing questions", "session_id")
         if board is None:
             board = self._boards[scope, facts.session_id] = Board(scope, facts.session_id, facts.opened)
-        board.standing[question.question_id] = Standing(question)
+        board.standing[question.question_id] = StandingQuestion(question)
         self._counted()
         self._due.set()
         if self._worker is None or self._worker.done():
@@ -164,7 +164,7 @@ class Questions:
             while not self._others and (found := self._stalest()) is not None:
                 await self._answer(*found)
 
-    def _stalest(self) -> tuple[Board, Standing, SessionFacts] | None:
+    def _stalest(self) -> tuple[Board, StandingQuestion, SessionFacts] | None:
         """The question to ask next; None where all have seen the latest append of their sessions."""
         stale = []
         for board in self._boards.values():
@@ -173,7 +173,7 @@ class Questions:
                 stale += [(board, each, facts) for each in board.standing.values() if each.tried < facts.appends]
         return min(stale, key=lambda found: found[1].turn, default=None)
 
-    async def _answer(self, board: Board, standing: Standing, facts: SessionFacts) -> None:
+    async def _answer(self, board: Board, standing: StandingQuestion, facts: SessionFacts) -> None:
         question = standing.question
         standing.turn = number = next(self._numbers)
         request = GenerateRequest(

@@ -489,13 +489,13 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._ahead = 0.0  # seconds
+        self._skew = 0.0  # seconds that the routers' clock is ahead at least
 
     def of(self, submit: Submit, arrived: float, began: float) -> float:
         """What a request says, or else `began`, which like `arrived`, when it came itself, is by the engine's clock."""
         if not submit.program_arrival:
-            return began + self._ahead
-        self._ahead = max(self._ahead, submit.program_arrival - arrived)
+            return began + self._skew
+        self._skew = max(self._skew, submit.program_arrival - arrived)
         return submit.program_arrival
 
 

@@ -13,8 +13,7 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
-from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import NO_TOKENS, RANKS, Priority, TokenIds, record, salted
+from holdfast.replicas.types import NO_TOKENS, RANKS, Priority, TokenCounts, TokenIds, record, salted
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

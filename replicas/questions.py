@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 Ask = Callable[[GenerateRequest], AsyncGenerator[tuple[Piece, ...], None]]
 Find = Callable[[str, str], SessionFacts | None]
-Drawn = Callable[[str], Awaitable[Usage | None]]
+UsageOf = Callable[[str], Awaitable[Usage | None]]
 
 
 @dataclass(slots=True)
-class Standing:
+class StandingQuestion:
     """A question, its latest answer and the append that this has seen. `tried`: the append that needs no other try."""
 
     question: Question
@@ -59,23 +59,23 @@ class Board:
     scope: str
     session_id: str
     opened: float
-    standing: dict[str, Standing] = field(default_factory=dict)
+    standing: dict[str, StandingQuestion] = field(default_factory=dict)
 
 
 class Questions:
     """All of a replica. Used on one event loop.
 
-    `ask` runs a request, `find` tells of an open session, and `drawn` what a request cost that was given up.
+    `ask` runs a request, `find` tells of an open session, and `usage_of` what a request cost that was given up.
     """
 
     def __init__(
-        self, config: EngineConfig, ask: Ask, find: Find, drawn: Drawn, clock: Callable[[], float] = time.monotonic
+        self, config: EngineConfig, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.stats = QuestionStats()
         self._config = config
         self._ask = ask
         self._find = find
-        self._drawn = drawn
+        self._usage_of = usage_of
         self._clock = clock
         self._boards: dict[tuple[str, str], Board] = {}
         self._others = 0  # requests of others that are under way
@@ -114,7 +114,7 @@ class Questions:
             raise OverloadedError(f"a tenant has at most {config.tenant_questions} standing questions", "session_id")
         if board is None:
             board = self._boards[scope, facts.session_id] = Board(scope, facts.session_id, facts.opened)
-        board.standing[question.question_id] = Standing(question)
+        board.standing[question.question_id] = StandingQuestion(question)
         self._counted()
         self._due.set()
         if self._worker is None or self._worker.done():
@@ -164,7 +164,7 @@ class Questions:
             while not self._others and (found := self._stalest()) is not None:
                 await self._answer(*found)
 
-    def _stalest(self) -> tuple[Board, Standing, SessionFacts] | None:
+    def _stalest(self) -> tuple[Board, StandingQuestion, SessionFacts] | None:
         """The question to ask next; None where all have seen the latest append of their sessions."""
         stale = []
         for board in self._boards.values():
@@ -173,7 +173,7 @@ class Questions:
                 stale += [(board, each, facts) for each in board.standing.values() if each.tried < facts.appends]
         return min(stale, key=lambda found: found[1].turn, default=None)
 
-    async def _answer(self, board: Board, standing: Standing, facts: SessionFacts) -> None:
+    async def _answer(self, board: Board, standing: StandingQuestion, facts: SessionFacts) -> None:
         question = standing.question
         standing.turn = number = next(self._numbers)
         request = GenerateRequest(
@@ -188,7 +188,7 @@ class Questions:
         await asyncio.wait({self._asking})
         asking, self._asking = self._asking, None
         if asking.cancelled():
-            used = await self._drawn(request.request_id)
+            used = await self._usage_of(request.request_id)
             self._count("given_up", used or Usage())
             return
         standing.tried = facts.appends

@@ -71,7 +71,7 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class ReplyTokens:
     """Tokens of a reply from its `start`-th on, with their log probabilities where these are asked for.
 
     `seed`: what they are drawn with, where neither the request nor its prompt says that.
@@ -83,7 +83,7 @@ class Drawn:
     start: int = 0
 
 
-NOTHING_DRAWN = Drawn()
+NOTHING_DRAWN = ReplyTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class GenerateRequest:
     trace: Mapping[str, str] = field(default_factory=dict)
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()
-    drawn: Drawn | None = None
+    drawn: ReplyTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ class ModelCard:
 class Drawing:
     """What a reply has drawn by now: a replica keeps it to tell of it piece by piece, a router to have the whole."""
 
-    def __init__(self, drawn: Drawn | None = None) -> None:
+    def __init__(self, drawn: ReplyTokens | None = None) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._told = 0
@@ -343,20 +343,20 @@ class Drawing:
         del self._tokens[kept:], self._logprobs[kept:]
         self._told = min(self._told, kept)
 
-    def merge(self, drawn: Drawn) -> None:
+    def merge(self, drawn: ReplyTokens) -> None:
         """What a replica has told."""
         self.withdraw(drawn.start)
         self.add(drawn.tokens, drawn.logprobs)
         self.seed = drawn.seed
 
-    def take(self) -> Drawn:
+    def take(self) -> ReplyTokens:
         """What was drawn, or withdrawn, since the last call."""
         start, self._told = self._told, len(self._tokens)
-        return Drawn(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start)
+        return ReplyTokens(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start)
 
     @property
-    def whole(self) -> Drawn:
-        return Drawn(tuple(self._tokens), tuple(self._logprobs), self.seed)
+    def whole(self) -> ReplyTokens:
+        return ReplyTokens(tuple(self._tokens), tuple(self._logprobs), self.seed)
 
 
 class AnswerBuilder:

@@ -13,8 +13,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage, Work
 from holdfast.replicas.kv.holding import Holding
-from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import Priority, TokenIds
+from holdfast.replicas.types import Priority, TokenCounts, TokenIds
 
 
 class Owner(NamedTuple):
@@ -107,7 +106,7 @@ class Sequence:
     draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
     # While the step after one in flight is planned, else 0 and None: how many tokens that one computes, and which of
     # its chunks draws this sequence's next token.
-    ahead: int = 0
+    in_flight: int = 0
     awaited: int | None = None
     counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
     seen: TokenCounts | None = None  # of `tokens`, as far as whoever asks has counted
@@ -161,12 +160,12 @@ class Sequence:
     @property
     def pending(self) -> int:
         """Tokens that have no KV yet, and are not getting it in the step in flight."""
-        return self.length + (self.awaited is not None) - self.n_computed - self.ahead
+        return self.length + (self.awaited is not None) - self.n_computed - self.in_flight
 
     @property
     def decoding(self) -> bool:
         end = self.length + (self.awaited is not None)
-        return end - self.n_computed - self.ahead == 1 and end > self.n_prompt
+        return end - self.n_computed - self.in_flight == 1 and end > self.n_prompt
 
     @property
     def planned_length(self) -> int:
@@ -177,7 +176,7 @@ class Sequence:
     def closing(self) -> bool:
         """It ends with the step in flight, whatever that draws."""
         end = self.planned_length
-        return self.ahead > 0 and end == len(self.buffer) and self.pending == end - self.length
+        return self.in_flight > 0 and end == len(self.buffer) and self.pending == end - self.length
 
     @property
     def prompt_computed(self) -> bool:

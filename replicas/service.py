@@ -24,8 +24,7 @@ import numpy as np
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.compiler import GUARANTEE, CompilerThreads
-from holdfast.replicas.constraints.given import GivenTokens
-from holdfast.replicas.constraints.matcher import Matcher
+from holdfast.replicas.constraints.matcher import GivenTokens, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -69,7 +68,6 @@ from holdfast.replicas.requests import (
     ChatPrompt,
     Completed,
     Drawing,
-    Drawn,
     EndSession,
     Errored,
     ForkOff,
@@ -80,6 +78,7 @@ from holdfast.replicas.requests import (
     ReadQuestion,
     RemoveQuestion,
     ReplyReason,
+    ReplyTokens,
     SessionCall,
     SessionState,
     SessionTurn,
@@ -433,7 +432,7 @@ class Attempt:
     drawing: Drawing
     earlier: Finished | None = None
 
-    def resumed(self, drawn: Drawn) -> tuple[Attempt, Sequence[Piece]]:
+    def resumed(self, drawn: ReplyTokens) -> tuple[Attempt, Sequence[Piece]]:
         """This attempt from behind what another replica has drawn of it, and the pieces of that."""
         pieces = self.reply.feed(drawn.tokens, drawn.logprobs)
         matcher = self.submit.matcher

@@ -14,6 +14,8 @@ from typing import Any
 from holdfast.replicas.kv.tags import OTHER, TAGS
 
 NOT_BEGUN = ("full", "gave_way", "foreseen", "refused", "dropped", "waited")
+_KEEPS = 0.98  # of what a mean knows, with each observation
+_LEAST = 8  # observations before a mean is believed
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -42,6 +44,25 @@ class Histogram:
             so_far += n
             told.append((bound, so_far))
         return told
+
+
+class Mean:
+    """Of the latest observations, older ones counting less and less."""
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+        self._seen = 0
+
+    def add(self, total: float, n: int = 1) -> None:
+        """`n` observations, of so much together."""
+        keep = _KEEPS**n
+        self._sum, self._weight, self._seen = self._sum * keep + total, self._weight * keep + n, self._seen + n
+
+    @property
+    def value(self) -> float:
+        """0 while too few were seen."""
+        return self._sum / self._weight if self._seen >= _LEAST else 0.0
 
 
 class DraftSource(IntEnum):

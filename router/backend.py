@@ -12,12 +12,12 @@ from holdfast.replicas.requests import (
     NOTHING_DRAWN,
     Answer,
     ChatPrompt,
-    Drawn,
     Errored,
     GenerateRequest,
     ModelCard,
     Piece,
     RawPrompt,
+    ReplyTokens,
     SessionCall,
     SessionState,
 )
@@ -42,7 +42,7 @@ class Batch:
     replica_id: str
     pieces: tuple[Piece, ...]
     choice: int = 0
-    drawn: Drawn = NOTHING_DRAWN
+    drawn: ReplyTokens = NOTHING_DRAWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Sharing(Protocol):
 
     @property
     def contended(self) -> Mapping[str, float]:
-        """Seconds that it has served while others waited, since it began."""
+        """Seconds that it has served while others waited. Who is forgotten there begins again at 0."""
         ...
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
@@ -69,6 +69,11 @@ class Ledger:
 
     def news(self, own: Mapping[str, float]) -> News:
         """What is new of its `own`, with those that it wants to know of though they have nothing new."""
+        for name in self._idle.keys() - own.keys():
+            self._told.pop(name, None)
+            del self._idle[name]
+        # Less than was told: it was forgotten since, and begins again.
+        self._told = {name: min(seconds, own[name]) for name, seconds in self._told.items()}
         new = {name: seconds - self._told.get(name, 0.0) for name, seconds in own.items()}
         for name, seconds in new.items():
             self._idle[name] = 0 if seconds > 0 or name not in self._idle else self._idle[name] + 1

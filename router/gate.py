@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.scheduling.forecast import Mean
 from holdfast.replicas.scheduling.shares import Turn
+from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import Priority
 from holdfast.router.lines import NOBODY, Key, Lines, Payer, SlotShares
 from holdfast.router.slots import Slots

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Classes, Roots, Shares, Turn
+from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Classes, Contended, Roots, Shares, Turn
 from holdfast.replicas.types import Priority
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class SlotShares:
         self._shares = {each: Shares() for each in Priority}
         self._roots: OrderedDict[Line, Roots] = OrderedDict()
         self._counted: dict[Line, float] = {}  # until when, of those that have slots
-        self._contended: dict[str, float] = {}
+        self._contended = Contended()
         self._looked = 0.0  # when the classes were told last
         self._running: Counter[Priority] = Counter()  # slots
         self._waiting: Counter[Priority] = Counter()  # requests
@@ -161,7 +161,7 @@ class SlotShares:
     @property
     def contended(self) -> Mapping[str, float]:
         """Seconds of slots while others waited, by class and tenant, for other routers to count."""
-        return self._contended.copy()
+        return self._contended.told()
 
     def _come(self, payer: Payer, now: float, *, alone: bool) -> Turn:
         if not payer.tenant:
@@ -180,8 +180,7 @@ class SlotShares:
         seconds = shares.of(line.tenant).running * (now - since)
         shares.charge(line.tenant, seconds)
         if self._waiting[line.priority]:
-            name = f"{line.priority}/{line.tenant}"
-            self._contended[name] = self._contended.get(name, 0.0) + seconds
+            self._contended.add(line.priority, line.tenant, seconds)
         self._counted[line] = now
 
     def _tell_classes(self, now: float) -> None:

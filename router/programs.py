@@ -73,7 +73,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class ToolGap:
     """The next turn of a program has come `seconds` after the one that called `tools`."""
 
     tools: str
@@ -89,7 +89,7 @@ class Begun:
 
     key: str
     program: Program
-    pause: Pause | None = None
+    pause: ToolGap | None = None
     shared: bool = True
 
     @property
@@ -422,7 +422,7 @@ class ProgramTable:
     def _begun(self, key: str, answer: Sequence[Any]) -> Begun:
         program = _record(answer[0])
         self._keep(key, program)
-        pause = Pause(answer[1][0].decode(), float(answer[1][1])) if answer[1] else None
+        pause = ToolGap(answer[1][0].decode(), float(answer[1][1])) if answer[1] else None
         return Begun(key, program, pause)
 
     async def end(
@@ -555,14 +555,14 @@ class ProgramTable:
 
 def _begun(
     program: Program | None, now: float, rest_s: float, life: str, head: str, root: str = ""
-) -> tuple[Program, Pause | None]:
+) -> tuple[Program, ToolGap | None]:
     """A turn comes at `now`: the record with it, and the pause that it ends. A new one has this `root`."""
     if program is None or program.gone:
         program = Program(life, now, now, version=program.version if program else 0, root=root)
     rested = now - program.seen > rest_s
     pause = None
     if program.paused is not None and not rested:
-        pause = Pause(program.tools, max(now - program.paused, 0.0))
+        pause = ToolGap(program.tools, max(now - program.paused, 0.0))
     if rested:
         program = replace(program, run_turns=0, answered_turns=program.turns)
     return (

@@ -26,7 +26,7 @@ from holdfast.replicas.retention.latency import tool_set
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.lru import SHARE, Lru
 from holdfast.router.metrics import Outcome
-from holdfast.router.programs import Pause
+from holdfast.router.programs import ToolGap
 from holdfast.router.server_timing import stages
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class TurnFacts:
     stream: bool = False
     cache: str = ""
     replica: str = ""
-    pause: Pause | None = None  # what its program waited for
+    pause: ToolGap | None = None  # what its program waited for
     usage: Usage | None = None
     reason: str = ""
     tools: str = ""  # what it called, and its program waits for now
@@ -202,7 +202,7 @@ class TurnReport:
         facts.model, facts.stream = model, stream
         logs.serving(About(request_id, program, tenant, self.trace_id))
 
-    def began(self, program: str, pause: Pause | None) -> None:
+    def began(self, program: str, pause: ToolGap | None) -> None:
         """It is a turn of this program, which has waited so long."""
         facts = self.facts
         facts.program, facts.pause = program, pause

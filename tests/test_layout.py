@@ -25,6 +25,48 @@ PURE = {"router.placement", "router.elsewhere"}  # of `router`, what the simulat
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
 ONE_FILE = {"llguidance": "replicas.constraints.guidance", "gguf": "loadgen.pocket.gguf_file"}  # imported nowhere else
 MAX_METHODS = 20
+# What each room of `replicas` may import besides itself; a part that has a line of its own follows that one. `BASE` and
+# the leaves are known to everybody that names them; whoever builds the whole of it (`service`) may name all.
+BASE = {"types", "errors"}
+ENGINE_ROOMS = {"kv", "sequences", "retention", "speculation", "scheduling"}
+ROOMS: Mapping[str, set[str]] = {
+    "types": set(),
+    "errors": set(),
+    "logs": set(),
+    "seed": {"types"},
+    "stats": {"kv.tags"},
+    "metrics": {"stats"},
+    "config": BASE | {"speculation.ngrams"},
+    "events": BASE | {"kv.tags", "constraints.matcher", "retention.latency", "speculation.skeletons"},
+    "requests": BASE | {"events", "kv.tags", "retention.latency"},
+    "kv": BASE,
+    "kv.tags": set(),
+    "kv.pages": set(),
+    "kv.radix": BASE | {"kv.pages", "kv.tags"},
+    "sequences": BASE | {"events", "kv", "constraints.matcher"},
+    "retention": BASE | {"config", "events", "stats", "kv", "sequences"},
+    "retention.latency": set(),
+    "retention.policy": {"config", "retention.latency"},
+    "speculation": BASE | {"config", "stats"},
+    "speculation.ngrams": BASE,
+    "speculation.skeletons": BASE | {"speculation.ngrams"},
+    "constraints": BASE | {"config", "requests", "text.calls", "text.decode"},
+    "constraints.matcher": BASE,
+    "text": BASE | {"config", "events", "requests", "stats", "constraints", "speculation.skeletons"},
+    "text.calls": BASE | {"requests"},
+    "text.decode": BASE,
+    "scheduling": BASE | ENGINE_ROOMS | {"config", "events", "stats", "constraints.matcher"},
+    "scheduling.plan": BASE | {"events", "kv.pages"},
+    "scheduling.shares": BASE,
+    "model": BASE | {"config", "events", "kv", "constraints.matcher", "speculation.gate", "scheduling.plan"},
+    "pocket": set(),
+    "sessions": BASE | {"events", "sequences", "retention"},
+    "engine": BASE | ENGINE_ROOMS | {"config", "events", "stats", "seed", "sessions"},
+    "bridge": BASE | {"engine", "events"},
+    "activity": {"engine", "sequences"},
+    "preposition": BASE | {"events", "requests", "stats"},
+    "questions": BASE | {"config", "events", "requests", "sessions", "stats"},
+}
 
 
 @cache
@@ -109,6 +151,39 @@ def test_there_are_no_cycles() -> None:
         TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def room_of(part: str) -> str:
+    """The line of `ROOMS` that a module of `replicas` follows."""
+    while part and part not in ROOMS:
+        part = part.rpartition(".")[0]
+    return part
+
+
+def may_see(part: str, target: str) -> bool:
+    """Whether a module of `replicas` may import another one: of its own room, or of what its room names."""
+    room = room_of(part)
+    return any(f"{target}.".startswith(f"{each}.") for each in {room, *ROOMS[room]})
+
+
+def test_rooms_of_the_engine_see_down_only() -> None:
+    assert not may_see("kv.cache", "scheduling.plan")
+    assert not may_see("sequences", "scheduling.plan")
+    assert not may_see("retention.pins", "scheduling.queue")
+    assert not may_see("model.runner", "scheduling.step"), "of the scheduler it knows the plan alone"
+    assert not may_see("scheduling.plan", "sequences")
+    assert not may_see("text.calls.readers", "constraints.grammar")
+    assert may_see("text.conversation", "constraints.grammar")
+    everything = {"service", "actor"}
+    parts = {name.removeprefix("replicas."): name for name in modules() if name.startswith("replicas.")}
+    assert sorted(part for part in parts if not room_of(part) and part not in everything) == []
+    wrong = [
+        (part, target)
+        for part, name in parts.items()
+        for target in sorted(each.removeprefix("replicas.") for each in own_imports(name) if each in parts.values())
+        if part not in everything and not may_see(part, target)
+    ]
+    assert wrong == []
 
 
 def test_the_engine_stands_alone() -> None:

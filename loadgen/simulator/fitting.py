@@ -25,6 +25,7 @@ from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.replica import Bulk
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.retention.policy import not_negative
 from holdfast.replicas.scheduling.plan import Runner, StepOutput, StepPlan
@@ -74,7 +75,7 @@ class TimedRunner:
     _begun: float = 0.0
     _plan: StepPlan | None = None
 
-    def begin(self) -> None:
+    def begin(self, engine: Engine, most: int) -> None:
         self._plan, self.seconds, self.drew = None, 0.0, 0
         self._begun = time.perf_counter()
 

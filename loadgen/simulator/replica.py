@@ -138,8 +138,7 @@ class Replica:
 
     def _run(self, steps: int) -> None:
         begun, runner = self.at, self._runner
-        runner.begin()
-        self.engine.scheduler.decode_steps = steps
+        runner.begin(self.engine, steps)
         for event in self.engine.step(begun, lambda: begun + runner.seconds):
             if isinstance(event, Tokens):
                 reply = self._replies[event.request_id]

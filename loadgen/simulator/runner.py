@@ -1,7 +1,8 @@
 """A runner that computes nothing: it knows which token comes next, and how long the machine would have taken.
 
-Several decode steps pass as one where the scheduler decides nothing between them (`StepPlan.times`): the runner draws
-as many tokens for each sequence, and charges what the steps would take one by one.
+Several decode steps pass as one where the scheduler decides nothing between them: the runner takes the cells that they
+need, draws as many tokens for each sequence, and charges what the steps would take one by one. The scheduler knows
+nothing of it: it sees a step in which each sequence drew more.
 
 The token after n is n + 1, so nobody has to hold texts (`programs` draws prompts to this rule).
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from holdfast.loadgen.simulator.profile import Profile, contexts
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, Runner, StepOutput, StepPlan
+from holdfast.replicas.engine import Engine
+from holdfast.replicas.scheduling.plan import Chunk, Drawn, RowWrite, Runner, StepOutput, StepPlan
 
 
 class Machine(Runner, Protocol):
@@ -25,8 +27,8 @@ class Machine(Runner, Protocol):
     decoded: bool
     own: bool
 
-    def begin(self) -> None:
-        """The engine begins a step."""
+    def begin(self, engine: Engine, most: int) -> None:
+        """The engine begins a step. `most`: it may stand for so many if it does nothing but decode."""
         ...
 
     def end(self) -> float:
@@ -46,8 +48,11 @@ class CostRunner:
         self.steps = 1
         self.drew = 0
         self.decoded = False
+        self._engine: Engine | None = None
+        self._most = 1
 
-    def begin(self) -> None:
+    def begin(self, engine: Engine, most: int) -> None:
+        self._engine, self._most = engine, most
         self.seconds, self.drew = 0.0, 0
 
     def end(self) -> float:
@@ -55,14 +60,37 @@ class CostRunner:
 
     def run(self, plan: StepPlan) -> StepOutput:
         profile, chunks = self._profile, plan.chunks
-        self.steps, self.decoded = plan.times, plan.decodes
+        self.steps, self.decoded = 1, plan.decodes
         if self.decoded:
-            self.seconds = profile.decode_s(len(chunks), contexts(chunks), plan.times)
+            if self._most > 1 and self._engine is not None and more_cells(self._engine, plan, self._most) is not None:
+                self.steps = self._most
+            self.seconds = profile.decode_s(len(chunks), contexts(chunks), self.steps)
         else:
             self.seconds = profile.step(plan, self._page_size)
-        drawn = tuple([_draw(chunk, plan.times) if chunk.draw else None for chunk in chunks])
+        drawn = tuple([_draw(chunk, self.steps) if chunk.draw else None for chunk in chunks])
         self.drew = len(chunks) if self.decoded else sum([each is not None for each in drawn])
         return StepOutput(drawn, load_s=len(plan.loads) * self._page_size * profile.reload_s)
+
+
+def more_cells(engine: Engine, plan: StepPlan, steps: int) -> list[RowWrite] | None:
+    """Cells for `steps` steps at once, for each sequence of a plan of the engine's; what is new in their rows.
+
+    None where it does not do nothing but decode, where some sequence needs each token before the next (for drafts, a
+    mask, a penalty), or where cells are missing.
+    """
+    if not plan.decodes or not all(chunk.draw is not None and chunk.draw.plain for chunk in plan.chunks):
+        return None
+    sequences = {sequence.row: sequence for sequence in engine.live.values()}
+    writes = []
+    for chunk in plan.chunks:
+        holding = sequences[chunk.row].the_holding
+        first = holding.n_pages
+        pages = engine.cache.grow(holding, chunk.start + steps)
+        if pages is None:
+            return None
+        if len(pages):
+            writes.append(RowWrite(chunk.row, first, pages))
+    return writes
 
 
 def _draw(chunk: Chunk, steps: int) -> Drawn:

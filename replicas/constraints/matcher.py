@@ -1,4 +1,5 @@
-"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library, no grammar.
+"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library, and no grammar but
+that of a text that is given.
 
 A matcher belongs to one sequence. It is made by the text side, and from then on used by the engine's thread alone.
 """
@@ -9,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast.replicas.types import TokenIds
 
 Bits = npt.NDArray[np.int32]
 
@@ -66,3 +69,59 @@ class RowMasks:
     def fill(self, out: Bits) -> None:
         """`out` is [len(drafts) + 1, matcher.words]."""
         self.matcher.fill(self.drafts, out)
+
+
+class GivenTokens:
+    """The grammar of one text, so that it is scored like any reply: each token is the next of `tokens`.
+
+    They are ids of a model with a `vocabulary` of so many.
+    """
+
+    __slots__ = ("_at", "_tokens", "_vocabulary")
+
+    def __init__(self, tokens: TokenIds, vocabulary: int, at: int = 0) -> None:
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._at = at
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def words(self) -> int:
+        return -(-self._vocabulary // 32)
+
+    @property
+    def binding(self) -> bool:
+        return True
+
+    @property
+    def finished(self) -> bool:
+        return self._at >= len(self._tokens)
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    def copy(self) -> "GivenTokens":
+        return GivenTokens(self._tokens, self._vocabulary, self._at)
+
+    def advance(self, token: int) -> bool:
+        self._at += 1
+        return True
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        follow = self._tokens[self._at : self._at + len(tokens)].tolist()
+        return next((i for i, (a, b) in enumerate(zip(tokens, follow, strict=False)) if a != b), len(follow))
+
+    def forced(self) -> list[int]:
+        rest: list[int] = self._tokens[self._at :].tolist()
+        return rest
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        known = self.accepts(drafts)
+        out[:] = -1
+        follow = self._tokens[self._at : self._at + known + 1]
+        rows = np.arange(len(follow))
+        out[: len(follow)] = 0
+        out.view(np.uint32)[rows, follow // 32] = np.uint32(1) << (follow % 32).astype(np.uint32)

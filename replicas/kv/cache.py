@@ -12,8 +12,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.audit import audit
-from holdfast.replicas.kv.holding import Acquired, Holding, Pin
+from holdfast.replicas.kv.holding import Acquired, Holding, Pin, audit
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel

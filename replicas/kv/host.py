@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.replicas.kv.audit import audit
-from holdfast.replicas.kv.holding import Holding, Pin
+from holdfast.replicas.kv.holding import Holding, Pin, audit
 from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
 from holdfast.replicas.kv.tags import Label

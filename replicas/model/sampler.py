@@ -7,7 +7,7 @@ A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after th
 drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
 
 Before a token is chosen a row's logits are changed by its repetition penalty, then by its bias, by its other penalties
-and by its mask. Penalties come from counts that the sequence keeps (`token_counts`); a draft counts as generated in the
+and by its mask. Penalties come from counts that the sequence keeps (`TokenCounts`); a draft counts as generated in the
 rows after it. Masks of
 constrained sequences are packed 32 tokens to a word, one copy to the device for all of them.
 """
@@ -52,7 +52,7 @@ class RowScale(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rows:
+class LogitRows:
     """Rows of the logits by what they need; lists of row indices and their settings."""
 
     sampled: list[int] = field(default_factory=list)
@@ -88,9 +88,9 @@ def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
     return by_chunk(chunks, values, _accepted(chunks, values), logprobs)
 
 
-def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> Rows:
+def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
     """What every row of a step asks for."""
-    rows = Rows()
+    rows = LogitRows()
     row = 0
     for chunk in chunks:
         if (draw := chunk.draw) is None:
@@ -151,7 +151,7 @@ def _penalties(chunk: Chunk, draw: Draw, first: int) -> list[RowEdit]:
     ]
 
 
-def _draw(logits: Tensor, rows: Rows) -> Tensor:
+def _draw(logits: Tensor, rows: LogitRows) -> Tensor:
     """Token ids [R], on the device."""
     if not rows.sampled and not rows.adjusted:
         return greedy(logits)
@@ -170,7 +170,7 @@ def _draw(logits: Tensor, rows: Rows) -> Tensor:
     return greedy(scores).index_copy(0, index, drawn) if some else drawn
 
 
-def adjusted(logits: Tensor, rows: Rows) -> Tensor:
+def adjusted(logits: Tensor, rows: LogitRows) -> Tensor:
     """The logits in float32 after bias, penalties and masks; a new tensor where there are any."""
     scores = logits.float()
     if rows.scales or rows.biases or rows.penalties:
@@ -213,7 +213,7 @@ def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
     scores.view(-1).scatter_add_(0, sent(places, device), sent(changes, device))
 
 
-def _masked(scores: Tensor, rows: Rows) -> Tensor:
+def _masked(scores: Tensor, rows: LogitRows) -> Tensor:
     """`scores` with the tokens that a constrained row may not draw at minus infinity; a new tensor."""
     vocabulary, device = scores.shape[1], scores.device
     packed = np.empty((len(rows.masked), rows.masks[0].matcher.words), np.int32)
@@ -258,14 +258,14 @@ def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
     )
 
 
-def row_logprobs(logits: Tensor, tokens: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def row_logprobs(logits: Tensor, tokens: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor, Tensor]:
     """Of the rows that ask for it, the drawn token's log probability and the most likely ones with their ids; all
     before any setting touched the logits. [rows.logprobs], then twice [rows.logprobs, rows.most_logprobs]."""
     index = _indices(rows.logprobs, logits.device)
     return log_probabilities(logits[index], tokens[index].long(), rows.most_logprobs)
 
 
-def logprobs_by_row(rows: Rows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
+def logprobs_by_row(rows: LogitRows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
     """What `row_logprobs` found, on the host."""
     return dict(zip(rows.logprobs, zip(*(each.tolist() for each in found), strict=True), strict=True))
 

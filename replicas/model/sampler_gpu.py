@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.transfer import Array
-from holdfast.replicas.model.sampler import Rows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
+from holdfast.replicas.model.sampler import LogitRows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
 _ALIGNED = 16  # elements
@@ -30,7 +30,7 @@ class Settings:
     keys [R, 2] int32; where one is `filtered` top_k [R] int32, top_p and min_p [R] float32.
     """
 
-    rows: Rows
+    rows: LogitRows
     arrays: tuple[Array, ...]
     sampled: bool
     filtered: bool
@@ -75,7 +75,7 @@ class Draws:
     drawn: Tensor
     results: Tensor
     sequences: int
-    rows: Rows
+    rows: LogitRows
     logprobs: tuple[Tensor, Tensor, Tensor] | None
 
     def finish(self, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:

@@ -48,9 +48,7 @@ class Chunk:
 class StepPlan:
     """One step. Order of effects: saves, copies, row writes, then loads beside one forward over all chunks.
 
-    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded. `times`: one
-    that does nothing but decode may stand for so many steps (`Scheduler.decode_steps`, for simulations); each sequence
-    draws as many tokens in it.
+    `saves` go from the device to the host, `loads` back; nothing in the same step reads what is loaded.
     """
 
     chunks: tuple[Chunk, ...]
@@ -58,7 +56,6 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     saves: PageMoves = NO_MOVES
     loads: PageMoves = NO_MOVES
-    times: int = 1
 
     @property
     def moves(self) -> bool:
@@ -73,8 +70,6 @@ class StepPlan:
     @property
     def decodes(self) -> bool:
         """Whether it takes every sequence in it one token further, and does nothing else that takes time."""
-        if self.times > 1:
-            return True
         return len(self.chunks) > 0 and not self.moves and not self.prefills
 
     @property
@@ -85,8 +80,7 @@ class StepPlan:
     @property
     def plain(self) -> bool:
         """Whether the step after it can be planned before it is known what this one draws."""
-        once = not self.moves and self.times == 1
-        return once and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
+        return not self.moves and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
 
     def after(self, drawn: "Iterable[Drawn | None]") -> "StepPlan":
         """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
@@ -104,7 +98,10 @@ class StepPlan:
 
 @record
 class Drawn:
-    """Tokens drawn for one chunk: accepted drafts, then the next token. Never empty."""
+    """Tokens drawn for one chunk: accepted drafts, then the next token. Never empty.
+
+    A runner that has made cells for them may go on: tokens behind these come of further steps (the simulator's does).
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()

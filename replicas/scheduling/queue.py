@@ -1,4 +1,4 @@
-"""The queue of requests that wait for admission, and the orders that it can be in.
+"""The queue of requests that wait for admission, the orders that it can be in, and how long it takes them (`Forecast`).
 
 An order is a small policy, chosen by one word of the configuration. The smallest key is served first; no two sequences
 have the same. `key` is the order of the running, where the last is preempted when cells run out; `waiting` that of the
@@ -19,8 +19,9 @@ from typing import TypeAlias
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Submit
 from holdfast.replicas.scheduling.plan import Chunk
-from holdfast.replicas.scheduling.shares import TENANTS, Classes, Roots, Shares
+from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
 from holdfast.replicas.sequences import Owner, Sequence
+from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 
 Key: TypeAlias = tuple[float, ...]
@@ -33,6 +34,9 @@ _NOBODY: Mapping[Priority, int] = {}
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
 _PROGRAMS = 65_536  # whose service is remembered, the least recently served forgotten first
+_ON_TIME = 0.95  # of the answers that forecasts are right for
+_STRIDE = 0.05  # by which the correction grows with a forecast that was short
+_MOST = 4.0  # times a forecast, at most
 
 
 class Order(ABC):
@@ -202,7 +206,7 @@ class FairOrder(ProgramOrder):
         self._tenants = tenants
         self._shares = {each: Shares(tenants) for each in Priority}  # by cache scope
         self._roots: OrderedDict[tuple[Priority, str], Roots] = OrderedDict()
-        self._contended: dict[str, float] = {}
+        self._contended = Contended(tenants)
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
         if sequence.background:
@@ -252,8 +256,7 @@ class FairOrder(ProgramOrder):
             shares.charge(submit.scope, had)
             self._roots_of(submit).charge(submit.root_program, had)
             if waiting.get(submit.priority):
-                name = f"{submit.priority}/{submit.scope}"
-                self._contended[name] = self._contended.get(name, 0.0) + had
+                self._contended.add(submit.priority, submit.scope, had)
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
         self.changes += 1
@@ -264,7 +267,7 @@ class FairOrder(ProgramOrder):
 
     @property
     def contended(self) -> Mapping[str, float]:
-        return self._contended.copy()
+        return self._contended.told()
 
     def rank(self, sequence: Sequence) -> Key:
         submit = sequence.submit
@@ -535,3 +538,69 @@ class _Lines:
     def pop(self, line: Line) -> None:
         """Take the first of a line out."""
         heapq.heappop(self._heaps[line])
+
+
+class Forecast:
+    """When a request's answer will be there: how fast the queue moves, and what serving takes. Seconds, of one engine.
+
+    now         + waiting                                    + serving
+    arrival       those before it * seconds between starts     first token (+ tokens * seconds of each)
+
+    times what such forecasts turned out to be short of lately. Seconds between starts are learned while somebody waits:
+    then a start is as soon as there is room. What clients did not wait for counts as far as it came, or a server that
+    is too slow for all of them would learn nothing. Nothing is expected before some requests have shown it. One thread
+    writes, any may read.
+    """
+
+    def __init__(self) -> None:
+        self._gap = Mean()  # between two starts
+        self._first = Mean()  # from a start to the first token
+        self._token = Mean()  # of each further one
+        self._tokens = Mean()  # that an answer has
+        self._since: float | None = None  # the latest start in a time in which somebody waits
+        self.correction = 1.0
+
+    # ---- learning ----
+
+    def started(self, n: int, waiting: int, now: float) -> None:
+        """A step begins with so many new requests, and so many wait still."""
+        if n and self._since is not None:
+            self._gap.add(now - self._since, n)
+        if not waiting:
+            self._since = None
+        elif n or self._since is None:
+            self._since = now
+
+    def left(self, sequence: Sequence, now: float, *, whole: bool) -> None:
+        """A sequence leaves the batch for good, with its `whole` answer or as far as it came."""
+        if sequence.background or sequence.scheduled is None:
+            return
+        first, drawn = sequence.first_token, sequence.length - sequence.n_prompt
+        self._first.add((now if first is None else first) - sequence.scheduled)
+        self._tokens.add(drawn if whole else max(drawn, self._tokens.value))
+        if first is not None and drawn > 1:
+            self._token.add(now - first, drawn - 1)
+        end = first if sequence.submit.begins else now if whole else None
+        late = (now if end is None else end) - sequence.arrived > sequence.expected_s * self.correction
+        if sequence.expected_s > 0 and (late or end is not None):
+            step = _STRIDE * (_ON_TIME if late else _ON_TIME - 1)
+            self.correction = min(max(self.correction + step, 1.0), _MOST)
+
+    # ---- foretelling ----
+
+    @property
+    def gap_s(self) -> float:
+        """Between two starts while somebody waits; 0: not known yet."""
+        return self._gap.value
+
+    def serving_s(self, max_tokens: float, begins: bool) -> float:
+        """From a start to the first token, where that is what is wanted, or to the whole answer."""
+        if begins:
+            return self._first.value
+        tokens = min(max_tokens, self._tokens.value)
+        return self._first.value + max(0.0, tokens - 1) * self._token.value
+
+    def answer_s(self, max_tokens: float, begins: bool, before: int) -> float:
+        """Until one has what it wants, behind so many others; not corrected."""
+        waiting_s = (before + 1) * self.gap_s if before else 0.0
+        return waiting_s + self.serving_s(max_tokens, begins)

@@ -20,8 +20,7 @@ from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.rows import ParkedRow, Rows, give_back
 from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts
-from holdfast.replicas.scheduling.forecast import Forecast
-from holdfast.replicas.scheduling.queue import Key, Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import Forecast, Key, Order, WaitingQueue
 from holdfast.replicas.scheduling.step import Load, StepBuilder
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.stats import EngineStats
@@ -95,7 +94,7 @@ class Running:
 
     def part(self, *, decoding: bool) -> list[Sequence]:
         """Those that decode, or those that prefill, in order; without those that are about to end."""
-        return [s for s in self.in_order() if s.decoding is decoding and not (s.ahead and s.closing)]
+        return [s for s in self.in_order() if s.decoding is decoding and not (s.in_flight and s.closing)]
 
     def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, which `prefix` has found; False when no row is free.
@@ -189,7 +188,7 @@ class Running:
         holding, row, owner = sequence.the_holding, sequence.the_row, sequence.owner
         computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
-        sequence.n_computed = sequence.ahead = 0
+        sequence.n_computed = sequence.in_flight = 0
         sequence.awaited = None
         try:
             self.reloads.end(holding)

@@ -42,9 +42,6 @@ class Scheduler:
 
     What raises while one sequence is planned or committed fails that sequence. Only `BooksError` comes out of here:
     then the caller needs a new scheduler over new books. Events are added to `events`, so none is lost even then.
-
-    `decode_steps`: for how many steps a plan that does nothing but decode may stand. For a simulation, whose runner can
-    do several at once.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Scheduler:
         self._learned = learned
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * config.high_water)
-        self.decode_steps = 1
         self._classes = Classes(config.batch_share)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self.ahead = WorkAhead(stats)
@@ -142,7 +138,7 @@ class Scheduler:
         return builder.step(self._running.reloads.saves(), now, undrafted=self._drafts.silent)
 
     def _build(self, now: float) -> StepBuilder:
-        builder = StepBuilder(times=self.decode_steps)
+        builder = StepBuilder()
         self.ends.events += self.admission.expire(now)
         self.retention.expire(now)
         if not self._decode(builder, now):
@@ -195,11 +191,10 @@ class Scheduler:
             drafts = fitting(sequence, self._drafts.propose(sequence), self._config.forced_drafts)
             if len(drafts):
                 self._drafts.forced()
-        more = len(drafts) or builder.times - 1
-        if self._running.grow(builder, sequence, end + more):
+        if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
-        builder.times, preempted = 1, False
+        preempted = False
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
             # Who arrived last gives way, whether its program runs or pauses.
             alone, last = len(self._running) == 1, self._running.in_order()[-1]
@@ -221,7 +216,6 @@ class Scheduler:
             if sequence.preempted and sequence not in builder.sequences:
                 end = sequence.length + (sequence.awaited is not None)
                 if self._running.grow(builder, sequence, end):
-                    builder.times = 1
                     builder.compute(sequence, 1)
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
@@ -247,12 +241,11 @@ class Scheduler:
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
                 drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
-                end = sequence.n_computed + sequence.ahead + size
+                end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_over_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.yields(builder, sequence, now):
                     grown = self._running.grow(builder, sequence, end + len(drafts))
                 if grown:
-                    builder.times = 1
                     builder.compute(sequence, size, drafts)
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
@@ -293,8 +286,7 @@ class Scheduler:
             try:
                 if self._running.load(builder, sequence, self._config.step_tokens):
                     continue
-                if self._running.grow(builder, sequence, sequence.n_computed + sequence.ahead + size):
-                    builder.times = 1
+                if self._running.grow(builder, sequence, sequence.n_computed + sequence.in_flight + size):
                     builder.compute(sequence, size)
                     left -= size
                 else:
@@ -315,7 +307,7 @@ class Scheduler:
         if plan.moves:
             self._bring_back(step, output, now)
         # Beside a load a step may take longer than its forward.
-        if seconds > 0 and plan.chunks and not step.loads and plan.times == 1:
+        if seconds > 0 and plan.chunks and not step.loads:
             if plan.prefills:
                 self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:

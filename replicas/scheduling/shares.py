@@ -8,9 +8,11 @@ An engine shares the seconds of its steps so (`queue`), a router the slots of it
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from holdfast.replicas.types import Priority
 
 Standing: TypeAlias = tuple[float, float]
 Turn: TypeAlias = tuple[float, float]
@@ -80,8 +82,8 @@ class Shares:
     def standing(self, tenant: str) -> Standing:
         """The smallest is served next."""
         share = self.of(tenant)
-        ahead = share.running / share.weight
-        return (share.served + ahead * self.usual, ahead)
+        charged = share.running / share.weight
+        return (share.served + charged * self.usual, charged)
 
     @property
     def usual(self) -> float:
@@ -132,6 +134,27 @@ class Shares:
         share = self._shares.get(tenant)
         if share is not None:
             share.elsewhere = min(share.elsewhere + seconds / share.weight, _ELSEWHERE_S)
+
+
+class Contended:
+    """Seconds that tenants were served while others waited, for other places to count: totals, by `<class>/<tenant>`.
+
+    One thread adds, any may read. Who was longest without any is forgotten first, and begins again at 0.
+    """
+
+    def __init__(self, tenants: int = TENANTS) -> None:
+        self._most = len(Priority) * tenants
+        self._seconds: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, priority: Priority, tenant: str, seconds: float) -> None:
+        name = f"{priority}/{tenant}"
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._seconds.move_to_end(name)
+        if len(self._seconds) > self._most:
+            self._seconds.popitem(last=False)
+
+    def told(self) -> Mapping[str, float]:
+        return self._seconds.copy()
 
 
 @dataclass(slots=True)

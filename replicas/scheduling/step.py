@@ -21,8 +21,7 @@ from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
-from holdfast.replicas.token_counts import TokenCounts
-from holdfast.replicas.types import TokenIds, record
+from holdfast.replicas.types import TokenCounts, TokenIds, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +70,12 @@ def as_if_over(step: Step) -> Iterator[None]:
     try:
         for i, sequence in step.present():
             chunk = step.plan.chunks[i]
-            sequence.ahead = len(chunk.tokens)
+            sequence.in_flight = len(chunk.tokens)
             sequence.awaited = i if chunk.draw is not None else None
         yield
     finally:
         for sequence in step.sequences:
-            sequence.ahead, sequence.awaited = 0, None
+            sequence.in_flight, sequence.awaited = 0, None
 
 
 @dataclass(slots=True)
@@ -88,7 +87,6 @@ class StepBuilder:
     writes: list[RowWrite] = field(default_factory=list)
     copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
     loads: list[Load] = field(default_factory=list)
-    times: int = 1  # steps that it may stand for, as long as all that is planned is to decode
 
     @property
     def busy(self) -> bool:
@@ -97,7 +95,7 @@ class StepBuilder:
 
     def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
         """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
-        start = sequence.n_computed + sequence.ahead
+        start = sequence.n_computed + sequence.in_flight
         end = start + size
         tokens = sequence.buffer[start:end]  # a view: they never change any more
         if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
@@ -108,8 +106,6 @@ class StepBuilder:
             if draw is None or len(drafts):
                 draw = _draw(sequence, drafts)
                 tokens = np.concatenate((tokens, drafts))
-        if draw is None or draw is not sequence.draw:
-            self.times = 1
         assert sequence.row is not None, sequence.request_id
         self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
         self.sequences.append(sequence)
@@ -142,8 +138,7 @@ class StepBuilder:
         if self.loads:
             device = np.concatenate([load.moves.device for load in self.loads])
             loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-        times = 1 if len(saves) or self.loads or not self.chunks else self.times
-        plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads, times)
+        plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)
         free = plan.plain and (undrafted or all(chunk.draw is None for chunk in self.chunks))
         holdings = tuple([sequence.holding for sequence in self.sequences])
         return Step(plan, tuple(self.sequences), tuple(self.loads), holdings, now, free)

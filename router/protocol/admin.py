@@ -70,7 +70,7 @@ class TenantBody(ChangeBody):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowQuery:
     """Which rows of a stream are asked for. `begin` and `end` are places in it."""
 
     begin: str
@@ -111,7 +111,7 @@ def changed(tenant: Tenant, body: ChangeBody) -> Tenant:
         raise InvalidRequestError(error.message, error.field) from error
 
 
-def read_rows(query: Mapping[str, str]) -> Rows:
+def read_rows(query: Mapping[str, str]) -> RowQuery:
     """`from`, `to` (dates, or seconds since the epoch), `after` (a place), `limit`, `format`.
 
     Raises InvalidRequestError.
@@ -126,7 +126,7 @@ def read_rows(query: Mapping[str, str]) -> Rows:
         raise InvalidRequestError("'after' must be the place of a row", "after")
     begin = f"({after}" if after else _place(query.get("from", ""), "from") or "-"
     end = _place(query.get("to", ""), "to")
-    return Rows(begin, f"({end}" if end else "+", int(limit), form == "csv")
+    return RowQuery(begin, f"({end}" if end else "+", int(limit), form == "csv")
 
 
 def read_days(query: Mapping[str, str], now: float) -> list[str]:

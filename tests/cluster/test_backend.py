@@ -17,11 +17,11 @@ from holdfast.replicas.requests import (
     Answer,
     Completed,
     DescribeSession,
-    Drawn,
     Errored,
     GenerateRequest,
     ModelCard,
     RawPrompt,
+    ReplyTokens,
     SessionState,
     SessionTurn,
     TextDelta,
@@ -182,12 +182,12 @@ def test_a_stream_whose_replica_died_before_its_first_piece_is_sent_again() -> N
 
 
 def test_a_stream_whose_replica_died_in_the_middle_goes_on_with_another() -> None:
-    seeded = replace(FIRST, drawn=Drawn((1, 2, 3), seed=7))
-    withdrawn = replace(FIRST, drawn=Drawn((8, 9), seed=7, start=2))
+    seeded = replace(FIRST, drawn=ReplyTokens((1, 2, 3), seed=7))
+    withdrawn = replace(FIRST, drawn=ReplyTokens((8, 9), seed=7, start=2))
     handle = Handle([seeded, DIED], [withdrawn, DIED], [LAST])
     assert collect(handle) == [seeded, withdrawn, LAST]
     asked = [args[0].drawn for args in handle.args]
-    assert asked == [None, Drawn((1, 2, 3), seed=7), Drawn((1, 2, 8, 9), seed=7)]
+    assert asked == [None, ReplyTokens((1, 2, 3), seed=7), ReplyTokens((1, 2, 8, 9), seed=7)]
 
 
 def test_a_replica_that_stops_hands_its_requests_on() -> None:

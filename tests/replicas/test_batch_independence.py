@@ -1,7 +1,8 @@
 """What a reply depends on besides its request, as docs/mechanisms.md says it for each precision on a CPU.
 
 A request alone, one token at a time after a prompt computed in one piece, against the same request among seven others:
-beside parts of prompts, with its own prompt cut otherwise, with drafts. Not yet measured on a GPU.
+beside parts of prompts, with its own prompt cut otherwise, with drafts. By our own decoder and by that of transformers.
+Not yet measured on a GPU.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tiny_decoder import CONTEXT, VOCABULARY, decoder
+from tiny_decoder import CONTEXT, VOCABULARY, decoder, transformers_decoder
 
 from holdfast.kernels import attention_c, product_c
 from holdfast.kernels.sampling import gumbel_noise, row_keys
@@ -28,7 +29,8 @@ WAYS = {
     "with drafts": {"speculation": DraftConfig()},
     "cut, with drafts": {"step_tokens": 40, "speculation": DraftConfig()},
 }
-MODELS = ["tiny", "pocket"]
+OWN = [(model, dtype) for model in ("tiny", "pocket") for dtype in MOVES]
+ALL = [*OWN, ("transformers", "float32"), ("transformers", "bfloat16")]  # the tiny one again, by the other decoder
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,11 @@ def served(model: str, dtype: str) -> Served:
         return Served(ready.config, ready.runner, ready.vocabulary, prompts_of(ready.vocabulary, 200))
     config = EngineConfig(cells=2048, page_size=16, max_sequences=8, session_rows=0, context_length=CONTEXT)
     kept = torch.float32 if dtype == "int8" else getattr(torch, dtype)
-    weights, kv = decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8")
+    weights, kv = (
+        transformers_decoder(128, 16, kept)
+        if model == "transformers"
+        else decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8")
+    )
     runner = ModelRunner(weights, kv, 8, CONTEXT)
     return Served(replace(config, admission_ceiling=1.0), runner, VOCABULARY, prompts_of(VOCABULARY, 100))
 
@@ -95,8 +101,7 @@ def scores(entry: TokenLogprobs, temperature: float, seed: int, position: int) -
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("dtype", MOVES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), ALL)
 def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model, dtype, temperature, way):
     """In float32 every token is the same. In the others one may differ where the best scores lie as close as rounding
     moves them; from there on the reply is another one."""
@@ -116,15 +121,13 @@ def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model,
 
 @pytest.mark.skipif(attention_c.way() == "torch" or not product_c.available(), reason="no kernels of our own here")
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("dtype", MOVES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), OWN)
 def test_by_our_own_kernels_other_company_changes_no_bit(model, dtype, temperature):
     together = served(model, dtype).replies(list(range(8)), temperature)
     assert alone(model, dtype, temperature) == [together[number] for number in range(8)]
 
 
-@pytest.mark.parametrize("dtype", MOVES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype"), ALL)
 def test_the_same_steps_give_the_same_bits(model, dtype):
     settings = WAYS["cut, with drafts"]
     first, second = (served(model, dtype).replies(list(range(8)), 0.9, **settings) for _ in range(2))

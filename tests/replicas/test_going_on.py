@@ -13,11 +13,11 @@ from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
     Drawing,
-    Drawn,
     GenerateRequest,
     JsonOutput,
     Piece,
     RawPrompt,
+    ReplyTokens,
 )
 from holdfast.replicas.service import Service
 
@@ -43,7 +43,7 @@ CASES: dict[str, GenerateRequest] = {
     "form": GenerateRequest("a", replace(ASKED, tools=(), output=JsonOutput(CITY, True)), Sampling(max_tokens=60)),
 }
 
-Told = list[tuple[tuple[Piece, ...], Drawn]]
+Told = list[tuple[tuple[Piece, ...], ReplyTokens]]
 
 
 async def told(service: Service, request: GenerateRequest) -> Told:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from holdfast.router.elsewhere import Lines, Served, Sums
+from holdfast.router.elsewhere import Ledger, Lines, Served, Sums
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
 PATIENT = 5.0
@@ -74,6 +74,28 @@ def test_what_was_served_while_redis_was_away_is_told_afterwards(server):
         await store.close()
 
     asyncio.run(scenario())
+
+
+def test_who_was_forgotten_begins_again_and_takes_nothing_back():
+    ledger, told = Ledger(), dict[str, float]()
+
+    def look(own: dict[str, float]) -> None:
+        news = ledger.news(own)
+        for name, seconds in news.seconds.items():
+            assert seconds >= 0.0
+            told[name] = told.get(name, 0.0) + seconds
+        ledger.answered(news, [told[name] for name in news.seconds])
+
+    look({"batch/a": 9.0, "batch/b": 1.0})
+    look({"batch/b": 2.0})  # a is forgotten
+    look({"batch/a": 0.5, "batch/b": 3.0})
+    assert told == {"batch/a": 9.5, "batch/b": 3.0}
+    look({"batch/a": 0.25, "batch/b": 3.0})  # forgotten and back between two looks
+    look({"batch/a": 1.25, "batch/b": 3.0})
+    assert told == {"batch/a": 10.5, "batch/b": 3.0}
+    look({})
+    assert not ledger._told
+    assert not ledger._idle
 
 
 def test_a_redis_that_has_lost_the_sums_invents_nothing(server):

@@ -60,8 +60,7 @@ class FakeRunner:
             for i, token in enumerate(chunk.tokens):
                 page, cell = self._place(chunk.row, chunk.start + i)
                 self.cells[page, cell] = (token, chunk.start + i)
-        draw = self._draw if plan.times == 1 else lambda chunk: self._draw_on(chunk, plan.times)
-        drawn = tuple(draw(chunk) for chunk in plan.chunks)
+        drawn = tuple(self._draw(chunk) for chunk in plan.chunks)
         if moved:
             self.cells[plan.loads.device] = self.host[plan.loads.host]
         return StepOutput(drawn, moved=moved, load_s=0.001 * len(plan.loads))
@@ -76,15 +75,6 @@ class FakeRunner:
             drawn.append(next_token(read[:known]))
             if known == end or drawn[-1] != read[known]:
                 break
-        return Drawn(tuple(drawn))
-
-    def _draw_on(self, chunk: Chunk, times: int) -> Drawn:
-        """Token after token: what is drawn is computed, but for the last one."""
-        drawn: list[int] = []
-        for end in range(chunk.start + 1, chunk.start + 1 + times):
-            drawn.append(next_token(self.read(chunk.row, end)))
-            if len(drawn) < times:
-                self.cells[self._place(chunk.row, end)] = (drawn[-1], end)
         return Drawn(tuple(drawn))
 
     def read(self, row: int, end: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""A tiny random Llama by our own decoders, and an engine over it: plain, as on a GPU, with graphs that are none."""
+"""A tiny random Llama by our own decoders and by that of transformers.
+
+And an engine over our own: plain, as on a GPU, with graphs that are none.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +15,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import GraphRoom
@@ -69,6 +73,15 @@ def decoder(
     kv.data.fill_(torch.nan)
     sample = torch.arange(VOCABULARY) if int8 else None
     return kind.load(_checkpoint(window).name, config, kv, 640, sample), kv
+
+
+def transformers_decoder(pages: int, page_size: int, dtype: torch.dtype) -> tuple[AnyModel, KVTensors]:
+    """The same weights by the decoder of transformers."""
+    config = config_of(None)
+    kv = KVTensors(CellShape(config.num_hidden_layers, 1, config.head_dim), pages, page_size, dtype)
+    kv.data.fill_(torch.nan)
+    module = tf.AutoModelForCausalLM.from_pretrained(_checkpoint(None).name, dtype=dtype, attn_implementation=ATTENTION)
+    return AnyModel(module.eval(), kv), kv
 
 
 def replayed(call: Callable[[], None]) -> Callable[[], None]:

@@ -22,10 +22,9 @@ from holdfast.replicas.events import Draw, Sampling, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
-from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.decoder import decoder_shape, rotary_table
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 from holdfast.replicas.model.graphs import gpu_capture, room_for
-from holdfast.replicas.model.rotary import rotary_table
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, allocate
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan

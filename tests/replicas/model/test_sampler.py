@@ -12,7 +12,7 @@ from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.sampler import adjusted, group_rows, sample, unpacked_on_device
 from holdfast.replicas.scheduling.plan import Chunk
-from holdfast.replicas.token_counts import TokenCounts
+from holdfast.replicas.types import TokenCounts
 
 VOCABULARY = 70
 

@@ -13,7 +13,7 @@ from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.batch import STEP_ERRORS
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.scheduling.plan import Chunk
-from holdfast.replicas.token_counts import TokenCounts
+from holdfast.replicas.types import TokenCounts
 
 VOCABULARY = 70
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)

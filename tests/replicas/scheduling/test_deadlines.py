@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Abort, Aborted, Finished, Rejected
-from holdfast.replicas.scheduling.forecast import Mean
+from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import Priority
 
 BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE

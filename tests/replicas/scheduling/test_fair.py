@@ -14,6 +14,7 @@ from holdfast.replicas.events import Sampling, Submit, TurnEnded
 from holdfast.replicas.scheduling.plan import Chunk
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.types import Priority
 
 
 def one_row() -> World:
@@ -212,3 +213,11 @@ def test_a_program_that_began_long_ago_does_not_outrank_another_tenants():
     world.run()
     ends = [name[0] for name in finished(world)]
     assert all(abs(ends[:n].count("a") - ends[:n].count("b")) <= 1 for n in range(len(ends)))
+
+
+def test_what_other_replicas_are_told_of_tenants_is_bounded():
+    order = FairOrder(tenants=2)
+    chunks = (Chunk(0, 0, np.zeros(1, np.int32)),)
+    for tenant in "abcdef":
+        order.serve((waiting(tenant),), chunks, 1.0, {Priority.INTERACTIVE: 1})
+    assert order.contended == dict.fromkeys([f"interactive/{tenant}" for tenant in "cdef"], 1.0)

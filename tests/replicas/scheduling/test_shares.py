@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.scheduling.shares import Classes, Roots, Shares
+from holdfast.replicas.scheduling.shares import Classes, Contended, Roots, Shares
+from holdfast.replicas.types import Priority
 
 LONGEST = 5.0
 
@@ -177,3 +178,16 @@ def test_batch_that_nobody_keeps_from_running_is_owed_nothing_and_owes_nothing()
     assert classes.due
     classes.serve(0.1, 0.0, wanted=False)
     assert not classes.due
+
+
+@given(st.lists(st.tuples(st.sampled_from(Priority), st.integers(0, 5)), max_size=40), st.integers(1, 3))
+def test_what_others_are_told_is_of_those_served_last_and_no_more(served, tenants):
+    contended = Contended(tenants)
+    last: dict[str, float] = {}
+    for priority, number in served:
+        contended.add(priority, f"t{number}", 1.5)
+        name = f"{priority}/t{number}"
+        last[name] = last.pop(name, 0.0) + 1.5
+        if len(last) > 2 * tenants:
+            del last[next(iter(last))]
+        assert contended.told() == last

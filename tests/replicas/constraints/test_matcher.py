@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.given import GivenTokens
+from holdfast.replicas.constraints.matcher import GivenTokens
 
 VOCABULARY = 70
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)

@@ -108,12 +108,10 @@ def test_where_nobody_waits_steps_in_bulk_are_steps_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("policy", ["request", "continuum"])
-def test_where_somebody_waits_bulk_comes_close(policy: str) -> None:
-    bulk, single = (
-        np.concatenate([seconds(simulate(BUSY, policy, bulk=how, seed=seed)) for seed in range(2)])
-        for how in (None, ONE_BY_ONE)
-    )
-    assert bulk.mean() == pytest.approx(single.mean(), rel=0.05)
+def test_where_somebody_waits_for_the_one_replica_they_are_as_well(policy: str) -> None:
+    """The cells of a bulk are taken when the step is planned, so none is missing to who is let in by it."""
+    bulk, single = (seconds(simulate(BUSY, policy, bulk=how)) for how in (None, ONE_BY_ONE))
+    assert bulk == pytest.approx(single)
 
 
 def test_more_cells_lose_nothing() -> None:

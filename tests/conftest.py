@@ -17,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("shared machine")
 
+# Read as torch is imported. Several processes share few cores: a thread that waits busily for one of its team that has
+# no core takes that core's time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -59,9 +59,10 @@ def uncollected() -> Iterator[None]:
     """Garbage is collected before the block; in it what is there is left alone, and only young objects are looked at.
 
     A whole collection takes a tenth of a second where thousands of programs are drawn, and stops every one of them.
-    In a long block it is for the caller to call `gc.collect` where nothing waits.
+    In a long block it is for the caller to call `gc.collect` where nothing waits. Where objects were frozen before,
+    they stay frozen.
     """
-    thresholds = gc.get_threshold()
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*thresholds[:2], _NEVER)
@@ -69,4 +70,5 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()

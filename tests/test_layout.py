@@ -4,7 +4,7 @@ import ast
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -85,14 +85,24 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imported(path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module", autouse=True)
+def _no_tree_is_left() -> Iterator[None]:
+    """A million nodes that live on slow every garbage collection of the tests that come later."""
+    yield
+    tree.cache_clear()
+
+
+@cache
+def imported(path: Path) -> Sequence[str]:
     """Full names of what a file imports, lazily and for types alone included; `from a import b` gives `a.b`."""
+    names: list[str] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def own_imports(name: str) -> set[str]:

@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
-from c_kernels import ABLE, COMPILER
+from c_kernels import ABLE, COMPILER, compilers_room
 
 from holdfast.kernels import attention_c, layer_c, product_c
 
@@ -26,6 +27,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, source / folder, ignore=LEFT_OUT)
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, source / name)
+    built = source / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built.mkdir(parents=True)
+    cache = compilers_room(tmp_path_factory) / "zig-cache"
+    cache.mkdir(exist_ok=True)
+    (built / cache.name).symlink_to(cache)
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True, check=False)

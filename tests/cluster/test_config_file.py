@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cluster import config, config_file
@@ -31,9 +31,10 @@ settings_strategy = st.builds(
 )
 
 
+@settings(max_examples=25, deadline=None)
 @given(settings_strategy)
-def test_what_is_written_is_read_back(settings: Settings) -> None:
-    assert config_file.parse(config_file.dump(settings)) == settings
+def test_what_is_written_is_read_back(given_settings: Settings) -> None:
+    assert config_file.parse(config_file.dump(given_settings)) == given_settings
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "{}"])

@@ -28,7 +28,7 @@ from holdfast.cluster.config import Settings
 
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
 TURNS = 6
-AT_ONCE = 8
+AT_ONCE = 10
 TOOL_S = 3.0  # what a tool takes at least
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}

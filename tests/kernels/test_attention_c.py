@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not ABLE, reason="the kernel is for x86-64 with 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return c_kernels.emulated(attention_c.SOURCE, BUILD["VARIANTS"], tmp_path_factory.mktemp("emulated"))
+    return c_kernels.emulated(attention_c.SOURCE, BUILD["VARIANTS"], tmp_path_factory)
 
 
 @pytest.fixture(params=WAYS)

@@ -22,7 +22,7 @@ FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[Health
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return c_kernels.emulated(layer_c.SOURCE, BUILD["LAYER_VARIANTS"], tmp_path_factory.mktemp("emulated"))
+    return c_kernels.emulated(layer_c.SOURCE, BUILD["LAYER_VARIANTS"], tmp_path_factory)
 
 
 @pytest.fixture(params=[*KERNEL_WAYS, ""])

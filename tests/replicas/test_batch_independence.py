@@ -109,8 +109,8 @@ def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model,
     together = one.replies(list(range(8)), temperature, **WAYS[way])
     for number, reply in enumerate(alone(model, dtype, temperature)):
         for i, (mine, other) in enumerate(zip(reply, together[number], strict=True)):
-            moved = {token: abs(value - dict(other.top)[token]) for token, value in mine.top[:20]}
-            assert max(moved.values()) <= MOVES[dtype]
+            theirs = dict(other.top)
+            assert max(abs(value - theirs[token]) for token, value in mine.top[:20]) <= MOVES[dtype]
             if mine.token != other.token:
                 assert dtype != "float32"
                 found = scores(mine, temperature, number, len(one.prompts[number]) + i)

@@ -83,7 +83,7 @@ WAYS = {
 def test_greedy_equals_transformers(way, batch):
     decoder, page_size, settings = WAYS[way]
     engine = engine_of(decoder, page_size, **settings)
-    pairs = reference()
+    pairs = reference()[:: 3 if batch == 1 else 1]
     for i in range(0, len(pairs), batch):
         got, _ = generate(engine, [prompt for prompt, _ in pairs[i : i + batch]])
         assert got == [expected for _, expected in pairs[i : i + batch]]

@@ -177,7 +177,7 @@ def test_a_stop_string_ends_the_reply_before_it():
 
 def test_a_reply_that_fits_is_as_long_as_the_context_leaves_room_for():
     async def main():
-        async with serving() as service:
+        async with serving(replace(CONFIG, cells=512)) as service:
             config = service.engine.config
             context = min(config.context_length, config.cells - 2 * config.page_size)
             asked = request("a", RawPrompt([5] * (context - 10)), config.context_length, ignore_eos=True)

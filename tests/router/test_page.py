@@ -1,9 +1,9 @@
 """The page in a browser: Chromium, if there is one, against a router with a real engine."""
 
 import json
-import math
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -191,6 +191,31 @@ def report(world: World, tenant: str, name: str, ago: float) -> None:
     reports.clock = clock
 
 
+def replicas_and_tenants(page: Page) -> None:
+    """Crowd's one replica, with its cells by state, and what its tenant's two turns of each program came to."""
+    rows = "[...document.querySelectorAll('#{} tbody tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    ((name, _, free, running, waiting, pins, cached, *_),) = page.run(rows.format("replicas"))
+    assert (name, free, running, waiting) == ("r1 · pocket on cpu", "50 %", "3", "1")
+    assert (pins, cached) == (str(MANY), "0 %")
+    parts = page.run(
+        "[...document.querySelectorAll('#replicas .bar span')].map((part) => [part.className, part.title])"
+    )
+    assert parts == [
+        ["queue", "held: 10768 cells"],
+        ["pinned", "pinned: 16000 cells"],
+        ["computed", "cached: 6000 cells"],
+    ]
+    filled = page.run(
+        "(() => { const bar = document.querySelector('#replicas .bar');"
+        " const width = (each) => each.getBoundingClientRect().width;"
+        " return [...bar.children].map((part) => width(part) / width(bar)); })()"
+    )
+    assert filled == pytest.approx([10768 / 65536, 16000 / 65536, 6000 / 65536], abs=0.05)
+    assert page.run(rows.format("tenants")) == [
+        ["default", "0", str(2 * MANY), "0", "0", "400.0k", "75 %", "40.0k"],
+    ]
+
+
 @pytest.mark.parametrize(("width", "phone", "dark"), [(1280, False, False), (390, True, True)])
 def test_a_thousand_programs_fit_and_can_be_found(browser: Browser, width: int, phone: bool, dark: bool) -> None:
     world = World(Crowd())
@@ -203,15 +228,31 @@ def test_a_thousand_programs_fit_and_can_be_found(browser: Browser, width: int, 
         page.until("document.getElementById('height').style.height != ''")
         assert painted(page) > 200
         assert page.run("document.documentElement.scrollWidth") <= width  # nothing to be pushed about sideways
-        drawn = page.run(
-            "new Promise(done => { const t = performance.now(); let n = 0;"
-            "const frame = () => ++n < 20 ? requestAnimationFrame(frame) : done((performance.now() - t) / 20);"
+        frames = page.run(
+            "new Promise(done => { const at = [];"
+            "const frame = () => at.push(performance.now()) < 21 ? requestAnimationFrame(frame) : done(at);"
             "requestAnimationFrame(frame); })"
         )
-        assert not math.isnan(drawn)
-        print(f"a frame takes {drawn:.0f} ms")
+        taken = sorted(after - before for before, after in pairwise(frames))
+        print(f"a frame takes {taken[10]:.0f} ms")
+        assert taken[0] < 100  # 50 is between two pictures; somebody else's load is here as well, so the best counts
+        # What is drawn for a frame is what there is to see of the rows, however many there are.
+        drawn, all_rows = page.run("['timeline', 'height'].map((id) => document.getElementById(id).offsetHeight)")
+        assert drawn < all_rows / 2
+        replicas_and_tenants(page)
         page.write("#filter", "agent-777")
         page.until("document.getElementById('timeline').getAttribute('aria-label') == 'agent-777: tools'")
         page.click("#timeline", 60, 10)
         page.until("document.querySelectorAll('#program li').length == 2")
+        for view, shown in (
+            ("try", "document.getElementById('model').options.length == 1"),
+            ("numbers", "document.querySelectorAll('.figure strong').length == 3"),
+        ):
+            page.click(f"nav a[href='#{view}']")
+            page.until(f"document.getElementById('{view}').offsetParent && {shown}")
+            assert page.run("document.documentElement.scrollWidth") <= width
+            wide = (
+                "[...document.querySelectorAll('button, input, select, textarea')].filter((each) => each.offsetParent)"
+            )
+            assert page.run(f"Math.max(0, ...{wide}.map((each) => each.getBoundingClientRect().right))") <= width
         assert page.faults == []

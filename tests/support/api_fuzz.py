@@ -130,8 +130,9 @@ def fuzz(address: str, cases: int, found: Found | None = None) -> Found:
         opened = httpx.post(f"{address}/v1/sessions", json={"model": model, "text": "hello"}, timeout=30)
         known["session_id"] = opened.json()["id"]
         has_input = operation.body or operation.path_parameters or operation.query
-        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if has_input else (GenerationMode.POSITIVE,):
-            # A quarter more, for some cannot be broken: a path that is any text, an operation without input.
+        breakable = operation.body or operation.query  # a path is any text
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if breakable else (GenerationMode.POSITIVE,):
+            # A quarter more, for some cannot be broken.
             wanted = cases * weight * 5 // (8 * sum(weights)) + 1
             _send(address, operation, mode, wanted if has_input else 1, found, known, generates=generates)
     return found
@@ -239,7 +240,7 @@ def _send(
             key = f"{name} {answer.status_code} {errors.exceptions[0]!r:.80}"
             found.faults.setdefault(key, f"{errors.exceptions[0]}\n{case.as_curl_command()}")  # type: ignore[attr-defined]
 
-    with suppress(Unsatisfiable):  # a path that is any text cannot be broken
+    with suppress(Unsatisfiable):
         send()
 
 

@@ -17,7 +17,7 @@ from holdfast.replicas.errors import ConfigError
 
 MACHINE = machines.profile("14b-a100")
 NEITHER, SPLIT, DISPATCH = Way(), Way(split=True), Way(dispatch=True)
-SMALL = ["simulate-orchestrator", "--agents", "4", "--seeds", "2", "--cells", "90000"]
+SMALL = ["simulate-orchestrator", "--agents", "2", "--seeds", "2", "--cells", "90000"]
 
 
 def agents(tool_s: float = 3.0, calls: int = 3, system: int = 8_000) -> list[Agent]:

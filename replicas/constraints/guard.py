@@ -100,6 +100,11 @@ class CallGuard:
         return self._watch.bare is not None
 
     @property
+    def given_up(self) -> bool:
+        """Calls are not followed any more, for the rest of the reply."""
+        return self._failed
+
+    @property
     def words(self) -> int:
         return self.calls.words
 

@@ -63,6 +63,13 @@ class Constraints:
     matcher: Matcher | None = None
     declared: Matcher | None = None
 
+    def guaranteed(self) -> bool:
+        """Whether calls of this reply are whole: not where there is no grammar, or once it was given up."""
+        return self.matcher is not None and not (isinstance(self.matcher, CallGuard) and self.matcher.given_up)
+
+
+FREE = Constraints()
+
 
 class TextSide:
     """Rendering, tokenizing and reading replies for one model.
@@ -219,18 +226,18 @@ class TextSide:
         Raises InvalidRequestError, naming the field, for what cannot be followed.
         """
         if not isinstance(prompt, ChatPrompt):
-            return Constraints()
+            return FREE
         prompt = _callable(prompt)
         rule = reply_rule(prompt, self._guarantee, self.tool_format is not ToolFormat.NONE)
         if rule is None:
-            return Constraints()
+            return FREE
         try:
             matcher = self._compiler.matcher(rule)
         except InvalidRequestError:
             if rule.strict or not rule.in_text:
                 raise
             self.unguarded += 1  # nobody has asked for it
-            return Constraints()
+            return FREE
         return Constraints(matcher, matcher.calls if isinstance(matcher, CallGuard) and matcher.bare else None)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
@@ -242,8 +249,8 @@ class TextSide:
         ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
         return AfterThinking(matcher, opener, closer, thinking.begun, ends)
 
-    def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
-        """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
+    def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:
+        """A reader for the reply to `request`, whose prompt is `encoded` and which the engine holds to `limits`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
         schemas = _declared(prompt)
@@ -273,7 +280,7 @@ class TextSide:
                 call_id,
                 early_stop=self._config.early_stop,
                 grace=self._config.call_grace,
-                guaranteed=self._guarantee != "off",
+                guaranteed=limits.guaranteed,
                 schemas=schemas,
             ),
             self.pieces,
@@ -284,7 +291,7 @@ class TextSide:
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
         runs_on = request.sampling.ignore_eos
         reason: ReplyReason = "stop" if forced else "tool_calls"
-        return Reply(stages, remember_turn, declared, reason, runs_on, request.sampling.min_tokens)
+        return Reply(stages, remember_turn, limits.declared, reason, runs_on, request.sampling.min_tokens)
 
     def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
         """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""

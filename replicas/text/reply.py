@@ -202,7 +202,7 @@ class Reply:
             deltas += self._through(stages.decoder.flush(), last=True)
         deltas += stages.calls.feed(stages.stops.flush())
         ended: ReplyReason = "stop" if self.done else reason
-        deltas += stages.calls.finish()
+        deltas += stages.calls.finish(cut=reason == "length" or stages.stops.stopped)
         deltas = self._with_logprobs(deltas)
         if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
             deltas.append(TextDelta("", rest))

@@ -31,14 +31,14 @@ def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
     return ToolCallParser(format, **settings)
 
 
-def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
-    """The text, and name and arguments of every call that was sent; checks the order of the deltas, and that a call is
-    told to be closed with the text that closes it, once.
+def collected(chunks: list[str], reader: ToolCallParser, *, cut: bool = False) -> tuple[str, list[list[str]]]:
+    """The text, and name and arguments of every call that was sent, of a reply that is `cut` behind the last chunk;
+    checks the order of the deltas, and that a call is told to be closed with the text that closes it, once.
     """
     text, calls = "", []
     ids: list[str] = []
     closed: dict[str, str] = {}  # arguments by the id of the call
-    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish() for chunk in [*chunks, None]):
+    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish(cut=cut) for chunk in [*chunks, None]):
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 assert delta.text

@@ -36,8 +36,8 @@ from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, 
 class ToolCallParser:
     """Reads one reply: text in, text and calls out, see `tracker`. How the text is cut never matters.
 
-    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed`: what a marker
-    begins is a call. `schemas` are those of the tools' arguments, by name.
+    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed` tells
+    whether what a marker begins is sure to be a call. `schemas` are those of the tools' arguments, by name.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ToolCallParser:
         *,
         early_stop: bool = True,
         grace: int = 16,
-        guaranteed: bool = False,
+        guaranteed: Callable[[], bool] = lambda: False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         limits = CallLimits(declared_names, parallel, early_stop, grace, guaranteed, schemas or {})
@@ -97,9 +97,10 @@ class ToolCallParser:
         self._read += position
         return self._taken()
 
-    def finish(self) -> list[Delta]:
-        """The reply is over: what was held back. Call once."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The reply is over: what was held back. `cut`: it was not the model that ended it. Call once."""
         scan, self._scan = self._scan, None
+        self._tracker.cut = cut
         if scan is None:
             return []
         try:
@@ -173,7 +174,7 @@ def _prose(tracker: Tracker, char: str, markers: tuple[str, ...]) -> Scan:
         else:
             tracker.say(char)
             char = yield run
-    tracker.release()
+    tracker.end_text()
     return char
 
 
@@ -618,6 +619,7 @@ def _python_call(tracker: Tracker, char: str) -> Scan:
         char = yield
     if char != "(" or not name:
         raise NotACallError(char)
+    tracker.expect_call(name)
     source: list[str] = []
     closers: list[str] = []
     stand_ins: dict[str, str] = {}  # by the keyword that each stands for

@@ -125,7 +125,7 @@ def test_where_calls_are_guaranteed_one_that_is_cut_is_no_text() -> None:
     for format, text in GOOD:
         begins = text.find("f")
         if text[0] in "<[" and format is not ToolFormat.PYTHONIC and not text.startswith("<function"):
-            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=True))
+            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=lambda: True))
             assert said == "Hi. ", text
             assert read(format, "Hi. " + text[:begins])[0] != "Hi. "
 

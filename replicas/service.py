@@ -118,8 +118,8 @@ class Service:
     def load(cls, config: EngineConfig) -> Self:
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
         loaded = _load_in_passing_thread(config)
-        engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
+        engine = Engine(loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost)
         text.prepare()
         name, context = loaded.config.served_name, loaded.config.context_length
         card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)

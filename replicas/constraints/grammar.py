@@ -127,8 +127,9 @@ class CallForm:
 
     Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
     and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
-    pattern of what stands behind a name. Without an opener `frame` is a pattern of everything
-    up to the arguments of the first call, in whatever style, with the name as its group.
+    pattern of what stands behind a name, and `header` of all that may stand for `middle`. `alone`: a reply has one
+    call. Without an opener `frame` is a pattern of everything up to the arguments of the first call, in whatever style,
+    with the name as its group.
     """
 
     opener: str
@@ -141,6 +142,8 @@ class CallForm:
     keywords: bool = False
     tags: TagForm | None = None
     number: str = ""
+    header: str = ""
+    alone: bool = False
     frame: str = ""
 
     @property
@@ -218,6 +221,23 @@ MINIMAX = CallForm(
     tail="\n</tool_calls>",
 )
 
+_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # what a message has in it
+HARMONY = CallForm(
+    opener="<|channel|>commentary to=",
+    before="functions.",
+    middle=" <|constrain|>json<|message|>",
+    header=_TYPED,
+    between="<|call|><|start|>assistant<|channel|>commentary to=",
+    alone=True,
+)
+HARMONY_STARTED = replace(
+    HARMONY,
+    opener="<|start|>assistant to=",
+    middle="<|channel|>commentary <|constrain|>json<|message|>",
+    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
+)
+HARMONY_ANALYSIS = replace(HARMONY, opener="<|channel|>analysis to=")
+
 
 def _tag_form(tool_format: ToolFormat, opener: str, after: str, between: str) -> CallForm:
     tags = TAGS[tool_format]
@@ -252,12 +272,17 @@ _MARKED = {
 class Forms:
     """The forms of one model: `first` for a reply that begins with calls, `triggered` by their opener in a text.
 
-    A text that begins as `bare` does is calls in that form.
+    A text that begins as `bare` does is calls in that form. `begun`: how the prompt ends, which an opener may go on
+    from. A reply that is held to calls or JSON may think before it, from the first text of `thought` to the second,
+    with the third behind that; `answer` stands before JSON.
     """
 
     first: CallForm
     triggered: tuple[CallForm, ...]
     bare: CallForm | None = None
+    begun: str = ""
+    thought: tuple[str, str, str] | None = None
+    answer: str = ""
 
     @property
     def all(self) -> tuple[CallForm, ...]:
@@ -280,6 +305,14 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
             return Forms(first, (PYTHONIC_MARKED,), PYTHONIC)
         case ToolFormat.LLAMA4:
             return Forms(LLAMA4 if knows("<|python_start|>") else LLAMA4_BARE, (LLAMA4,), LLAMA4_BARE)
+        case ToolFormat.HARMONY:
+            return Forms(
+                HARMONY,
+                (HARMONY, HARMONY_STARTED, HARMONY_ANALYSIS),
+                begun="<|start|>assistant",
+                thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+                answer="<|channel|>final<|message|>",
+            )
         case ToolFormat.NONE:
             return None
         case _:
@@ -390,6 +423,12 @@ class LarkText:
                 self.add(rule, *([taken] if needed else [taken, f"{name}_from{index + 1}_{int(begun)}"]))
         return self.add(name, f"{name}_from0_0")
 
+    def thought(self, name: str, opener: str, closer: str, behind: str) -> str:
+        """A rule for a text between the two, and what stands `behind` it; or for nothing."""
+        text = self.add(f"{name.upper()}_TEXT", r"/(.|\n)*/")
+        until = self.add(f"{name}_until[lazy]", f"{text} {literal(closer)}")
+        return self.add(name, f"({literal(opener)} {until} {literal(behind)})?")
+
     @property
     def text(self) -> str:
         """The whole grammar."""
@@ -445,7 +484,7 @@ class CallRules:
             name = f"calls{len(self._known)}"
             calls = [self._call(form, index) for index in range(len(self._tools))]
             call = self._grammar.add(f"{name}_one", *calls)
-            more = f"({literal(form.between)} {call})*" if several else ""
+            more = f"({literal(form.between)} {call})*" if several and not form.alone else ""
             found = self._grammar.add(name, f"{literal(form.opener + form.head)} {call} {more} {literal(form.tail)}")
             self._known[form] = found
         return found
@@ -453,7 +492,9 @@ class CallRules:
     def _call(self, form: CallForm, index: int) -> str:
         tool = self._tools[index]
         before, middle, after = literal(form.before + tool.name), literal(form.middle), literal(form.after)
-        if form.number:
+        if form.header:
+            middle = f"/{form.header}/"
+        elif form.number:
             middle = f"/{form.number}/ {middle}"
         elif not form.tags:
             before, middle = literal(f"{form.before}{tool.name}{form.middle}"), ""
@@ -480,7 +521,8 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     grammar = LarkText()
     starts: list[str] = []
     if rule.json is not None:
-        starts.append(grammar.json("answer", rule.json))
+        answer = grammar.json("answer", rule.json)
+        starts.append(f"{literal(forms.answer)} {answer}" if forms is not None and forms.answer else answer)
     if rule.calls != "none" and rule.tools and forms is not None:
         calls = CallRules(grammar, rule.tools)
         if rule.in_text:
@@ -489,4 +531,7 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
             starts.append(calls.calls(forms.first, rule.parallel))
     if not starts:
         starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
-    return f"start: {' | '.join(starts)}\n{grammar.text}"
+    start = " | ".join(starts)
+    if forms is not None and forms.thought is not None and not rule.in_text:
+        start = f"{grammar.thought('thought', *forms.thought)} ({start})"
+    return f"start: {start}\n{grammar.text}"

@@ -28,8 +28,9 @@ from holdfast.replicas.events import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, ReplyReason, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
 from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
@@ -97,11 +98,13 @@ class TextSide:
         self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
-        self._thinks = CLOSER in (template or "")
+        self._channels = self.tool_format is ToolFormat.HARMONY
+        self._thinks = CLOSER in (template or "") and not self._channels
         self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
         self._config = config
         # The ids that end a reply.
         self.eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
+        self.eos |= {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
         self.unguarded = 0  # replies whose calls are not guaranteed, since their grammar was not there in time
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
@@ -243,7 +246,7 @@ class TextSide:
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included."""
         thinking = self._thinking(request.prompt, encoded)
-        if matcher is None or thinking is None or len(self._think_ids) < 2:
+        if matcher is None or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
             return matcher
         opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
         ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
@@ -256,7 +259,8 @@ class TextSide:
         schemas = _declared(prompt)
         names = frozenset(schemas)
         thinking = self._thinking(prompt, encoded)
-        shown = (self._markers if names else frozenset()) | frozenset(self._think_ids.values() if thinking else ())
+        shown = self._markers if names or isinstance(thinking, ChannelReader) else frozenset[int]()
+        shown |= frozenset(self._think_ids.values() if isinstance(thinking, ThinkingReader) else ())
         hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
         parallel = not isinstance(prompt, ChatPrompt) or prompt.parallel_tool_calls
 
@@ -309,10 +313,12 @@ class TextSide:
         counts = (self.stopped, self.rewritten, self.unguarded)
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
 
-    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
+    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | ChannelReader | None:
         """A reader of what a reply to `prompt` thinks; None where it begins with its content."""
-        if not self._thinks or not isinstance(prompt, ChatPrompt) or encoded.text is None:
+        if not isinstance(prompt, ChatPrompt) or encoded.text is None:
             return None
+        if not self._thinks:
+            return ChannelReader() if self._channels else None
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         begin = opening(encoded.text)

@@ -543,6 +543,51 @@ def _minimax_m2_call(tracker: Tracker, char: str) -> Scan:
     return _tagged(tracker, char, _MINIMAX, _MINIMAX.close)
 
 
+def _harmony(tracker: Tracker, char: str) -> Scan:
+    """``<|channel|>commentary to=functions.name`` and the rest of the message."""
+    char = yield from _name(tracker, char, [])
+    return (yield from _harmony_addressed(tracker, char, in_channel=True))
+
+
+def _harmony_started(tracker: Tracker, char: str) -> Scan:
+    """``<|start|>assistant`` before either of the two."""
+    char = yield from _expect(tracker, char, "assistant")
+    if char != "<":
+        return (yield from _harmony_addressed(tracker, char))
+    char = yield from _expect(tracker, char, "<|channel|>")
+    return (yield from _harmony(tracker, char))
+
+
+def _harmony_addressed(tracker: Tracker, char: str, in_channel: bool = False) -> Scan:
+    """``to=functions.name``, its channel where that stands behind it, and a message of JSON up to ``<|call|>``.
+
+    That ends a reply; should another message follow, it may be a call as well.
+    """
+    name: list[str] = []
+    char = yield from space(char, tracker.hold)
+    char = yield from _expect(tracker, char, "to=")
+    char = yield from _name(tracker, char, name)
+    if not in_channel:
+        char = yield from _expect(tracker, char, "<|channel|>")
+        char = yield from _name(tracker, char, [])
+    found: list[str] = []
+    while found != ["<|message|>"]:  # what may stand before it is the type of the content
+        found.clear()
+        char = yield from space(char, tracker.hold)
+        char = yield from _name(tracker, char, [])
+        char = yield from space(char, tracker.hold)
+        char = yield from _word(tracker, char, "<|constrain|>", "<|message|>", found=found)
+    char = yield from space(char, tracker.hold)
+    char = yield from _named(tracker, char, "".join(name).removeprefix("functions."))
+    char = yield from space(char, tracker.hold)
+    char = yield from _word(tracker, char, "<|call|>", "<|start|>", found=found)
+    if found[-1] == "<|call|>":
+        tracker.end_markup()
+        return char
+    tracker.begin_call()
+    return (yield from _harmony_started(tracker, char))
+
+
 def _llama4_marked(tracker: Tracker, char: str) -> Scan:
     """Objects in ``<|python_start|>`` and ``<|python_end|>``."""
     return _objects(tracker, char, "<|python_end|>")
@@ -698,4 +743,7 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.GLM: Reader({"<tool_call>": _glm}),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
     ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}),
+    ToolFormat.HARMONY: Reader(
+        {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
+    ),
 }

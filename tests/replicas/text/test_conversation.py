@@ -133,7 +133,7 @@ def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
     qwen_like: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     coder = copy(qwen_like)
-    coder.chat_template = qwen_like.chat_template.replace("<tool_call></tool_call>", "<|channel|>commentary to=f")
+    coder.chat_template = qwen_like.chat_template.replace("tool_call>", "action>")
     TextSide(qwen_like, EngineConfig())
     TextSide(coder, EngineConfig(), "none")
     assert not caplog.records

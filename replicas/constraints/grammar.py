@@ -256,7 +256,14 @@ MINIMAX_M2 = replace(
     tail="\n</minimax:tool_call>",
 )
 
+DEEPSEEK_V32 = replace(
+    _tag_form(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜invoke>", ""),
+    before='\n<｜DSML｜invoke name="',
+    tail="\n</｜DSML｜function_calls>",
+)
+
 _MARKED = {
+    ToolFormat.DEEPSEEK_V32: (DEEPSEEK_V32,),
     ToolFormat.HERMES: (HERMES,),
     ToolFormat.DEEPSEEK_V3: (DEEPSEEK_V3,),
     ToolFormat.DEEPSEEK_V31: (DEEPSEEK_V31,),
@@ -446,7 +453,8 @@ _NAMES = re.compile(r"[A-Za-z0-9_.\-]+")
 
 def _tags(key: str, form: TagForm) -> str:
     """The tags of an argument up to its value, `key` being the first one and its name."""
-    return f"{key} {f' {_LINE} '.join(map(literal, form.value.split(chr(10))))}"
+    value = f" {_LINE} ".join(map(literal, form.value.split("\n")))
+    return f"{key} ({value} | {literal(form.json)})" if form.json else f"{key} {value}"
 
 
 def _properties(schema: Schema, what: str) -> tuple[Mapping[str, Any], Sequence[str]]:

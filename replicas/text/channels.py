@@ -116,7 +116,7 @@ class ChannelReader:
         None: that cannot be told yet.
         """
         header = text.removeprefix(_END)
-        starts = (_STARTED,) if text.startswith(_END) else (_STARTED, _CHANNEL)
+        starts: tuple[str, ...] = (_STARTED,) if text.startswith(_END) else (_STARTED, _CHANNEL)
         if self._kind is _Kind.HEADER:
             starts = (_CHANNEL, _ADDRESS, _STARTED)
         if (found := _HEADER.match(header[:_LONGEST])) and header.startswith(starts):

@@ -112,7 +112,7 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
             return harmony_texts(calls, style, variant)
         case ToolFormat.MINIMAX:
             return joined("<tool_calls>\n", "\n", "\n</tool_calls>", objects)
-        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2:
+        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2 | ToolFormat.DEEPSEEK_V32:
             return tagged_texts(format, calls, variant)
         case ToolFormat.MISTRAL if variant % 2:
             return [f"[TOOL_CALLS]{name}[ARGS]{style(arguments)}" for name, arguments in calls]
@@ -139,7 +139,7 @@ def harmony_texts(calls: list[Call], style: Any, variant: int) -> list[str]:
 
 def as_read(format: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:
     """What is read of arguments that no schema tells about: in tags a text may be taken for JSON."""
-    if format not in TAGS:
+    if format not in TAGS or TAGS[format].json:
         return arguments
     return {key: json.loads(as_json(in_tag(value), ANYTHING)) for key, value in arguments.items()}
 
@@ -163,9 +163,18 @@ def tagged_texts(format: ToolFormat, calls: list[Call], variant: int) -> list[st
             tags = [f"<parameter={key}>\n{in_tag(value)}\n</parameter>\n" for key, value in arguments.items()]
             call = f"<function={name}>\n{''.join(tags)}</function>"
             texts.append(call if variant % 2 else f"<tool_call>\n{call}\n</tool_call>")
+        elif format is ToolFormat.DEEPSEEK_V32:
+            tags = [
+                f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(value, str))}">{in_tag(value)}'
+                "</｜DSML｜parameter>\n"
+                for key, value in arguments.items()
+            ]
+            texts.append(f'<｜DSML｜invoke name="{name}">\n{"".join(tags)}</｜DSML｜invoke>')
         else:
             tags = [f'<parameter name="{key}">{in_tag(value)}</parameter>\n' for key, value in arguments.items()]
             texts.append(f'<invoke name="{name}">\n{"".join(tags)}</invoke>')
+    if format is ToolFormat.DEEPSEEK_V32:
+        return joined("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>", texts)
     if format is ToolFormat.MINIMAX_M2:
         return joined("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", texts)
     return texts

@@ -236,6 +236,24 @@ DEEPSEEK_V31 = _deepseek(
     "call.function.name + '<｜tool▁sep｜>'",
     "''",
 )
+DEEPSEEK_V32 = _DEEPSEEK.replace(
+    "HOW",
+    '\'<｜DSML｜function_calls>\\n<｜DSML｜invoke name="$NAME">\\n'
+    '<｜DSML｜parameter name="$KEY" string="true|false">$VALUE</｜DSML｜parameter>\\n'
+    "...\\n</｜DSML｜invoke>\\n</｜DSML｜function_calls>'",
+).replace(
+    "CALLS",
+    r"""{{- '\n\n<｜DSML｜function_calls>\n' -}}
+{%- for call in message.tool_calls -%}
+{{- '<｜DSML｜invoke name="' + call.function.name + '">\n' -}}
+{%- for key, value in call.function.arguments | items -%}
+{{- '<｜DSML｜parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' -}}
+{{- (value if value is string else value | tojson) + '</｜DSML｜parameter>\n' -}}
+{%- endfor -%}
+{{- '</｜DSML｜invoke>\n' -}}
+{%- endfor -%}
+{{- '</｜DSML｜function_calls>' -}}""",
+)
 
 KIMI_K2 = r"""{%- macro calls_of(message) -%}
 {{- '<|tool_calls_section_begin|>' -}}
@@ -411,6 +429,7 @@ TEMPLATES: Mapping[str, tuple[ToolFormat, str]] = {
     "Mistral Small 3.2": (ToolFormat.MISTRAL, MISTRAL),
     "DeepSeek V3": (ToolFormat.DEEPSEEK_V3, DEEPSEEK_V3),
     "DeepSeek V3.1": (ToolFormat.DEEPSEEK_V31, DEEPSEEK_V31),
+    "DeepSeek V3.2": (ToolFormat.DEEPSEEK_V32, DEEPSEEK_V32),
     "Kimi K2": (ToolFormat.KIMI_K2, KIMI_K2),
     "GLM 4.5": (ToolFormat.GLM, GLM),
     "MiniMax M1": (ToolFormat.MINIMAX, MINIMAX),

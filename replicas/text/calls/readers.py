@@ -399,24 +399,29 @@ def _tagged(tracker: Tracker, char: str, form: TagForm, close: str) -> Scan:
             char = yield
         for part in form.value.split("\n"):
             char = yield from space(char, tracker.markup)
-            char = yield from _word(tracker, char, part, found=found)
+            char = yield from _word(tracker, char, part, *filter(None, [form.json]), found=found)
         if key in keys:
             raise NotACallError(char)
         tracker.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         if not keys:
             tracker.begin_arguments(streamed=True)
         keys.add(key)
-        char = yield from _tag_value(tracker, char, form, key)
+        char = yield from _tag_value(tracker, char, form, key, {form.value: True, form.json: False}.get(found[-1]))
         char = yield from space(char, tracker.markup)
 
 
 _IN_TAG = re.compile(r"[^<\n]+")
 
 
-def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str) -> Scan:
-    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is."""
+def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str, text: bool | None) -> Scan:
+    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is.
+
+    `text`: whether its tag calls it one, which decides where the schema does not.
+    """
     parameters = tracker.parameters()
     kinds = kinds_of(argument_schema(parameters, key), parameters)
+    if form.json and text is not None:
+        kinds = (kinds & TEXT if text else kinds - TEXT) or kinds
     written: list[str] = []
 
     def put(text: str) -> None:
@@ -496,6 +501,15 @@ def _deepseek_call(tracker: Tracker, char: str) -> Scan:
         char = yield from _expect(tracker, char, "```")
         char = yield from space(char, tracker.hold)
     return (yield from _expect(tracker, char, "<｜tool▁call▁end｜>"))
+
+
+def _dsml(tracker: Tracker, char: str) -> Scan:
+    """``<｜DSML｜invoke name="name">`` and its parameters, several in ``<｜DSML｜function_calls>``."""
+    return _section(tracker, char, _dsml_call, _DSML.open, "</｜DSML｜function_calls>")
+
+
+def _dsml_call(tracker: Tracker, char: str) -> Scan:
+    return _tagged(tracker, char, _DSML, _DSML.close)
 
 
 def _kimi(tracker: Tracker, char: str) -> Scan:
@@ -726,7 +740,9 @@ def _python_string(tracker: Tracker, char: str, source: list[str]) -> Scan:
     return (yield)
 
 
-_QWEN, _MINIMAX = TAGS[ToolFormat.QWEN3_CODER], TAGS[ToolFormat.MINIMAX_M2]
+_QWEN, _MINIMAX, _DSML = (
+    TAGS[format] for format in (ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2, ToolFormat.DEEPSEEK_V32)
+)
 _LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
 
 READERS: Mapping[ToolFormat, Reader] = {
@@ -738,6 +754,7 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.LLAMA4: Reader({"<|python_start|>": _llama4_marked}, bare={"{": _llama3}),
     ToolFormat.DEEPSEEK_V3: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
     ToolFormat.DEEPSEEK_V31: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
+    ToolFormat.DEEPSEEK_V32: Reader({"<｜DSML｜function_calls>": _dsml}),
     ToolFormat.KIMI_K2: Reader({"<|tool_calls_section_begin|>": _kimi}),
     ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}),
     ToolFormat.GLM: Reader({"<tool_call>": _glm}),

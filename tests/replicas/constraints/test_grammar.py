@@ -111,7 +111,7 @@ def test_required_calls_are_read_back_and_follow_their_schemas(
         made = compiler(tokenizer, format)
         for seed in range(12):
             matcher = made.matcher(rule(calls="required", parallel=parallel))
-            text = walk(matcher, vocabulary(made).tokens, seed).decode(errors="replace")
+            text = walk(matcher, vocabulary(made).tokens, seed, 500).decode(errors="replace")
             if vocabulary(made).eos[0] not in allowed(matcher):
                 continue  # cut off: some lists have no end
             finished += 1

@@ -27,6 +27,7 @@ TEMPLATES = [
     ("{{ '<tool_call>' + name }}{{ '<arg_key>' }}", ToolFormat.GLM),
     ("{{ '<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>' }}", ToolFormat.DEEPSEEK_V31),
     ("'<｜tool▁sep｜>' + name + '\\n' + '```json' + '\\n'", ToolFormat.DEEPSEEK_V3),
+    ("{{ '<｜DSML｜function_calls>' }}", ToolFormat.DEEPSEEK_V32),
     ("<|tool_calls_section_begin|>{{ call['id'] }}", ToolFormat.KIMI_K2),
     ("<minimax:tool_call><invoke name=", ToolFormat.MINIMAX_M2),
     ("<tool_calls>\n", ToolFormat.MINIMAX),

@@ -60,6 +60,7 @@ OPENERS = {
     ToolFormat.DEEPSEEK_V3: "<｜tool▁call▁begin｜>",
     ToolFormat.DEEPSEEK_V31: "<｜tool▁call▁begin｜>",
     ToolFormat.KIMI_K2: "<|tool_call_begin|>",
+    ToolFormat.DEEPSEEK_V32: '<｜DSML｜invoke name="',
     ToolFormat.MINIMAX_M2: '<invoke name="',
 }
 

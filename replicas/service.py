@@ -343,7 +343,9 @@ def _foresee(engine: Engine, bridge: Bridge, request: GenerateRequest) -> None:
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
     """What the reply must be. A guarantee that nobody has asked for is left out where it would be waited for."""
     try:
-        return await compiling.run(partial(text.constraints, request.prompt), request.scope)
+        found = await compiling.run(partial(text.constraints, request.prompt), request.scope)
+        text.unguarded += found.loose
+        return found
     except OverloadedError as error:
         if error.info.field != GUARANTEE:
             raise

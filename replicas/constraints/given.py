@@ -37,6 +37,10 @@ class GivenTokens:
     def failed(self) -> bool:
         return False
 
+    @property
+    def given_up(self) -> bool:
+        return False
+
     def copy(self) -> "GivenTokens":
         return GivenTokens(self._tokens, self._vocabulary, self._at)
 

@@ -9,8 +9,9 @@ validation, and the template's own complaints).
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -19,7 +20,7 @@ from jinja2 import TemplateError
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.encode import AddedTokens, read_added_tokens
+from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
 
 _REASONING = "reasoning_content"  # of a message: what was thought before it
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
@@ -63,25 +64,47 @@ class Renderer:
 
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
+        given, plain, key = self._given(prompt)
+        found = self._found(key)
+        if found is None:
+            found = self._rendered(given, plain)
+            if remember:
+                self._remember(key, found)
+        return found
+
+    async def rendered(
+        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
+    ) -> Rendered:
+        """As `render`. What is new and long is rendered by `beside`, which need not hold up the event loop."""
+        given, plain, key = self._given(prompt)
+        found = self._found(key)
+        if found is None:
+            work = partial(self._rendered, given, plain)
+            found = work() if len(plain) < LONG else await beside(work)
+            self._remember(key, found)
+        return found
+
+    def _given(self, prompt: ChatPrompt) -> tuple[list[Any], str, bytes]:
+        """What the template is given, as text too, and the key of its rendering. Raises as `render`."""
         self._check(prompt)
         messages = self._messages(prompt)
         tools = list(prompt.tools) if prompt.tool_choice != "none" else []
         given = [messages, tools, prompt.template_kwargs]
         plain = _as_json(given)
-        key = blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return given, plain, blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+    def _found(self, key: bytes) -> Rendered | None:
         found = self._cache.get(key)
         if found is not None:
             self._cache.move_to_end(key)
             self.hits += 1
-            return found
-        rendered = self._rendered(given, plain)
-        if not remember:
-            return rendered
+        return found
+
+    def _remember(self, key: bytes, rendered: Rendered) -> None:
         self.misses += 1
         self._cache[key] = rendered
         if len(self._cache) > self._entries:
             self._cache.popitem(last=False)
-        return rendered
 
     def part(self, prompt: ChatPrompt, *, begins: bool, reply: bool) -> Rendered:
         """What its messages add to a conversation that `begins` with them, or that goes on.

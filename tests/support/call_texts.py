@@ -76,13 +76,18 @@ def valid(arguments: str) -> Any:
     return value
 
 
-def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, variant: int = 0) -> list[str]:
+def call_texts(
+    format: ToolFormat, calls: list[Call], style: Any = json.dumps, variant: int = 0, whole: Any = None
+) -> list[str]:
     """The calls as a model of that format writes them, one text each: together they are the reply.
 
-    Separators stand before a call, what ends all of them behind the last. `style` writes the arguments.
+    Separators stand before a call, what ends all of them behind the last. `style` writes the arguments, and `whole`,
+    where it is given, calls that are objects.
     """
     key = "parameters" if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4) else "arguments"
     objects = [f'{{"name": "{name}", "{key}": {style(arguments)}}}' for name, arguments in calls]
+    if whole is not None:
+        objects = [whole({"name": name, key: arguments}) for name, arguments in calls]
     match format:
         case ToolFormat.HERMES:
             return [f"<tool_call>\n{one}\n</tool_call>" for one in objects]

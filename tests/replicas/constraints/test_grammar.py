@@ -14,7 +14,8 @@ from call_texts import call_texts
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, reply_rule
+from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, ToolRule, reply_rule
+from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
 from holdfast.replicas.text.calls.formats import ToolFormat
@@ -80,7 +81,7 @@ def test_equal_rules_have_equal_keys() -> None:
     assert ReplyRule((ToolRule("f", schema),), "auto").key != ReplyRule((ToolRule("f", schema),), "required").key
 
 
-def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 300) -> bytes:
+def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 600) -> bytes:
     """Random allowed tokens up to the end, those that may close something rather than others."""
     rng = random.Random(seed)
     text = b""

@@ -556,9 +556,10 @@ TEXT = (
     counter(
         "replies_unguarded",
         "",
-        "Replies whose calls are not guaranteed, because the grammar of their tools took too long to compile",
+        "Replies whose calls are not guaranteed, or only in the names of some tools, because the grammar of their "
+        "arguments could not be made, took too long to compile or grew beyond its limits",
         "Any: schemas that are large, or hostile",
-        lambda r: r.text.unguarded,
+        lambda r: r.text.unguarded + r.stats.unguarded,
     ),
     counter(
         "call_tokens_refused",

@@ -102,6 +102,7 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
     refused: int = 0  # drawn in a call that they had no place in, and drawn again
+    unguarded: int = 0  # replies whose calls were free from some place on: their grammar grew beyond its limits
     yielded: int = 0  # of `preemptions`, those of batch for interactive requests
     preemptions: int = 0
     failed_steps: int = 0
@@ -186,7 +187,7 @@ class TextStats:
     characters_tokenized: int = 0
     stopped: int = 0  # replies ended early
     rewritten: int = 0  # replies of which a part was written again
-    unguarded: int = 0  # replies whose calls are not guaranteed: their grammar took too long
+    unguarded: int = 0  # replies whose calls are not guaranteed from their beginning, or only in their names
 
 
 @dataclass(slots=True)

@@ -2,12 +2,14 @@
 
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
   and 128,000. Two of three begin a call, the others as the model likes. What must not be is counted: calls to
-  undeclared names, arguments outside their schemas, markup in the content, and text without a call that differs from
-  what the same turn says with no guarantee, token by token.
-- `time`: turns with calls in each format, with the guarantee and without, taking turns. The model writes what the
-  conversation has, whole calls; all else is as it is in service, drafts and forced tokens included.
-- `ready`: how long a new set of 200 tools takes until a reply may begin, and what others feel of it.
-- `whole`: tools and words that Pocket has never seen; how many greedy turns are whole calls, with and without.
+  undeclared names, arguments outside their schemas, markup in the content, and turns without a call, or with calls that
+  are whole with no guarantee, that differ from what they are without one, token by token.
+- `time`: turns with calls in each form of each format, with the guarantee and without, taking turns; with 4 tools and
+  with 200. The model writes what the conversation has, whole calls; all else is as it is in service, drafts and forced
+  tokens included. Grammars are compiled before: that is what `ready` is about.
+- `ready`: how long a new set of 200 tools takes until its turn is with the engine, and what others feel of it.
+- `whole`: tools and words that Pocket has never seen; how many of the turns that begin a call are whole calls, with and
+  without. One that is cut before anything of it is sent has begun, too.
 
 One process, no Ray and no HTTP.
 """
@@ -18,11 +20,12 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -34,7 +37,7 @@ import numpy as np
 import torch
 import transformers
 
-from holdfast.loadgen.bench.call_tasks import TASKS
+from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
@@ -54,6 +57,7 @@ PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
 _CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
 _MAX_TOKENS = 96
+_SETS = 8  # of tools, over which turns are timed
 _BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
 
 
@@ -197,6 +201,10 @@ class Begun:
     def failed(self) -> bool:
         return self._inner is not None and self._inner.failed
 
+    @property
+    def given_up(self) -> bool:
+        return self._inner is not None and self._inner.given_up
+
     def copy(self) -> Begun:
         inner = self._inner.copy() if self._inner is not None else None
         return Begun(self._prefix, inner, self._vocabulary, self._at)
@@ -258,12 +266,15 @@ class Scripted:
 
 
 class Recorded(TextSide):
-    """Keeps the tokens of every reply, by the program of its request. `begun` is what replies begin with."""
+    """Keeps the tokens of every reply, by the program of its request. `begun` is what replies begin with; `shown`: the
+    tools that the model sees, where these are not the declared ones.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.replies: dict[str, list[int]] = {}
         self.begun: dict[str, list[int]] = {}
+        self.shown: Sequence[Mapping[str, Any]] | None = None
         remember = self.cache.remember
 
         def recorded(text: str, ids: Any, mark: str = "", scope: str = "", program: str = "") -> None:
@@ -271,6 +282,10 @@ class Recorded(TextSide):
             remember(text, ids, mark, scope, program)
 
         self.cache.remember = recorded  # type: ignore[method-assign]
+
+    async def encoded(self, prompt: Any, scope: str = "", program: str = "") -> Encoded:
+        seen = prompt if self.shown is None else replace(prompt, tools=self.shown)
+        return await super().encoded(seen, scope, program)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         found = super().after_thinking(request, encoded, matcher)
@@ -301,7 +316,7 @@ async def serving(
 
 @dataclass(slots=True)
 class Law:
-    """What sampled turns were like. All but the first four must be 0."""
+    """What sampled turns were like. `undeclared`, `outside`, `markup` and `changed` must be 0."""
 
     turns: int = 0
     begun: int = 0
@@ -311,11 +326,36 @@ class Law:
     outside: int = 0  # of the schema
     markup: int = 0
     changed: int = 0
-    compared: int = field(default=0)
+    compared: int = 0
+    kept: int = 0  # of those compared, the ones with calls
 
     @property
     def holds(self) -> bool:
         return not (self.undeclared or self.outside or self.markup or self.changed)
+
+
+def opens(form: CallForm, names: Iterable[str]) -> list[str]:
+    """Texts that begin a call in `form` and are nothing else: its opener, or all up to the arguments."""
+    return [form.opener] if form.opener else [form.until_arguments(name) for name in sorted(names)]
+
+
+def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: bool) -> bool:
+    """Whether a reply's content has in it what belongs to a call; one that has `begun` a call shows no part of one."""
+    forms = forms_of(tool_format, lambda _: True)
+    assert forms is not None
+    start = text.strip()
+    for form in forms.all:
+        if form.opener:
+            if form.opener in text:
+                return True
+            continue
+        frame = re.match(form.frame, start)
+        if frame is not None and frame[1] in names:
+            return True
+        if begun and any(len(start) > 1 and begins.startswith(start) for begins in opens(form, names)):
+            return True  # cut before its arguments
+    parts = [*MARKERS[tool_format], "<tool_call", "<function=", "<invoke", '"parameters": ', '"arguments": ']
+    return begun and any(part in text for part in parts)
 
 
 async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: Law, seed: int = 0) -> None:
@@ -323,19 +363,13 @@ async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: 
     rng = random.Random(f"{tool_format}/{seed}")
     sides = {}
     names = {tool["function"]["name"] for tool in LAW_TOOLS}
-    markers = [*MARKERS[tool_format], "<tool_call", "<function=", "<invoke", '"parameters": ', '"arguments": ']
     asks = []
     forms = forms_of(tool_format, lambda _: True)
     assert forms is not None
-    openers = [
-        form.until_arguments(rng.choice(sorted(names))) if not form.opener else form.opener for form in forms.all
-    ]
     for index in range(turns):
-        begins = index % 3 != 2
-        opener = rng.choice(openers)
-        text = (rng.choice(_BEGUN) if opener in [form.opener for form in forms.triggered] else "") + opener
-        task = rng.choice(TASKS)
-        asks.append((text if begins else "", task, float(index % 2), f"{seed}.{index}"))
+        form = rng.choice(forms.all)
+        text = (rng.choice(_BEGUN) if form.opener else "") + rng.choice(opens(form, names))
+        asks.append((text if index % 3 != 2 else "", rng.choice(TASKS), float(index % 2), f"{seed}.{index}"))
     for guarantee in ("off", "schema"):
         async with serving(loaded, tool_format, guarantee) as (service, text_side):
             requests = []
@@ -350,21 +384,23 @@ async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: 
     for (text, _, _, name), off, on in zip(asks, sides["off"][0], sides["schema"][0], strict=True):
         if not (isinstance(off, Answer) and isinstance(on, Answer)):
             raise RuntimeError(f"{name}: {off} {on}")
+        # A model that has drawn an opener by itself has begun a call, though it may be cut before anything is sent.
+        drawn = text_side.tokenizer.decode(sides["off"][1][name])
+        begun = bool(text or on.tool_calls or off.tool_calls) or any(f.opener and f.opener in drawn for f in forms.all)
         found.turns += 1
-        found.begun += bool(text)
+        found.begun += begun
         found.calls += len(on.tool_calls)
         found.cut += on.reason == "length"
         for call in on.tool_calls:
             if call.name not in names:
                 found.undeclared += 1
-            elif call.closed and not is_whole(call.name, call.arguments, LAW_TOOLS):
-                found.outside += 1
-        found.markup += any(marker in (on.text or "") for marker in markers) and bool(text)
-        # A model that has drawn an opener by itself has begun a call, though it may be cut before anything is sent.
-        drawn = text_side.tokenizer.decode(sides["off"][1][name])
-        opened = any(form.opener and form.opener in drawn for form in forms.all)
-        if not (text or opened or on.tool_calls or off.tool_calls):
+            elif call.closed or on.reason != "length":
+                found.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
+        found.markup += shows_markup(on.text or "", tool_format, names, bool(text))
+        whole = [call.closed and is_whole(call.name, call.arguments, LAW_TOOLS) for call in off.tool_calls]
+        if not begun or (whole and all(whole) and off.reason == "tool_calls"):
             found.compared += 1
+            found.kept += begun
             found.changed += sides["off"][1][name] != sides["schema"][1][name]
 
 
@@ -395,61 +431,90 @@ def _told(law: Law) -> str:
     return (
         f"{law.turns} turns, {law.begun} that begin a call, {law.calls} calls, {law.cut} cut; "
         f"undeclared {law.undeclared}, outside the schema {law.outside}, markup {law.markup}, "
-        f"changed {law.changed} of {law.compared} without a call"
+        f"changed {law.changed} of {law.compared} without a call or with whole ones ({law.kept})"
     )
 
 
 # ---- time ----
 
 
-async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[ToolFormat, float]:
-    """Turns with the guarantee over those without, for each format: the median of pairs."""
+def _timed(tool_format: ToolFormat) -> list[tuple[str, CallForm]]:
+    """Each form that a format's calls may have, and what it is called."""
+    forms = forms_of(tool_format, lambda _: True)
+    assert forms is not None
+    return [(f"{tool_format} {'bare' if not form.opener else form.opener}", form) for form in forms.all]
+
+
+async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[str, float]:
+    """Turns with the guarantee over those without, for each form and number of tools: the median of pairs."""
     ratios = {}
+    runners = [load_runner(_CONFIG) for _ in range(2)]
+    scripts = [Scripted(loaded.runner) for loaded in runners]
+    others = many_tools(196, 4, 0)
     for tool_format in tool_formats:
-        pairs = []
-        forms = forms_of(tool_format, lambda _: True)
-        assert forms is not None
-        runners = [load_runner(_CONFIG) for _ in range(2)]
-        scripts = [Scripted(loaded.runner) for loaded in runners]
-        async with (
-            serving(runners[0], tool_format, "off", scripts[0]) as off,
-            serving(runners[1], tool_format, "schema", scripts[1]) as on,
-        ):
-            for number in range(-2, rounds):  # two to warm up
-                task = TASKS[number % len(TASKS)]
-                spent = {}
-                for side in (0, 1) if number % 2 else (1, 0):
-                    service, text = (off, on)[side]
-                    prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], task.tools)
-                    request = GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256))
-                    said = f"I look that up.\n{written(forms.triggered[0], [task.expected])}"
-                    ids = text.tokenizer.encode(said, add_special_tokens=False)
-                    scripts[side].n_prompt = len(text.encode(prompt).tokens)
-                    scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
-                    began = time.perf_counter()
-                    answer = await service.generate(request)
-                    spent[side] = time.perf_counter() - began
-                    if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
-                        raise RuntimeError(f"{tool_format}: {answer}")
-                if number >= 0:
-                    pairs.append(spent[1] / spent[0])
-            refused = on[0].engine.stats.refused
-        ratios[tool_format] = median(pairs)
-        low, high = np.percentile(
-            [median(random.Random(i).choices(pairs, k=len(pairs))) for i in range(400)], (2.5, 97.5)
-        )
-        told = f"{ratios[tool_format] - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
-        print(f"{tool_format:16} {told} on a turn's time, {len(pairs)} pairs; {refused} tokens refused", flush=True)
+        for label, form in _timed(tool_format):
+            for more in ((), others):
+                async with (
+                    serving(runners[0], tool_format, "off", scripts[0]) as off,
+                    serving(runners[1], tool_format, "schema", scripts[1]) as on,
+                ):
+                    pairs = await _pairs((off, on), scripts, form, more, rounds)
+                    refused = on[0].engine.stats.refused
+                name = f"{label}, {4 + len(more)} tools"
+                ratios[name] = median(pairs)
+                low, high = np.percentile(
+                    [median(random.Random(i).choices(pairs, k=len(pairs))) for i in range(400)], (2.5, 97.5)
+                )
+                told = f"{ratios[name] - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
+                print(f"{name:48} {told} on a turn's time, {len(pairs)} pairs; {refused} tokens refused", flush=True)
     return ratios
+
+
+async def _pairs(
+    sides: Sequence[tuple[Service, Recorded]],
+    scripts: Sequence[Scripted],
+    form: CallForm,
+    more: Sequence[Mapping[str, Any]],
+    rounds: int,
+) -> list[float]:
+    """The second side's time over the first one's, for turns whose model writes the call that is meant in `form`.
+
+    The model sees the tools of its task alone, so that a turn is a short one however many are declared.
+    """
+    pairs = []
+    threads = CompilerThreads()
+    prose = "I look that up.\n" if form.opener else ""
+    for number in range(-2, rounds):  # two to warm up
+        task = TASKS[number % _SETS]
+        tools = [*task.tools, *more]
+        spent = {}
+        for side in (0, 1) if number % 2 else (1, 0):
+            service, text = sides[side]
+            text.shown = task.tools
+            prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], tools)
+            await threads.run(partial(text.constraints, prompt))
+            request = GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256))
+            ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
+            scripts[side].n_prompt = len((await text.encoded(prompt)).tokens)
+            scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
+            began = time.perf_counter()
+            answer = await service.generate(request)
+            spent[side] = time.perf_counter() - began
+            if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
+                raise RuntimeError(f"{form}: {answer}")
+        if number >= 0:
+            pairs.append(spent[1] / spent[0])
+    return pairs
 
 
 # ---- ready ----
 
 
-def many_tools(number: int, properties: int, seed: int) -> list[dict[str, Any]]:
-    """Tools as a server of tools declares them, all different."""
+def many_tools(number: int, properties: int, seed: int, described: int = 20) -> list[dict[str, Any]]:
+    """Tools as a server of tools declares them, all different, with so many characters said of each argument."""
+    said = ("What it is about, and how it is to be given. " * (described // 40 + 1))[:described]
     kinds: list[dict[str, Any]] = [
-        {"type": "string", "description": "What it is about. " * 4},
+        {"type": "string"},
         {"type": "integer", "minimum": 1, "maximum": 500},
         {"enum": ["open", "closed", "all"]},
         {"type": "array", "items": {"type": "string"}, "maxItems": 10},
@@ -461,29 +526,36 @@ def many_tools(number: int, properties: int, seed: int) -> list[dict[str, Any]]:
     tools = []
     for index in range(number):
         rng = random.Random(f"{seed}/{index}")
-        given = {f"{rng.choice('abcdefgh')}_{i}": rng.choice(kinds) for i in range(properties)}
+        given = {f"{rng.choice('abcdefgh')}_{i}": {**rng.choice(kinds), "description": said} for i in range(properties)}
         schema = {"type": "object", "properties": given, "required": list(given)[:2]}
         tools.append(_tool(f"tool_{seed}_{index}", schema))
     return tools
 
 
-async def run_ready(rounds: int = 5) -> None:
-    """Seconds from a request with new tools to its grammar, and the longest gap in another stream meanwhile."""
+async def run_ready(rounds: int = 5, described: int = 160) -> None:
+    """Seconds from a request with new tools to the engine, and the longest gap in another stream meanwhile.
+
+    `described`: the characters that are said of an argument.
+    """
     with TemporaryDirectory() as folder:
         random_model(Path(folder), VOCABULARIES[1])
-        loaded = load_runner(replace(_CONFIG, model=folder))
+        loaded = load_runner(replace(_CONFIG, model=folder, context_length=1 << 18))
         numbers = count()
         async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
             threads = CompilerThreads()
-            for properties in (4, 10):
+            for properties in (6, 10):
                 for choice in ("required", "auto"):
-                    taken, gaps, quiet = [], [], []
+                    taken, encoding, gaps, quiet = [], [], [], []
                     for _ in range(rounds):
-                        prompt = _asking(many_tools(200, properties, next(numbers)), choice)
+                        prompt = _asking(many_tools(200, properties, next(numbers), described), choice)
                         stream = asyncio.create_task(_gaps(service, f"stream-{next(numbers)}"))
                         await asyncio.sleep(0.5)
                         began = time.perf_counter()
-                        await threads.run(partial(text.constraints, prompt))
+                        encoded = await text.encoded(prompt)
+                        encoding.append(time.perf_counter() - began)
+                        limits = await threads.run(partial(text.constraints, prompt))
+                        text.skeletons(prompt)
+                        text.after_thinking(GenerateRequest("", prompt), encoded, limits.matcher)
                         ended = time.perf_counter()
                         taken.append(ended - began)
                         tokens = await stream
@@ -491,9 +563,11 @@ async def run_ready(rounds: int = 5) -> None:
                         gaps.append(max(inside, default=0.0))
                         outside = [b - a for a, b in pairwise(tokens) if b < began]
                         quiet.append(max(outside, default=0.0))
+                    rest = [whole - part for whole, part in zip(taken, encoding, strict=True)]
                     print(
-                        f"200 tools of {properties} arguments, {choice}: ready in {median(taken) * 1e3:.0f} ms "
-                        f"(at most {max(taken) * 1e3:.0f}); a stream's longest gap {median(gaps) * 1e3:.1f} ms "
+                        f"200 tools of {properties} arguments, {choice}: {median(encoding) * 1e3:.0f} ms to tokenize "
+                        f"{len(encoded.tokens):,} tokens, then {median(rest) * 1e3:.0f} ms until the engine has it "
+                        f"(at most {max(rest) * 1e3:.0f}); a stream's longest gap {median(gaps) * 1e3:.1f} ms "
                         f"meanwhile, {median(quiet) * 1e3:.1f} ms before",
                         flush=True,
                     )
@@ -520,21 +594,42 @@ async def run_whole() -> dict[Guarantee, float]:
     settings = [Sampling(max_tokens=256), *(Sampling(256, temperature=1.0, seed=seed) for seed in range(3))]
     guarantees: tuple[Guarantee, ...] = ("off", "names", "schema")
     for guarantee in guarantees:
-        async with serving(loaded, ToolFormat.HERMES, guarantee) as (service, _):
-            begun = whole = right = cut = 0
+        async with serving(loaded, ToolFormat.HERMES, guarantee) as (service, text):
+            counts = [_Counts(), _Counts()]  # greedy, and drawn
             for number, (task, sampling) in enumerate((task, each) for each in settings for task in TASKS):
-                prompt = ChatPrompt([{"role": "user", "content": task.ask}], task.tools)
-                answer = await service.generate(GenerateRequest(str(number), prompt, sampling))
+                prompt, program = ChatPrompt([{"role": "user", "content": task.ask}], task.tools), f"{number}"
+                answer = await service.generate(GenerateRequest(program, prompt, sampling, program_id=program))
                 assert isinstance(answer, Answer), answer
-                begun += bool(answer.tool_calls) or "<tool_call>" in (answer.text or "")
-                good = [is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
-                whole += bool(good) and all(good)
-                right += bool(good) and all(good) and answer.tool_calls[0].name == task.expected[0]
-                cut += answer.reason == "length"
-        shares[guarantee] = whole / begun
-        told = f"{guarantee:8} {len(settings) * len(TASKS)} turns, {begun} begin a call, {whole} of them whole"
-        print(f"{told} ({shares[guarantee]:.0%}), {right} with the right tool; {cut} cut", flush=True)
+                counts[sampling.temperature > 0].add(answer, text.detokenize(text.replies[program]), task)
+        shares[guarantee] = sum(each.whole for each in counts) / sum(each.begun for each in counts)
+        print(f"{guarantee:8} greedy: {counts[0]}; at temperature 1: {counts[1]}; {shares[guarantee]:.0%}", flush=True)
     return shares
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What came of turns that ask for a call."""
+
+    turns: int = 0
+    begun: int = 0
+    whole: int = 0
+    right: int = 0  # with the tool that is meant
+    cut: int = 0
+
+    def add(self, answer: Answer, drawn: str, task: CallTask) -> None:
+        good = [call.closed and is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
+        whole = bool(good) and all(good)
+        self.turns += 1
+        self.begun += "<tool_call>" in drawn
+        self.whole += whole
+        self.right += whole and answer.tool_calls[0].name == task.expected[0]
+        self.cut += answer.reason == "length"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.turns} turns, {self.begun} begin a call, {self.whole} of them whole "
+            f"({self.whole / max(self.begun, 1):.0%}), {self.right} with the right tool, {self.cut} cut"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,16 +23,16 @@ from holdfast.replicas.constraints.grammar import (
     ANY_OBJECT,
     CallForm,
     Forms,
-    LarkText,
     ReplyRule,
-    Schema,
     ToolRule,
+    arguments_grammar,
     forms_of,
     names_alone,
     reply_grammar,
 )
 from holdfast.replicas.constraints.guard import CallGuard, CallWatch
 from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, GuidedMatcher, Vocabulary
+from holdfast.replicas.constraints.lark import LarkText, Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -42,6 +42,7 @@ from holdfast.replicas.errors import (
     UnavailableError,
     error_of,
 )
+from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds, unless it was written to take longer
@@ -101,7 +102,7 @@ class Compiler:
         thread for a new one. Raises InvalidRequestError naming the field: a schema that cannot be followed or is too
         long, calls that the model cannot write, or no library to follow anything with.
         """
-        rule, key = _key_of(rule)
+        whole, (rule, key) = rule, _key_of(rule)
         with self._lock:
             found = self._known.get(key)
             new = found is None and not _on_event_loop()
@@ -116,7 +117,10 @@ class Compiler:
         result = found.result()
         if isinstance(result, ErrorInfo):
             raise error_of(result)
-        return result.copy()
+        matcher = result.copy()
+        if isinstance(matcher, CallGuard):
+            matcher.loose = matcher.loose or rule is not whole
+        return matcher
 
     def _add(self, key: _Key) -> _Making:
         """A grammar in the making, in the table. Call it under the lock."""
@@ -166,10 +170,10 @@ class Compiler:
         library, forms, watch = read
         if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
-        matcher = self._made(library, forms, rule)
+        matcher, loose = self._made(library, forms, rule)
         if watch is None:
             return matcher
-        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict)
+        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, loose)
 
     def _read(self, watch: bool) -> tuple[GrammarCompiler, Forms | None, CallWatch | None] | None:
         """What every grammar is compiled with, read once; None where no grammar can be followed."""
@@ -179,18 +183,20 @@ class Compiler:
             forms = self._forms
             return self._library, forms, self._watch if watch and forms is not None else None
 
-    def _made(self, library: GrammarCompiler, forms: Forms | None, rule: ReplyRule) -> GuidedMatcher:
-        """The matcher of a rule, or of as much of it as can be followed where it is not strict."""
+    def _made(self, library: GrammarCompiler, forms: Forms | None, rule: ReplyRule) -> tuple[GuidedMatcher, bool]:
+        """The matcher of a rule, or of as much of it as can be followed where it is not strict, and whether that is
+        less.
+        """
         try:
-            return library.compile(reply_grammar(rule, forms))
+            return library.compile(reply_grammar(rule, forms)), False
         except (GrammarError, ValueError) as error:
             failure = error
         if rule.in_text and not rule.strict:  # nobody has asked for it: any refusal ends with the names
             with suppress(InvalidRequestError, GrammarError, ValueError):
-                return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms))
-            return library.compile(reply_grammar(names_alone(rule), forms))
+                return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms)), True
+            return library.compile(reply_grammar(names_alone(rule), forms)), True
         try:
-            return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms))
+            return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms)), True
         except (GrammarError, ValueError) as error:  # the others are too large together
             cause = field_of(rule)
             raise InvalidRequestError(f"'{cause}': {error}", cause) from error
@@ -201,7 +207,7 @@ class Compiler:
             raise InvalidRequestError(f"Invalid schema in '{rule.json.field}': {why}", rule.json.field)
         tools: list[ToolRule] = []
         for tool in rule.tools:
-            why = self._complaint(tool.arguments, self._forms.first if self._forms is not None else None)
+            why = self._complaint(tool.arguments, self._forms.first if self._forms is not None else None, rule.in_text)
             if why and tool.arguments.strict:
                 field = tool.arguments.field
                 raise InvalidRequestError(f"Invalid schema for function '{tool.name}' in '{field}': {why}", field)
@@ -212,12 +218,15 @@ class Compiler:
             raise InvalidRequestError(f"'{cause}': {error}", cause)
         return replace(rule, tools=tuple(tools))
 
-    def _complaint(self, schema: Schema, form: CallForm | None = None) -> str:
+    def _complaint(self, schema: Schema, form: CallForm | None = None, free: bool = False) -> str:
         """Why `schema` cannot be followed, of an answer or of arguments in `form`; "" where it can."""
-        grammar = LarkText()
         try:
-            rule = grammar.arguments("body", schema, form) if form is not None else grammar.json("body", schema)
-            self._library.compile(f"start: {rule}\n{grammar.text}")
+            if form is not None:
+                grammar = arguments_grammar(schema, form, free)
+            else:
+                answer = LarkText()
+                grammar = f"start: {answer.json('body', schema)}\n{answer.text}"
+            self._library.compile(grammar)
         except (GrammarError, ValueError) as error:
             return str(error)
         return ""
@@ -250,6 +259,15 @@ def _key_of(rule: ReplyRule) -> tuple[ReplyRule, _Key]:
         field = largest if sizes[largest] > _LONGEST // 2 else "tools"
         raise InvalidRequestError(f"'{field}' is too long to be followed: at most {_LONGEST} characters of JSON", field)
     return rule, (key, *(schema.field for schema in schemas))
+
+
+def leave_event_loop(prompt: ChatPrompt) -> None:
+    """Raises NotCompiledError on an event loop's thread: what `prompt` asks for is read on another one."""
+    if _on_event_loop():
+        strict = any(tool.get("function", tool).get("strict") for tool in prompt.tools)
+        asked = "response_format" if prompt.output is not None else "tool_choice"
+        free = prompt.output is None and prompt.tool_choice != "required" and not strict
+        raise NotCompiledError(GUARANTEE if free else asked, None)
 
 
 def _on_event_loop() -> bool:

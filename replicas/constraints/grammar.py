@@ -6,28 +6,21 @@ writes its calls it becomes the text of a grammar. Not here: the library, and wh
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.config import Guarantee
+from holdfast.replicas.constraints.arguments import ArgumentRules
+from holdfast.replicas.constraints.lark import LarkText, Schema, literal, without_annotations
+from holdfast.replicas.constraints.spelling import Spelling
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
-from holdfast.replicas.text.calls.values import TEXT, argument_schema, kinds_of, resolved
 
 Calls: TypeAlias = Literal["none", "auto", "required"]
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Schema:
-    """A JSON schema and the request's field that holds it. Not `strict`: what the library lacks is left out."""
-
-    content: Mapping[str, Any]
-    strict: bool
-    field: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +31,7 @@ class ToolRule:
     arguments: Schema
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ReplyRule:
     """A reply is calls of `tools`, or `json`, or text.
 
@@ -60,7 +53,7 @@ class ReplyRule:
         """Whether some tool has to be followed whatever that takes."""
         return any(tool.arguments.strict for tool in self.tools)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Equal for rules that mean the same grammar."""
         tools = [(tool.name, tool.arguments.content, tool.arguments.strict) for tool in self.tools]
@@ -78,7 +71,7 @@ def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls
     tools = _tools(prompt) if calls != "none" else ()
     form = prompt.output
     if form is not None and calls != "required":
-        body = Schema(form.schema, form.strict, "response_format.json_schema.schema")
+        body = Schema(without_annotations(form.schema), form.strict, "response_format.json_schema.schema")
         return ReplyRule(tools, calls, prompt.parallel_tool_calls, body)
     if calls == "required":
         return ReplyRule(tools, calls, prompt.parallel_tool_calls and not prompt.forced_tool)
@@ -104,7 +97,7 @@ def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
         name = function.get("name")
         if not isinstance(name, str) or (prompt.forced_tool and name != prompt.forced_tool):
             continue
-        schema = {"type": "object", **_closed(function.get("parameters") or {"properties": {}})}
+        schema = {"type": "object", **_closed(without_annotations(function.get("parameters") or {"properties": {}}))}
         rules.append(ToolRule(name, Schema(schema, bool(function.get("strict")), f"tools.{index}.function.parameters")))
     return tuple(rules)
 
@@ -127,8 +120,9 @@ class CallForm:
 
     Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
     and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
-    pattern of what stands behind a name. Without an opener `frame` is a pattern of everything
-    up to the arguments of the first call, in whatever style, with the name as its group.
+    pattern of what stands behind a name, `aside` one of what may stand there as well, `header` one of all that may
+    stand for `middle`. `alone`: a reply has one call. Without an opener `frame` is a pattern of everything up to the
+    arguments of the first call, in whatever style, with the name as its group.
     """
 
     opener: str
@@ -141,7 +135,15 @@ class CallForm:
     keywords: bool = False
     tags: TagForm | None = None
     number: str = ""
+    aside: str = ""
+    header: str = ""
+    alone: bool = False
     frame: str = ""
+
+    @property
+    def is_object(self) -> bool:
+        """A call is one object of JSON."""
+        return self.before.endswith(_OBJECT)
 
     @property
     def begins(self) -> str:
@@ -178,7 +180,9 @@ LLAMA3_FUNCTION = CallForm(opener="<function=", middle=">", after="</function>",
 MISTRAL_LIST = CallForm(
     opener="[TOOL_CALLS]", head="[", before=_OBJECT, middle='", "arguments": ', after="}", between=", ", tail="]"
 )
-MISTRAL = CallForm(opener="[TOOL_CALLS]", middle="[ARGS]", between="[TOOL_CALLS]")
+MISTRAL = CallForm(
+    opener="[TOOL_CALLS]", middle="[ARGS]", between="[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}"
+)
 PYTHONIC = CallForm(
     opener="", head="[", middle="(", after=")", between=", ", tail="]", keywords=True, frame=r"\[\s*([\w.\-]+)\("
 )
@@ -218,6 +222,23 @@ MINIMAX = CallForm(
     tail="\n</tool_calls>",
 )
 
+_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # what a message has in it
+HARMONY = CallForm(
+    opener="<|channel|>commentary to=",
+    before="functions.",
+    middle=" <|constrain|>json<|message|>",
+    header=_TYPED,
+    between="<|call|><|start|>assistant<|channel|>commentary to=",
+    alone=True,
+)
+HARMONY_STARTED = replace(
+    HARMONY,
+    opener="<|start|>assistant to=",
+    middle="<|channel|>commentary <|constrain|>json<|message|>",
+    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
+)
+HARMONY_ANALYSIS = replace(HARMONY, opener="<|channel|>analysis to=")
+
 
 def _tag_form(tool_format: ToolFormat, opener: str, after: str, between: str) -> CallForm:
     tags = TAGS[tool_format]
@@ -236,7 +257,14 @@ MINIMAX_M2 = replace(
     tail="\n</minimax:tool_call>",
 )
 
+DEEPSEEK_V32 = replace(
+    _tag_form(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜invoke>", ""),
+    before='\n<｜DSML｜invoke name="',
+    tail="\n</｜DSML｜function_calls>",
+)
+
 _MARKED = {
+    ToolFormat.DEEPSEEK_V32: (DEEPSEEK_V32,),
     ToolFormat.HERMES: (HERMES,),
     ToolFormat.DEEPSEEK_V3: (DEEPSEEK_V3,),
     ToolFormat.DEEPSEEK_V31: (DEEPSEEK_V31,),
@@ -252,12 +280,17 @@ _MARKED = {
 class Forms:
     """The forms of one model: `first` for a reply that begins with calls, `triggered` by their opener in a text.
 
-    A text that begins as `bare` does is calls in that form.
+    A text that begins as `bare` does is calls in that form. `begun`: how the prompt ends, which an opener may go on
+    from. A reply that is held to calls or JSON may think before it, from the first text of `thought` to the second,
+    with the third behind that; `answer` stands before JSON.
     """
 
     first: CallForm
     triggered: tuple[CallForm, ...]
     bare: CallForm | None = None
+    begun: str = ""
+    thought: tuple[str, str, str] | None = None
+    answer: str = ""
 
     @property
     def all(self) -> tuple[CallForm, ...]:
@@ -273,13 +306,21 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
         case ToolFormat.LLAMA3_FUNCTION:
             return Forms(LLAMA3_FUNCTION, (LLAMA3_FUNCTION, LLAMA3), LLAMA3_BARE)
         case ToolFormat.MISTRAL:
-            form = MISTRAL if knows("[ARGS]") else MISTRAL_LIST
-            return Forms(form, (form,))
+            first, other = (MISTRAL, MISTRAL_LIST) if knows("[ARGS]") else (MISTRAL_LIST, MISTRAL)
+            return Forms(first, (first, other))
         case ToolFormat.PYTHONIC:
             first = PYTHONIC_MARKED if knows("<|python_start|>") else PYTHONIC
             return Forms(first, (PYTHONIC_MARKED,), PYTHONIC)
         case ToolFormat.LLAMA4:
             return Forms(LLAMA4 if knows("<|python_start|>") else LLAMA4_BARE, (LLAMA4,), LLAMA4_BARE)
+        case ToolFormat.HARMONY:
+            return Forms(
+                HARMONY,
+                (HARMONY, HARMONY_STARTED, HARMONY_ANALYSIS),
+                begun="<|start|>assistant",
+                thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+                answer="<|channel|>final<|message|>",
+            )
         case ToolFormat.NONE:
             return None
         case _:
@@ -287,187 +328,117 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
             return Forms(forms[0], forms)
 
 
-_STYLE = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    "json_allowed_escapes": 'nrbtf\\"',  # others could spell half a surrogate pair
-}
-
-
-class LarkText:
-    """Rules of a grammar as they are written, one a line.
-
-    JSON is written as `json.dumps` does, which is how chat templates write it: one text for one value, and no room for
-    white space without end.
-    """
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, name: str, *alternatives: str) -> str:
-        """A rule with these right-hand sides; returns its name."""
-        self._lines.append(f"{name}: {' | '.join(alternatives)}")
-        return name.partition("[")[0]
-
-    def json(self, name: str, schema: Schema) -> str:
-        """A rule for the values of `schema`."""
-        style = _STYLE if schema.strict else {**_STYLE, "lenient": True}
-        return self.add(name, "%json " + json.dumps({**schema.content, "x-guidance": style}))
-
-    def arguments(self, name: str, schema: Schema, form: CallForm) -> str:
-        """A rule for the arguments of a call in `form`. Raises ValueError as the others do."""
-        if form.keywords:
-            return self.keywords(name, schema)
-        return self.json(name, schema) if form.tags is None else self.tagged(name, schema, form.tags)
-
-    def keywords(self, name: str, schema: Schema) -> str:
-        """A rule for the keyword arguments of a Python call: the properties of `schema`, in its order.
-
-        Their values are JSON, whose words and escapes the reader of such calls takes as Python's. Raises ValueError
-        for a schema whose properties cannot be told, and for a required one that is no Python name.
-        """
-        properties, required = _properties(schema, "keyword arguments")
-        if nameless := [key for key in required if key not in properties or not key.isidentifier()]:
-            raise ValueError(f"{nameless[0]!r} cannot be a keyword argument")
-        values = []
-        for index, key in enumerate(key for key in properties if key.isidentifier()):
-            rule = self.json(f"{name}_value{index}", _part(schema, properties[key]))
-            values.append((literal(f"{key}=") + f" {rule}", key in required))
-        return self._sequence(name, values, literal(", "))
-
-    def tagged(self, name: str, schema: Schema, form: TagForm) -> str:
-        """A rule for arguments in tags: the properties of `schema`, in its order; with none, whatever there may be.
-
-        Raises ValueError for a schema whose properties cannot be told, and of a strict one for texts that are more than
-        of some length, or of a list.
-        """
-        properties, required = _properties(schema, "arguments in tags")
-        if nameless := [key for key in required if key not in properties or not _NAMES.fullmatch(key)]:
-            raise ValueError(f"{nameless[0]!r} cannot be an argument in tags")
-        values = []
-        for index, key in enumerate(key for key in properties if _NAMES.fullmatch(key)):
-            value = self._in_tag(f"{name}_value{index}", schema, properties[key], form)
-            values.append((f"{_LINE} {_tags(literal(form.key + key), form)} {value}", key in required))
-        rule = self._sequence(name, values, "")
-        if schema.content.get("additionalProperties", True) is False:
-            return rule
-        other = self._in_tag(f"{name}_other", schema, argument_schema(schema.content, ""), form)
-        key = self.add(f"{name.upper()}_KEY", "/[A-Za-z_][A-Za-z0-9_]{0,63}/")
-        return self.add(f"{name}_open", f"{rule} ({_LINE} {_tags(f'{literal(form.key)} {key}', form)} {other})*")
-
-    def _in_tag(self, name: str, schema: Schema, value: Any, form: TagForm) -> str:
-        """A rule for one value up to and with its end: a text as it is, else JSON."""
-        line = "\n" if form.line else ""
-        begin, end = literal(line), literal(line + form.end)
-        content = resolved(value, schema.content)
-        listed = [content["const"]] if "const" in content else content.get("enum")
-        if isinstance(listed, list) and listed:
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in listed]
-            return self.add(name, *(literal(line + text + line + form.end) for text in texts))
-        if not kinds_of(value, schema.content) >= TEXT:
-            return self.add(name, f"{begin} {self.json(f'{name}_json', _part(schema, value))} {end}")
-        if schema.strict and (unfit := [key for key in ("pattern", "format") if key in content]):
-            raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
-        least, most = (content.get(key) for key in ("minLength", "maxLength"))
-        counted = isinstance(least, int) or isinstance(most, int)
-        times = f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
-        text = self.add(f"{name.upper()}_TEXT", rf"/(.|\n){times if counted else '*'}/")
-        until = self.add(f"{name}_until[lazy]", f"{text} {end}")
-        return self.add(name, f"{begin} {until}")
-
-    def _sequence(self, name: str, items: Sequence[tuple[str, bool]], comma: str) -> str:
-        """`items` in order with `comma` between them, each with whether it must be there. One rule per place and
-        whether anything stands before it."""
-        for index in range(len(items), -1, -1):
-            for begun in (False, True):
-                rule = f"{name}_from{index}_{int(begun)}"
-                if index == len(items):
-                    self.add(rule, '""')
-                    continue
-                item, needed = items[index]
-                taken = f"{comma if begun else ''} {item} {name}_from{index + 1}_1"
-                self.add(rule, *([taken] if needed else [taken, f"{name}_from{index + 1}_{int(begun)}"]))
-        return self.add(name, f"{name}_from0_0")
-
-    @property
-    def text(self) -> str:
-        """The whole grammar."""
-        return "\n".join(self._lines) + "\n"
-
-
-def literal(text: str) -> str:
-    """`text` as a terminal; nothing for no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-_LINE = r'("\n")?'
-_NAMES = re.compile(r"[A-Za-z0-9_.\-]+")
-
-
-def _tags(key: str, form: TagForm) -> str:
-    """The tags of an argument up to its value, `key` being the first one and its name."""
-    return f"{key} {f' {_LINE} '.join(map(literal, form.value.split(chr(10))))}"
-
-
-def _properties(schema: Schema, what: str) -> tuple[Mapping[str, Any], Sequence[str]]:
-    """The properties of an object and the names of the required ones. Raises ValueError where they cannot be told."""
-    content = schema.content
-    properties, required = content.get("properties", {}), content.get("required", [])
-    if not isinstance(properties, Mapping):
-        raise ValueError("'properties' must be an object")
-    if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
-        raise ValueError("'required' must be a list of names")
-    if unfit := [key for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties") if key in content]:
-        raise ValueError(f"{unfit[0]} at the top level has no meaning for {what}")
-    return properties, required
-
-
-def _part(schema: Schema, value: Any) -> Schema:
-    """The schema of one of its values, with the definitions that it may refer to."""
-    shared = {key: schema.content[key] for key in ("$defs", "definitions") if key in schema.content}
-    return Schema({**(value if isinstance(value, Mapping) else {}), **shared}, schema.strict, schema.field)
-
-
 class CallRules:
-    """Adds the rules of calls to a grammar, each once."""
+    """Adds the rules of calls to a grammar, each once. `free`: in any spelling that their readers take."""
 
-    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...]) -> None:
+    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], free: bool) -> None:
         self._grammar = grammar
         self._tools = tools
+        self._spelling = Spelling(grammar, free)
+        self._rules = ArgumentRules(grammar, self._spelling)
         self._known: dict[CallForm, str] = {}
         self._arguments: dict[tuple[bool, int], str] = {}
 
     def calls(self, form: CallForm, several: bool) -> str:
-        """The rule for calls in `form`, their opener included. Raises ValueError: see `LarkText`."""
+        """The rule for calls in `form`, their opener included. Raises ValueError: see `ArgumentRules`."""
         found = self._known.get(form)
         if found is None:
             name = f"calls{len(self._known)}"
-            calls = [self._call(form, index) for index in range(len(self._tools))]
+            spelling = self._spelling
+            calls = self._any(form) if spelling.free else [self._call(form, i) for i in range(len(self._tools))]
             call = self._grammar.add(f"{name}_one", *calls)
-            more = f"({literal(form.between)} {call})*" if several else ""
-            found = self._grammar.add(name, f"{literal(form.opener + form.head)} {call} {more} {literal(form.tail)}")
-            self._known[form] = found
+            between = _between(form, spelling) if spelling.free else literal(form.between)
+            more = f"({between} {call})*" if several and not form.alone else ""
+            begin, end = literal(form.opener + form.head), literal(form.tail)
+            if spelling.free:
+                inside = spelling.space if form.opener and not form.opener.endswith("=") else ""
+                begin = f"{literal(form.opener)} {inside} {_spaced(form.head, spelling)}"
+                end = _spaced(form.tail, spelling)
+            found = self._known[form] = self._grammar.add(name, f"{begin} {call} {more} {end}")
         return found
 
     def _call(self, form: CallForm, index: int) -> str:
+        """A plain call."""
         tool = self._tools[index]
         before, middle, after = literal(form.before + tool.name), literal(form.middle), literal(form.after)
-        if form.number:
+        if form.header:
+            middle = f"/{form.header}/"
+        elif form.number:
             middle = f"/{form.number}/ {middle}"
         elif not form.tags:
             before, middle = literal(f"{form.before}{tool.name}{form.middle}"), ""
         if form.tags:
-            after = f"{_LINE} {after}"
-        return f"{before} {middle} {self._arguments_rule(form, index, tool.arguments)} {after}"
+            after = f'("\\n")? {after}'
+        return f"{before} {middle} {self._arguments_rule(form, index)} {after}"
 
-    def _arguments_rule(self, form: CallForm, index: int, schema: Schema) -> str:
+    def _any(self, form: CallForm) -> list[str]:
+        """Free calls of every tool."""
+        free = self._spelling
+        arguments = [self._arguments_rule(form, index) for index in range(len(self._tools))]
+        names = [tool.name for tool in self._tools]
+        if form.is_object:
+            return _objects(form, free, names, arguments)
+        before, middle, after = (_spaced(text, free) for text in (form.before, form.middle, form.after))
+        middle = f"/{form.header}/" if form.header else middle
+        inside = "" if form.tags else free.space
+        aside = f"(/{form.aside}/)?" if form.aside else ""
+        number = f"(/{form.number}/)?" if form.number else ""
+        begins = " | ".join(
+            f"{literal(name)} {number} {aside} {middle} {inside} {rule}"
+            for name, rule in zip(names, arguments, strict=True)
+        )
+        return [f"{before} ({begins}) {free.space} {after}"]
+
+    def _arguments_rule(self, form: CallForm, index: int) -> str:
         key = (form.keywords, index)
         found = self._arguments.get(key)
         if found is None:
             prefix = "keywords" if form.keywords else "arguments"
-            found = self._arguments[key] = self._grammar.arguments(f"{prefix}{index}", schema, form)
+            schema = self._tools[index].arguments
+            found = self._arguments[key] = self._rules.rule(f"{prefix}{index}", schema, form.keywords, form.tags)
         return found
+
+
+_MOST_BEFORE_NAME = 16  # tools whose arguments are followed before it is known whose they are
+
+
+def _objects(form: CallForm, free: Spelling, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Calls that are objects: name and arguments in any order, and what says that they are functions."""
+    colon, comma, begin, end = (free.terminal(name) for name in ("COLON", "COMMA", "OPEN", "CLOSE"))
+    lead, after = _spaced(form.before.removesuffix(_OBJECT), free), _spaced(form.after.removeprefix("}"), free)
+    type_ = f'("\\"type\\"" {colon} "\\"function\\"" {comma})?'
+    name_key, key = f'"\\"name\\"" {colon}', f'("\\"arguments\\"" | "\\"parameters\\"") {colon}'
+    pairs = [(literal(json.dumps(name, ensure_ascii=False)), rule) for name, rule in zip(names, arguments, strict=True)]
+    named = " | ".join(f"{name} {comma} {type_} {key} {rule}" for name, rule in pairs)
+    calls = [f"{lead} {begin} {type_} {name_key} ({named}) {end} {after}"]
+    if len(names) <= _MOST_BEFORE_NAME:
+        turned = " | ".join(f"{rule} {comma} {type_} {name_key} {name}" for name, rule in pairs)
+        calls.append(f"{lead} {begin} {type_} {key} ({turned}) {end} {after}")
+    return calls
+
+
+def _spaced(text: str, free: Spelling) -> str:
+    """`text` with any white space where it has a line end, and around a bracket of a list."""
+    parts = [f"{free.space} {literal(part)}" if index else literal(part) for index, part in enumerate(text.split("\n"))]
+    spaced = " ".join(parts)
+    if text.startswith("]"):
+        rest = text.removeprefix("]")
+        return f"{free.terminal('CLOSE_LIST')} {free.space if rest else ''} {literal(rest)}"
+    return free.terminal("OPEN_LIST") if text == "[" else spaced
+
+
+def _between(form: CallForm, free: Spelling) -> str:
+    """What stands between two calls; where no end is written behind the last one, as it is."""
+    if form.tail and not form.between.strip():
+        return free.space
+    return free.terminal("COMMA") if form.tail and form.between.strip() == "," else literal(form.between)
+
+
+def arguments_grammar(schema: Schema, form: CallForm, free: bool) -> str:
+    """A grammar of nothing but arguments. Raises ValueError: see `ArgumentRules`."""
+    grammar = LarkText()
+    rules = ArgumentRules(grammar, Spelling(grammar, free))
+    return f"start: {rules.rule('body', schema, form.keywords, form.tags)}\n{grammar.text}"
 
 
 def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
@@ -480,13 +451,17 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     grammar = LarkText()
     starts: list[str] = []
     if rule.json is not None:
-        starts.append(grammar.json("answer", rule.json))
+        answer = grammar.json("answer", rule.json)
+        starts.append(f"{literal(forms.answer)} {answer}" if forms is not None and forms.answer else answer)
     if rule.calls != "none" and rule.tools and forms is not None:
-        calls = CallRules(grammar, rule.tools)
+        calls = CallRules(grammar, rule.tools, free=rule.in_text)
         if rule.in_text:
             starts += [calls.calls(form, rule.parallel and not form.restarts) for form in forms.all]
         else:
             starts.append(calls.calls(forms.first, rule.parallel))
     if not starts:
         starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
-    return f"start: {' | '.join(starts)}\n{grammar.text}"
+    start = " | ".join(starts)
+    if forms is not None and forms.thought is not None and not rule.in_text:
+        start = f"{grammar.thought('thought', *forms.thought)} ({start})"
+    return f"start: {start}\n{grammar.text}"

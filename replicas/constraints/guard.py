@@ -26,13 +26,16 @@ _LONGEST_BEGINNING = 256  # bytes in which a bare call has come to its arguments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallWatch:
-    """How calls begin, for one model. `suspects`: the tokens with which an opener may begin or end."""
+    """How calls begin, for one model. `suspects`: the tokens with which an opener may begin or end. `begun`: the
+    beginning of an opener that stands in the prompt.
+    """
 
     vocabulary: Vocabulary
     openers: tuple[bytes, ...]
     suspects: frozenset[int]
     bare: CallForm | None
     frame: re.Pattern[bytes] | None  # of a bare call up to its arguments
+    begun: bytes = b""
 
     @classmethod
     def of(cls, forms: Forms, vocabulary: Vocabulary) -> "CallWatch":
@@ -44,7 +47,7 @@ class CallWatch:
             if any(first in content for first in beginnings) and begins(content, openers)
         }
         frame = re.compile(forms.bare.frame.encode()) if forms.bare is not None else None
-        return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame)
+        return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame, forms.begun.encode())
 
     def opened(self, text: bytes) -> int:
         """Where the first opener in `text` begins; -1 where there is none."""
@@ -78,20 +81,23 @@ class CallGuard:
     """`constraints.matcher.Matcher` of a text in which calls follow `calls`, a matcher of nothing but calls.
 
     `names`: the declared tools. A grammar that grows beyond its limits is given up, and the reply goes on without;
-    where it `must` be followed, the guard has failed.
+    where it `must` be followed, the guard has failed. `loose`: it does not hold every tool to its schema.
     """
 
-    __slots__ = ("_failed", "_inner", "_must", "_names", "_refused", "_start", "_tail", "_watch", "calls")
+    __slots__ = ("_failed", "_inner", "_must", "_names", "_refused", "_start", "_tail", "_watch", "calls", "loose")
 
-    def __init__(self, calls: GuidedMatcher, watch: CallWatch, names: frozenset[str], must: bool) -> None:
+    def __init__(
+        self, calls: GuidedMatcher, watch: CallWatch, names: frozenset[str], must: bool, loose: bool = False
+    ) -> None:
         self.calls = calls
+        self.loose = loose
         self._watch = watch
         self._names = names
         self._must = must
         self._inner: GuidedMatcher | None = None  # of the call that has begun
         self._refused = False  # a token of this call
         self._failed = False
-        self._tail = b""  # of the text: the beginning of an opener
+        self._tail = watch.begun  # of the text: the beginning of an opener
         self._start: bytes | None = b"" if watch.bare is not None else None  # the text, while a bare call may begin
 
     @property
@@ -115,8 +121,12 @@ class CallGuard:
     def failed(self) -> bool:
         return self._failed and self._must
 
+    @property
+    def given_up(self) -> bool:
+        return self._failed and not self._must
+
     def copy(self) -> "CallGuard":
-        other = CallGuard(self.calls, self._watch, self._names, self._must)
+        other = CallGuard(self.calls, self._watch, self._names, self._must, self.loose)
         other._inner = self._inner and self._inner.copy()
         other._refused, other._failed = self._refused, self._failed
         other._tail, other._start = self._tail, self._start
@@ -140,6 +150,10 @@ class CallGuard:
     def accepts(self, tokens: Sequence[int]) -> int:
         if self._inner is None and self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens):
             return len(tokens)
+        if self._inner is not None:  # copying a matcher takes longer than a step of it
+            stand = self._inner.accepts(tokens)
+            if stand == len(tokens) or not (self._inner.failed or self._inner.completes(tokens[:stand])):
+                return stand
         ahead = self.copy()
         return next((i for i, token in enumerate(tokens) if not ahead.advance(token)), len(tokens))
 
@@ -160,33 +174,40 @@ class CallGuard:
     def _look(self, content: bytes) -> bool:
         """Take in a piece of free text, in which a call may begin; False where it goes on as no call does."""
         before, text = self._tail, self._tail + content
-        if self._start is not None and self._bare(content):
-            return True
+        if self._start is not None and (stands := self._bare(content)) is not None:
+            return stands
         place = self._watch.opened(text)
         if place < 0:
             self._tail = beginning(text, self._watch.openers)
             return True
-        if self._open(text[place:]):
-            return True
-        self._open(before[place:])
-        self._refused = True
-        return False
+        return self._begin(text[place:], before[place:])
 
-    def _bare(self, content: bytes) -> bool:
-        """Whether the text has come to the arguments of a bare call."""
+    def _bare(self, content: bytes) -> bool | None:
+        """Once the text has come to the arguments of a bare call, whether they may begin so; None before."""
         form, frame = self._watch.bare, self._watch.frame
         assert form is not None
         assert frame is not None
-        text = ((self._start or b"") + content).lstrip(_BETWEEN)
+        before = (self._start or b"").lstrip(_BETWEEN)
+        text = (before + content).lstrip(_BETWEEN)
         may_begin = not text or (text.startswith(form.begins.encode()) and len(text) < _LONGEST_BEGINNING)
         self._start = text if may_begin else None
         found = frame.match(text)
         if found is None or (name := found[1].decode(errors="replace")) not in self._names:
-            return False
+            return None
         begun, rest = form.until_arguments(name).encode(), text[found.end() :]
         if not rest and not found[0].endswith(b" "):  # it may still come
             begun = begun.rstrip()
-        return self._open(begun + rest)
+        return self._begin(begun + rest, before)
+
+    def _begin(self, text: bytes, before: bytes) -> bool:
+        """Whether a call may begin with `text`. It began with `before`, from where it is followed if it may not."""
+        if self._open(text):
+            return True
+        if self._open(before):
+            self._refused = True
+            return False
+        self._failed, self._tail, self._start = True, b"", None  # it cannot be followed at all
+        return True
 
     def _open(self, text: bytes) -> bool:
         """Whether a call may begin with `text`; from here on it is followed."""

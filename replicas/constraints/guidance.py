@@ -145,6 +145,10 @@ class GuidedMatcher:
     def failed(self) -> bool:
         return bool(self._inner.is_error())
 
+    @property
+    def given_up(self) -> bool:
+        return False
+
     def copy(self) -> "GuidedMatcher":
         return GuidedMatcher(self._inner.deep_copy(), self.words)
 
@@ -155,6 +159,14 @@ class GuidedMatcher:
     def take(self, tokens: Sequence[int]) -> bool:
         """Advance by `tokens` where all of them may follow; else nothing, or a part of them, has been taken."""
         return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
+
+    def completes(self, tokens: Sequence[int]) -> bool:
+        """Whether the reply may end behind `tokens`, which may follow."""
+        taken = int(self._inner.try_consume_tokens(tokens))
+        complete = self.complete
+        if taken:
+            self._inner.rollback(taken)
+        return complete
 
     def accepts(self, tokens: Sequence[int]) -> int:
         return int(self._inner.validate_tokens(tokens))

@@ -39,6 +39,10 @@ class Matcher(Protocol):
     def failed(self) -> bool:
         """The grammar grew beyond its limits: nothing can be said of the next token. For good."""
 
+    @property
+    def given_up(self) -> bool:
+        """As `failed`, of a grammar that nobody has asked for: the rest of the reply is free. For good."""
+
     def copy(self) -> "Matcher":
         """Another one at the same place, independent of this."""
 
@@ -101,6 +105,10 @@ class GivenTokens:
 
     @property
     def failed(self) -> bool:
+        return False
+
+    @property
+    def given_up(self) -> bool:
         return False
 
     def copy(self) -> "GivenTokens":

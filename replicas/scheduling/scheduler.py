@@ -413,8 +413,10 @@ class Scheduler:
 
     def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
+        guarded = sequence.matcher is not None and not sequence.matcher.given_up
         kept, reason = sequence.append(drawn.tokens, now)
         n = len(kept)
+        self._stats.unguarded += guarded and sequence.matcher is not None and sequence.matcher.given_up
         if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
             self._stats.refused += reason is None

@@ -6,9 +6,11 @@ Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 import json
 import logging
 import math
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -18,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.replicas.config import EngineConfig, Guarantee
-from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import reply_rule
+from holdfast.replicas.constraints.compiler import Compiler, leave_event_loop
+from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
 from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
@@ -28,10 +30,11 @@ from holdfast.replicas.events import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, ReplyReason, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
+from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
 from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
@@ -39,6 +42,8 @@ from holdfast.replicas.text.token_cache import Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
+
+_MANY_TOOLS = 12  # what is made of so many would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +62,19 @@ class Encoded:
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """`matcher`: the reply follows it. `declared`: calls of declared tools, with which one is written again that named
-    another tool before it could be known for a call.
+    another tool before it could be known for a call. `loose`: calls are not guaranteed, or not in all they should be.
     """
 
     matcher: Matcher | None = None
     declared: Matcher | None = None
+    loose: bool = False
+
+    def guaranteed(self) -> bool:
+        """Whether calls of this reply are whole: not where there is no grammar, or once it was given up."""
+        return self.matcher is not None and not self.matcher.given_up
+
+
+FREE = Constraints()
 
 
 class TextSide:
@@ -90,13 +103,18 @@ class TextSide:
         self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
-        self._thinks = CLOSER in (template or "")
+        self._channels = self.tool_format is ToolFormat.HARMONY
+        self._thinks = CLOSER in (template or "") and not self._channels
         self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
         self._config = config
         # The ids that end a reply.
         self.eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
+        self.eos |= {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
+        self._writes_calls = self.tool_format is not ToolFormat.NONE
+        self._rules: OrderedDict[bytes, ReplyRule | None] = OrderedDict()  # of prompts with many tools
+        self._reading_rules = threading.Lock()
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
-        self.unguarded = 0  # replies whose calls are not guaranteed, since their grammar was not there in time
+        self.unguarded = 0  # replies whose calls are not guaranteed, or only in their names
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
         self.stopped = 0  # replies ended where their tool calls did, before the model ended them
         self._guarantee: Guarantee = config.tools_guarantee if AVAILABLE else "off"
@@ -104,9 +122,12 @@ class TextSide:
             log.warning("calls are not guaranteed: the package llguidance is not installed")
 
     def prepare(self) -> None:
-        """Take from the first request with tools what it would otherwise wait for: seconds, with many tokens."""
-        if self._guarantee != "off" and self.tool_format is not ToolFormat.NONE:
-            self._compiler.prepare()
+        """Take from the first request with tools what it would otherwise wait for: seconds, with many tokens.
+
+        Also where nothing is guaranteed: a request may ask for a call, or for JSON.
+        """
+        self._compiler.prepare()
+        self._skeletons.prepare()
 
     async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """As `encode`. A long text is tokenized on a thread.
@@ -119,7 +140,7 @@ class TextSide:
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content)))
-        rendered = self.renderer.render(prompt)
+        rendered = await self.renderer.rendered(prompt, self._long.beside)
         begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
@@ -207,10 +228,13 @@ class TextSide:
         return str(self.tokenizer.backend_tokenizer.decode(self._ids(tokens).tolist(), skip_special_tokens=False))
 
     def skeletons(self, prompt: ChatPrompt | RawPrompt) -> SkeletonSet | None:
-        """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools."""
+        """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools.
+
+        Those of many tools are made on a thread: the first replies do without.
+        """
         if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
             return None
-        return self._skeletons.of(_callable(prompt).tools)
+        return self._skeletons.of(_callable(prompt).tools, self._long.begin)
 
     def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
         """What a reply to `prompt` must be.
@@ -219,37 +243,57 @@ class TextSide:
         Raises InvalidRequestError, naming the field, for what cannot be followed.
         """
         if not isinstance(prompt, ChatPrompt):
-            return Constraints()
-        prompt = _callable(prompt)
-        rule = reply_rule(prompt, self._guarantee, self.tool_format is not ToolFormat.NONE)
+            return FREE
+        rule = self._rule(_callable(prompt))
         if rule is None:
-            return Constraints()
+            return FREE
         try:
             matcher = self._compiler.matcher(rule)
         except InvalidRequestError:
             if rule.strict or not rule.in_text:
                 raise
-            self.unguarded += 1  # nobody has asked for it
-            return Constraints()
-        return Constraints(matcher, matcher.calls if isinstance(matcher, CallGuard) and matcher.bare else None)
+            return Constraints(loose=True)  # nobody has asked for it
+        if not isinstance(matcher, CallGuard):
+            return Constraints(matcher)
+        return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
+
+    def _rule(self, prompt: ChatPrompt) -> ReplyRule | None:
+        """What `prompt` asks for. That of many tools is read away from the event loop: NotCompiledError there."""
+        if len(prompt.tools) < _MANY_TOOLS:
+            return reply_rule(prompt, self._guarantee, self._writes_calls)
+        form = prompt.output and (prompt.output.schema, prompt.output.strict)
+        asked = (prompt.tools, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
+        key = blake2b(json.dumps(asked, default=dict).encode(), digest_size=16).digest()
+        with self._reading_rules:
+            if key in self._rules:
+                self._rules.move_to_end(key)
+                return self._rules[key]
+        leave_event_loop(prompt)
+        rule = reply_rule(prompt, self._guarantee, self._writes_calls)
+        with self._reading_rules:
+            self._rules[key] = rule
+            if len(self._rules) > self._config.grammar_cache:
+                self._rules.popitem(last=False)
+        return rule
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included."""
         thinking = self._thinking(request.prompt, encoded)
-        if matcher is None or thinking is None or len(self._think_ids) < 2:
+        if matcher is None or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
             return matcher
         opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
         ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
         return AfterThinking(matcher, opener, closer, thinking.begun, ends)
 
-    def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
-        """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
+    def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:
+        """A reader for the reply to `request`, whose prompt is `encoded` and which the engine holds to `limits`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
         schemas = _declared(prompt)
         names = frozenset(schemas)
         thinking = self._thinking(prompt, encoded)
-        shown = (self._markers if names else frozenset()) | frozenset(self._think_ids.values() if thinking else ())
+        shown = self._markers if names or isinstance(thinking, ChannelReader) else frozenset[int]()
+        shown |= frozenset(self._think_ids.values() if isinstance(thinking, ThinkingReader) else ())
         hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
         parallel = not isinstance(prompt, ChatPrompt) or prompt.parallel_tool_calls
 
@@ -273,7 +317,7 @@ class TextSide:
                 call_id,
                 early_stop=self._config.early_stop,
                 grace=self._config.call_grace,
-                guaranteed=self._guarantee != "off",
+                guaranteed=limits.guaranteed,
                 schemas=schemas,
             ),
             self.pieces,
@@ -284,7 +328,7 @@ class TextSide:
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
         runs_on = request.sampling.ignore_eos
         reason: ReplyReason = "stop" if forced else "tool_calls"
-        return Reply(stages, remember_turn, declared, reason, runs_on, request.sampling.min_tokens)
+        return Reply(stages, remember_turn, limits.declared, reason, runs_on, request.sampling.min_tokens)
 
     def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
         """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""
@@ -302,10 +346,12 @@ class TextSide:
         counts = (self.stopped, self.rewritten, self.unguarded)
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
 
-    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
+    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | ChannelReader | None:
         """A reader of what a reply to `prompt` thinks; None where it begins with its content."""
-        if not self._thinks or not isinstance(prompt, ChatPrompt) or encoded.text is None:
+        if not isinstance(prompt, ChatPrompt) or encoded.text is None:
             return None
+        if not self._thinks:
+            return ChannelReader() if self._channels else None
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         begin = opening(encoded.text)
@@ -344,25 +390,37 @@ class CallSkeletons:
         self._form: CallFormat | None = None
         if tool_format is ToolFormat.HERMES:
             self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
-        self._sets: OrderedDict[str, SkeletonSet] = OrderedDict()
+        self._sets: OrderedDict[bytes, SkeletonSet | Future[SkeletonSet]] = OrderedDict()
 
-    def of(self, tools: Sequence[Mapping[str, Any]]) -> SkeletonSet | None:
-        """The skeletons of `tools`, in OpenAI's format."""
+    def prepare(self) -> None:
+        """Read the vocabulary now, and not with the first request."""
+        if self._form is not None:
+            _ = self._endings
+
+    def of(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]],
+    ) -> SkeletonSet | None:
+        """The skeletons of `tools`, in OpenAI's format. Those of many are made beside: none until then."""
         if self._form is None:
             return None
-        key = json.dumps(tools)
+        key = blake2b(json.dumps(tools).encode(), digest_size=16).digest()
         found = self._sets.get(key)
         if found is None:
-            found = self._sets[key] = compile_tools(tools, self._encode, self._endings, self._form)
+            form, endings = self._form, self._endings
+            if len(tools) < _MANY_TOOLS:
+                found = compile_tools(tools, partial(offsets_of, self._tokenizer.backend_tokenizer), endings, form)
+            else:
+                found = begin(lambda encoder: compile_tools(tools, encoder.offsets, endings, form))
+            self._sets[key] = found
             if len(self._sets) > self._ENTRIES:
                 self._sets.popitem(last=False)
         else:
             self._sets.move_to_end(key)
-        return found
-
-    def _encode(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+        if isinstance(found, SkeletonSet):
+            return found
+        return found.result() if found.done() and not found.cancelled() and found.exception() is None else None
 
     @cached_property
     def _endings(self) -> ValueEndings:

@@ -139,6 +139,10 @@ class AfterThinking:
     def failed(self) -> bool:
         return self._inner.failed
 
+    @property
+    def given_up(self) -> bool:
+        return self._inner.given_up
+
     def copy(self) -> "AfterThinking":
         other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside, self._ends)
         other._first = self._first

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.constraints.guidance import GuidedMatcher
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import (
@@ -23,7 +25,7 @@ from holdfast.replicas.requests import (
     JsonOutput,
     ToolCallDelta,
 )
-from holdfast.replicas.service import Service
+from holdfast.replicas.service import Service, _limits
 
 DRAFTS, NO_DRAFTS = DraftConfig(), DraftConfig(enabled=False)
 CONFIG = EngineConfig(cells=8192, threads=1, speculation=NO_DRAFTS)
@@ -418,6 +420,118 @@ def test_text_and_whole_calls_are_as_they_were() -> None:
         whole = [(off, on) for off, on in zip(*expected, strict=True) if all(is_whole(call, tools) for call in off[1])]
         assert all(off == on for off, on in whole)
         assert {bool(off[1]) for off, _ in whole} == {True, False}
+
+    asyncio.run(main())
+
+
+TWO = [{"role": "user", "content": "What is the weather in Paris, and in Rome?"}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_allowed_tools_and_one_call_at_a_time_are_held_to_in_free_text(settings: dict[str, Any]) -> None:
+    """The model sees both tools, and would call the weather for both cities."""
+
+    async def main() -> None:
+        both = ChatPrompt(TWO, [tool("get_weather", city={"type": "string", "maxLength": 20}), LOOSE])
+        one, allowed = {"parallel_tool_calls": False}, {"allowed_tools": ("search_flights",)}
+        async with serving(speculation=DRAFTS) as service:
+            prompts = [both, replace(both, **one), replace(both, **allowed), replace(both, **one, **allowed)]
+            asked = [service.generate(request(f"{i}", p, **settings)) for i, p in enumerate(prompts)]
+            free, single, other, neither = await asyncio.gather(*asked)
+            assert [c.name for c in free.tool_calls] == ["get_weather"] * 2
+            assert [(c.name, c.arguments) for c in single.tool_calls] == [
+                (c.name, c.arguments) for c in free.tool_calls[:1]
+            ]
+            assert {c.name for c in other.tool_calls} == {"search_flights"}
+            assert [c.name for c in neither.tool_calls] == ["search_flights"]
+            assert service.engine.stats.refused > 0
+            for reply in (other, neither):
+                assert all(is_whole((c.name, c.arguments), [LOOSE]) for c in reply.tool_calls if c.closed)
+                assert "get_weather" not in (reply.text or "")
+
+    asyncio.run(main())
+
+
+def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema that no grammar can be made of, one that is too long, and a grammar that fails in the middle."""
+
+    async def main() -> None:
+        never = {"allOf": [{"type": "string"}, {"type": "null"}]}
+        long = {"enum": ["Paris", "x" * 500]}
+        monkeypatch.setattr("holdfast.replicas.constraints.compiler._LONGEST", 400)
+        async with serving() as service:
+            for number, schema in enumerate((never, long)):
+                reply = await service.generate(
+                    request(f"{number}", ChatPrompt(USER, [tool("get_weather", city=schema)]))
+                )
+                assert [c.name for c in reply.tool_calls] == ["get_weather"], "names are held to"
+                assert service.text_stats.unguarded == number + 1
+            take, taken = GuidedMatcher.take, []
+
+            def breaks(matcher: GuidedMatcher, tokens: Any) -> bool:
+                taken.append(tokens)
+                if len(taken) == 4:
+                    matcher.advance(0)  # nothing that a call may have: as if it had grown beyond its limits
+                return take(matcher, tokens)
+
+            monkeypatch.setattr(GuidedMatcher, "take", breaks)
+            weather = tool("get_weather", city={"type": "string"})
+            reply = await service.generate(request("breaks", ChatPrompt(USER, [weather])))
+            assert isinstance(reply, Answer)
+            assert (service.text_stats.unguarded, service.engine.stats.unguarded) == (2, 1)
+
+    asyncio.run(main())
+
+
+class Work:
+    """How much is done at most between two steps of the event loop: calls of functions, whoever is slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self._calls = 0
+        run = asyncio.Handle._run
+
+        def counted(handle: asyncio.Handle) -> None:
+            self._calls = 0
+            run(handle)
+            self.most = max(self.most, self._calls)
+
+        def count(*_: Any) -> None:
+            self._calls += 1
+
+        monkeypatch.setattr(asyncio.Handle, "_run", counted)
+        sys.setprofile(count)
+
+
+def many_tools(n: int, said: str) -> list[dict[str, Any]]:
+    words = {"type": "string", "maxLength": 9, "description": said * 60}
+    return [tool(f"tool_{said}_{index}", **{f"{key}_{index}": words for key in "abcdef"}) for index in range(n)]
+
+
+def test_a_new_set_of_many_tools_holds_up_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the event loop does for it at a time does not grow with what the tools say, and hardly with their number."""
+
+    async def main() -> None:
+        async with serving() as service:
+            await service.generate(request("warm", REQUIRED))
+            text, work = service._text, Work(monkeypatch)
+            try:
+                most = {}
+                for choice in ("required", "auto"):
+                    for n in (10, 200):
+                        work.most = 0
+                        prompt = ChatPrompt(USER, many_tools(n, choice[0]), choice)
+                        asked = request(f"{choice} {n}", prompt)
+                        encoded = await text.encoded(prompt)
+                        limits = await _limits(text, service._compiling, asked)
+                        assert limits.matcher is not None
+                        text.skeletons(prompt)
+                        text.reply(asked, encoded)
+                        await asyncio.sleep(0)
+                        most[choice, n] = work.most
+            finally:
+                sys.setprofile(None)
+            for choice in ("required", "auto"):
+                assert most[choice, 200] < most[choice, 10] + 20 * 200, most
 
     asyncio.run(main())
 

@@ -7,12 +7,14 @@ import numpy as np
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
+from holdfast.replicas.constraints.grammar import ReplyRule, ToolRule
 from holdfast.replicas.constraints.guidance import Vocabulary
+from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.channels import ChannelReader
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 
@@ -64,6 +66,9 @@ def allowed(matcher: Matcher) -> list[int]:
 
 def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
     parser = ToolCallParser(format, frozenset(SCHEMAS), True, str, schemas=SCHEMAS)
+    if format is ToolFormat.HARMONY:
+        channels = ChannelReader()
+        text = channels.feed(text)[1] + channels.flush()[1]
     deltas = [*parser.feed(text), *parser.finish()]
     prose = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
     return prose, [(call.name, call.arguments) for call in parser.calls]

@@ -31,14 +31,14 @@ def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
     return ToolCallParser(format, **settings)
 
 
-def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
-    """The text, and name and arguments of every call that was sent; checks the order of the deltas, and that a call is
-    told to be closed with the text that closes it, once.
+def collected(chunks: list[str], reader: ToolCallParser, *, cut: bool = False) -> tuple[str, list[list[str]]]:
+    """The text, and name and arguments of every call that was sent, of a reply that is `cut` behind the last chunk;
+    checks the order of the deltas, and that a call is told to be closed with the text that closes it, once.
     """
     text, calls = "", []
     ids: list[str] = []
     closed: dict[str, str] = {}  # arguments by the id of the call
-    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish() for chunk in [*chunks, None]):
+    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish(cut=cut) for chunk in [*chunks, None]):
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 assert delta.text
@@ -76,13 +76,18 @@ def valid(arguments: str) -> Any:
     return value
 
 
-def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, variant: int = 0) -> list[str]:
+def call_texts(
+    format: ToolFormat, calls: list[Call], style: Any = json.dumps, variant: int = 0, whole: Any = None
+) -> list[str]:
     """The calls as a model of that format writes them, one text each: together they are the reply.
 
-    Separators stand before a call, what ends all of them behind the last. `style` writes the arguments.
+    Separators stand before a call, what ends all of them behind the last. `style` writes the arguments, and `whole`,
+    where it is given, calls that are objects.
     """
     key = "parameters" if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4) else "arguments"
     objects = [f'{{"name": "{name}", "{key}": {style(arguments)}}}' for name, arguments in calls]
+    if whole is not None:
+        objects = [whole({"name": name, key: arguments}) for name, arguments in calls]
     match format:
         case ToolFormat.HERMES:
             return [f"<tool_call>\n{one}\n</tool_call>" for one in objects]
@@ -108,9 +113,11 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
                 for i, (name, arguments) in enumerate(calls)
             ]
             return joined("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", texts)
+        case ToolFormat.HARMONY:
+            return harmony_texts(calls, style, variant)
         case ToolFormat.MINIMAX:
             return joined("<tool_calls>\n", "\n", "\n</tool_calls>", objects)
-        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2:
+        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2 | ToolFormat.DEEPSEEK_V32:
             return tagged_texts(format, calls, variant)
         case ToolFormat.MISTRAL if variant % 2:
             return [f"[TOOL_CALLS]{name}[ARGS]{style(arguments)}" for name, arguments in calls]
@@ -122,9 +129,22 @@ def call_texts(format: ToolFormat, calls: list[Call], style: Any = json.dumps, v
             return joined(opener, ", ", closer, texts)
 
 
+def harmony_texts(calls: list[Call], style: Any, variant: int) -> list[str]:
+    """As `call_texts`: a message a call, whose last end is most often no text."""
+    texts = []
+    for index, (name, arguments) in enumerate(calls):
+        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        if variant % 2:
+            header = f" to=functions.{name}<|channel|>commentary json<|message|>"
+        start = "<|start|>assistant" if index or variant % 2 else ""
+        ends = index + 1 < len(calls) or variant % 2
+        texts.append(f"{start}{header}{style(arguments)}{'<|call|>' if ends else ''}")
+    return texts
+
+
 def as_read(format: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:
     """What is read of arguments that no schema tells about: in tags a text may be taken for JSON."""
-    if format not in TAGS:
+    if format not in TAGS or TAGS[format].json:
         return arguments
     return {key: json.loads(as_json(in_tag(value), ANYTHING)) for key, value in arguments.items()}
 
@@ -148,9 +168,18 @@ def tagged_texts(format: ToolFormat, calls: list[Call], variant: int) -> list[st
             tags = [f"<parameter={key}>\n{in_tag(value)}\n</parameter>\n" for key, value in arguments.items()]
             call = f"<function={name}>\n{''.join(tags)}</function>"
             texts.append(call if variant % 2 else f"<tool_call>\n{call}\n</tool_call>")
+        elif format is ToolFormat.DEEPSEEK_V32:
+            tags = [
+                f'<｜DSML｜parameter name="{key}" string="{json.dumps(isinstance(value, str))}">{in_tag(value)}'
+                "</｜DSML｜parameter>\n"
+                for key, value in arguments.items()
+            ]
+            texts.append(f'<｜DSML｜invoke name="{name}">\n{"".join(tags)}</｜DSML｜invoke>')
         else:
             tags = [f'<parameter name="{key}">{in_tag(value)}</parameter>\n' for key, value in arguments.items()]
             texts.append(f'<invoke name="{name}">\n{"".join(tags)}</invoke>')
+    if format is ToolFormat.DEEPSEEK_V32:
+        return joined("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>", texts)
     if format is ToolFormat.MINIMAX_M2:
         return joined("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", texts)
     return texts

@@ -24,11 +24,13 @@ class ToolFormat(StrEnum):
     LLAMA4 = "llama4"  # the JSON of Llama 3, bare or in <|python_start|>...<|python_end|>: Llama 4
     DEEPSEEK_V3 = "deepseek_v3"  # a name and a JSON block in a section: DeepSeek V3, R1
     DEEPSEEK_V31 = "deepseek_v31"  # a name and JSON in a section: DeepSeek V3.1
+    DEEPSEEK_V32 = "deepseek_v32"  # <｜DSML｜invoke> and a <｜DSML｜parameter> for each argument: DeepSeek V3.2
     KIMI_K2 = "kimi_k2"  # an id with the name in it and JSON in a section: Kimi K2
     QWEN3_CODER = "qwen3_coder"  # <function=name> and a <parameter=key> for each argument, in <tool_call>: Qwen3-Coder
     GLM = "glm"  # a name, then <arg_key> and <arg_value>, in <tool_call>: GLM 4.5 to 4.7
     MINIMAX = "minimax"  # {"name": ..., "arguments": ...}, one a line, in <tool_calls>: MiniMax M1
     MINIMAX_M2 = "minimax_m2"  # <invoke name=...> and a <parameter name=...> for each argument: MiniMax M2
+    HARMONY = "harmony"  # messages in channels, a call one to functions.name: gpt-oss
     NONE = "none"  # the model has no tool calls: everything is text
 
 
@@ -51,6 +53,7 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
             }
         ),
     ),
+    ToolFormat.DEEPSEEK_V32: frozenset({"｜DSML｜"}),
     ToolFormat.KIMI_K2: frozenset(
         {
             "<|tool_calls_section_begin|>",
@@ -66,9 +69,13 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ),
     ToolFormat.MINIMAX: frozenset({"<tool_calls>", "</tool_calls>"}),
     ToolFormat.MINIMAX_M2: frozenset({"<minimax:tool_call>", "</minimax:tool_call>"}),
+    ToolFormat.HARMONY: frozenset({"<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"}),
     ToolFormat.NONE: frozenset(),
 }
 """Tokens that the reader of a format has to see even where the vocabulary calls them special."""
+
+ENDS: Mapping[ToolFormat, frozenset[str]] = {ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"})}
+"""Tokens that end a reply in a format, beside those that the model says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class TagForm:
 
     A call is `open` name `named`, then for each argument `key` its name `value` and, up to `end`, its value; then
     `close`. White space between these says nothing. `line`: a value stands between two line ends that are not its own.
+    `json`: what stands in place of `value` before one that is no text.
     """
 
     key: str
@@ -86,6 +94,7 @@ class TagForm:
     named: str = ""
     close: str = ""
     line: bool = False
+    json: str = ""
 
 
 TAGS: Mapping[ToolFormat, TagForm] = {
@@ -93,6 +102,15 @@ TAGS: Mapping[ToolFormat, TagForm] = {
         "<parameter=", ">", "</parameter>", open="<function=", named=">", close="</function>", line=True
     ),
     ToolFormat.GLM: TagForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ToolFormat.DEEPSEEK_V32: TagForm(
+        '<｜DSML｜parameter name="',
+        '" string="true">',
+        "</｜DSML｜parameter>",
+        open='<｜DSML｜invoke name="',
+        named='">',
+        close="</｜DSML｜invoke>",
+        json='" string="false">',
+    ),
     ToolFormat.MINIMAX_M2: TagForm(
         '<parameter name="', '">', "</parameter>", open='<invoke name="', named='">', close="</invoke>"
     ),
@@ -100,10 +118,11 @@ TAGS: Mapping[ToolFormat, TagForm] = {
 
 # First match wins. A template may name several markers: Hermes templates never name the others.
 _SIGNS = (
+    ("｜DSML｜", ToolFormat.DEEPSEEK_V32),
     ("<｜tool▁sep｜>", ToolFormat.DEEPSEEK_V31),
     ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
     ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
-    ("<|channel|>", ToolFormat.NONE),  # channels are not read
+    ("<|channel|>", ToolFormat.HARMONY),
     ("[TOOL_CALLS]", ToolFormat.MISTRAL),
     ("<|python_start|>", ToolFormat.PYTHONIC),
     ("func_name1(params_name1", ToolFormat.PYTHONIC),

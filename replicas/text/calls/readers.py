@@ -36,8 +36,8 @@ from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, 
 class ToolCallParser:
     """Reads one reply: text in, text and calls out, see `tracker`. How the text is cut never matters.
 
-    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed`: what a marker
-    begins is a call. `schemas` are those of the tools' arguments, by name.
+    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed` tells
+    whether what a marker begins is sure to be a call. `schemas` are those of the tools' arguments, by name.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ToolCallParser:
         *,
         early_stop: bool = True,
         grace: int = 16,
-        guaranteed: bool = False,
+        guaranteed: Callable[[], bool] = lambda: False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         limits = CallLimits(declared_names, parallel, early_stop, grace, guaranteed, schemas or {})
@@ -97,9 +97,10 @@ class ToolCallParser:
         self._read += position
         return self._taken()
 
-    def finish(self) -> list[Delta]:
-        """The reply is over: what was held back. Call once."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The reply is over: what was held back. `cut`: it was not the model that ended it. Call once."""
         scan, self._scan = self._scan, None
+        self._tracker.cut = cut
         if scan is None:
             return []
         try:
@@ -173,7 +174,7 @@ def _prose(tracker: Tracker, char: str, markers: tuple[str, ...]) -> Scan:
         else:
             tracker.say(char)
             char = yield run
-    tracker.release()
+    tracker.end_text()
     return char
 
 
@@ -398,24 +399,29 @@ def _tagged(tracker: Tracker, char: str, form: TagForm, close: str) -> Scan:
             char = yield
         for part in form.value.split("\n"):
             char = yield from space(char, tracker.markup)
-            char = yield from _word(tracker, char, part, found=found)
+            char = yield from _word(tracker, char, part, *filter(None, [form.json]), found=found)
         if key in keys:
             raise NotACallError(char)
         tracker.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         if not keys:
             tracker.begin_arguments(streamed=True)
         keys.add(key)
-        char = yield from _tag_value(tracker, char, form, key)
+        char = yield from _tag_value(tracker, char, form, key, {form.value: True, form.json: False}.get(found[-1]))
         char = yield from space(char, tracker.markup)
 
 
 _IN_TAG = re.compile(r"[^<\n]+")
 
 
-def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str) -> Scan:
-    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is."""
+def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str, text: bool | None) -> Scan:
+    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is.
+
+    `text`: whether its tag calls it one, which decides where the schema does not.
+    """
     parameters = tracker.parameters()
     kinds = kinds_of(argument_schema(parameters, key), parameters)
+    if form.json and text is not None:
+        kinds = (kinds & TEXT if text else kinds - TEXT) or kinds
     written: list[str] = []
 
     def put(text: str) -> None:
@@ -497,6 +503,15 @@ def _deepseek_call(tracker: Tracker, char: str) -> Scan:
     return (yield from _expect(tracker, char, "<｜tool▁call▁end｜>"))
 
 
+def _dsml(tracker: Tracker, char: str) -> Scan:
+    """``<｜DSML｜invoke name="name">`` and its parameters, several in ``<｜DSML｜function_calls>``."""
+    return _section(tracker, char, _dsml_call, _DSML.open, "</｜DSML｜function_calls>")
+
+
+def _dsml_call(tracker: Tracker, char: str) -> Scan:
+    return _tagged(tracker, char, _DSML, _DSML.close)
+
+
 def _kimi(tracker: Tracker, char: str) -> Scan:
     """A section of calls, up to its end."""
     return _section(tracker, char, _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
@@ -540,6 +555,51 @@ def _minimax_m2(tracker: Tracker, char: str) -> Scan:
 
 def _minimax_m2_call(tracker: Tracker, char: str) -> Scan:
     return _tagged(tracker, char, _MINIMAX, _MINIMAX.close)
+
+
+def _harmony(tracker: Tracker, char: str) -> Scan:
+    """``<|channel|>commentary to=functions.name`` and the rest of the message."""
+    char = yield from _name(tracker, char, [])
+    return (yield from _harmony_addressed(tracker, char, in_channel=True))
+
+
+def _harmony_started(tracker: Tracker, char: str) -> Scan:
+    """``<|start|>assistant`` before either of the two."""
+    char = yield from _expect(tracker, char, "assistant")
+    if char != "<":
+        return (yield from _harmony_addressed(tracker, char))
+    char = yield from _expect(tracker, char, "<|channel|>")
+    return (yield from _harmony(tracker, char))
+
+
+def _harmony_addressed(tracker: Tracker, char: str, in_channel: bool = False) -> Scan:
+    """``to=functions.name``, its channel where that stands behind it, and a message of JSON up to ``<|call|>``.
+
+    That ends a reply; should another message follow, it may be a call as well.
+    """
+    name: list[str] = []
+    char = yield from space(char, tracker.hold)
+    char = yield from _expect(tracker, char, "to=")
+    char = yield from _name(tracker, char, name)
+    if not in_channel:
+        char = yield from _expect(tracker, char, "<|channel|>")
+        char = yield from _name(tracker, char, [])
+    found: list[str] = []
+    while found != ["<|message|>"]:  # what may stand before it is the type of the content
+        found.clear()
+        char = yield from space(char, tracker.hold)
+        char = yield from _name(tracker, char, [])
+        char = yield from space(char, tracker.hold)
+        char = yield from _word(tracker, char, "<|constrain|>", "<|message|>", found=found)
+    char = yield from space(char, tracker.hold)
+    char = yield from _named(tracker, char, "".join(name).removeprefix("functions."))
+    char = yield from space(char, tracker.hold)
+    char = yield from _word(tracker, char, "<|call|>", "<|start|>", found=found)
+    if found[-1] == "<|call|>":
+        tracker.end_markup()
+        return char
+    tracker.begin_call()
+    return (yield from _harmony_started(tracker, char))
 
 
 def _llama4_marked(tracker: Tracker, char: str) -> Scan:
@@ -618,6 +678,7 @@ def _python_call(tracker: Tracker, char: str) -> Scan:
         char = yield
     if char != "(" or not name:
         raise NotACallError(char)
+    tracker.expect_call(name)
     source: list[str] = []
     closers: list[str] = []
     stand_ins: dict[str, str] = {}  # by the keyword that each stands for
@@ -679,7 +740,9 @@ def _python_string(tracker: Tracker, char: str, source: list[str]) -> Scan:
     return (yield)
 
 
-_QWEN, _MINIMAX = TAGS[ToolFormat.QWEN3_CODER], TAGS[ToolFormat.MINIMAX_M2]
+_QWEN, _MINIMAX, _DSML = (
+    TAGS[format] for format in (ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2, ToolFormat.DEEPSEEK_V32)
+)
 _LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
 
 READERS: Mapping[ToolFormat, Reader] = {
@@ -691,9 +754,13 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.LLAMA4: Reader({"<|python_start|>": _llama4_marked}, bare={"{": _llama3}),
     ToolFormat.DEEPSEEK_V3: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
     ToolFormat.DEEPSEEK_V31: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
+    ToolFormat.DEEPSEEK_V32: Reader({"<｜DSML｜function_calls>": _dsml}),
     ToolFormat.KIMI_K2: Reader({"<|tool_calls_section_begin|>": _kimi}),
     ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}),
     ToolFormat.GLM: Reader({"<tool_call>": _glm}),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
     ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}),
+    ToolFormat.HARMONY: Reader(
+        {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
+    ),
 }

@@ -63,6 +63,20 @@ def test_a_call_that_is_not_whole_is_told() -> None:
 
 
 def test_a_sure_model_pays_little_and_nothing_of_it_is_refused(capsys) -> None:
-    ratios = asyncio.run(calls.run_time(2, (ToolFormat.HERMES, ToolFormat.GLM)))
-    assert set(ratios) == {ToolFormat.HERMES, ToolFormat.GLM}
-    assert capsys.readouterr().out.count("; 0 tokens refused") == 2
+    ratios = asyncio.run(calls.run_time(1, (ToolFormat.HERMES, ToolFormat.PYTHONIC)))
+    assert len(ratios) == 2 * (1 + 2)
+    assert {"pythonic bare, 200 tools", "hermes <tool_call>, 4 tools"} < set(ratios)
+    assert capsys.readouterr().out.count("; 0 tokens refused") == len(ratios)
+
+
+def test_markup_is_seen_in_every_format() -> None:
+    names = {"get_weather", "search"}
+    for tool_format in FORMATS:
+        forms = forms_of(tool_format, lambda _: True)
+        assert forms is not None
+        for form in forms.all:
+            text = written(form, [("get_weather", {"city": "Oslo"})])
+            assert calls.shows_markup(text, tool_format, names, False), form
+            assert calls.shows_markup(text[: len(form.opener) or 9], tool_format, names, True), "cut"
+            assert not calls.shows_markup("Use f(a=1), [1], {2} or <tool.", tool_format, names, True)
+    assert not calls.shows_markup('{"name": "Alice", "age": 7}', ToolFormat.LLAMA3, names, False)

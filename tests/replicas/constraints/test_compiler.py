@@ -17,8 +17,10 @@ import pytest
 
 from holdfast.replicas.constraints import compiler as compiling
 from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads, NotCompiledError
-from holdfast.replicas.constraints.grammar import ReplyRule, Schema, reply_rule
+from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
+from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.guidance import GrammarCompiler, GrammarError, Vocabulary
+from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
@@ -168,13 +170,35 @@ def test_an_event_loop_neither_compiles_nor_waits(hermes: Compiler, monkeypatch:
 
 
 def test_rules_that_are_too_long_name_what_is(hermes: Compiler) -> None:
-    long = {**GOOD, "description": "x" * 300_000}
+    long = {**GOOD, "properties": {"a": {"const": "x" * 300_000}}}
     assert refused(hermes, output=JsonOutput(long)).field == "response_format.json_schema.schema"
     tools = [tool("f"), tool("g", long)]
     assert refused(hermes, tools=tools, tool_choice="required").field == "tools.1.function.parameters"
-    many = [tool(f"f{index}", {**GOOD, "description": "x" * 1000}) for index in range(300)]
+    many = [tool(f"f{index}", {**GOOD, "properties": {"a": {"const": "x" * 1000}}}) for index in range(300)]
     assert refused(hermes, tools=many, tool_choice="required").field == "tools"
     assert hermes.compiled == 0
+
+
+def test_what_only_people_read_is_no_part_of_a_grammar(hermes: Compiler) -> None:
+    """200 tools with a page of descriptions each are followed, and one grammar serves whatever is said of them."""
+
+    def described(text: str) -> Any:
+        said = {"description": text, "title": text, "default": text, "examples": [text], "$comment": text}
+        inner = {"type": "object", "properties": {"title": {"type": "string", **said}}, "required": ["title"], **said}
+        properties = {f"p{index}": {"type": "array", "items": inner, **said} for index in range(6)}
+        return {"type": "object", "properties": properties, "required": ["p0"], **said}
+
+    for choice in ("required", "auto"):
+        for text in ("x" * 160, "y" * 160):
+            rule = asks(tools=[tool(f"f{index}", described(text)) for index in range(200)], tool_choice=choice)
+            assert rule is not None
+            matcher = hermes.matcher(rule)
+            held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+            call = '<tool_call>\n{"name": "f199", "arguments": {"p0": [{"title": "a"}]}}\n</tool_call>'
+            wrong = call.replace('"title": "a"', '"title": 1')
+            ids, bad = hermes._vocabulary.encode(call), hermes._vocabulary.encode(wrong)
+            assert (held.accepts(ids), held.accepts(bad) < len(bad)) == (len(ids), True)
+    assert hermes.compiled == 2
 
 
 def test_matchers_of_one_grammar_are_independent(hermes: Compiler) -> None:

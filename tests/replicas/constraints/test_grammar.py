@@ -14,7 +14,8 @@ from call_texts import call_texts
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, reply_rule
+from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, ToolRule, reply_rule
+from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
 from holdfast.replicas.text.calls.formats import ToolFormat
@@ -80,7 +81,7 @@ def test_equal_rules_have_equal_keys() -> None:
     assert ReplyRule((ToolRule("f", schema),), "auto").key != ReplyRule((ToolRule("f", schema),), "required").key
 
 
-def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 300) -> bytes:
+def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 600) -> bytes:
     """Random allowed tokens up to the end, those that may close something rather than others."""
     rng = random.Random(seed)
     text = b""
@@ -111,7 +112,7 @@ def test_required_calls_are_read_back_and_follow_their_schemas(
         made = compiler(tokenizer, format)
         for seed in range(12):
             matcher = made.matcher(rule(calls="required", parallel=parallel))
-            text = walk(matcher, vocabulary(made).tokens, seed).decode(errors="replace")
+            text = walk(matcher, vocabulary(made).tokens, seed, 500).decode(errors="replace")
             if vocabulary(made).eos[0] not in allowed(matcher):
                 continue  # cut off: some lists have no end
             finished += 1

@@ -2,11 +2,15 @@
 
 import json
 import random
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import pytest
-from call_grammars import FORMATS, allowed, compiler, read, rule, validator, vocabulary
+from call_grammars import FORMATS, WEATHER, allowed, compiler, read, rule, validator, vocabulary
+from call_texts import Call, call_texts, mutated
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.constraints.guard import CallGuard, beginning, begins
@@ -20,6 +24,16 @@ def guard_of(tokenizer: Any, format: ToolFormat) -> tuple[CallGuard, Any]:
     guard = made.matcher(rule(calls="auto"))
     assert isinstance(guard, CallGuard)
     return guard, vocabulary(made)
+
+
+@cache
+def _guards(format: ToolFormat, tokenizers: tuple[Any, ...]) -> list[tuple[CallGuard, Any]]:
+    return [guard_of(tokenizer, format) for tokenizer in tokenizers]
+
+
+def guards(format: ToolFormat, tokenizers: list[Any]) -> list[tuple[CallGuard, Any]]:
+    """A guard for each tokenizer, compiled once."""
+    return _guards(format, tuple(tokenizers))
 
 
 def begun(format: ToolFormat, knows: Any) -> str:
@@ -59,7 +73,7 @@ def test_whatever_is_drawn_the_calls_that_are_read_are_whole(format: ToolFormat,
     calls = 0
     for number, tokenizer in enumerate(tokenizers):
         guard, words = guard_of(tokenizer, format)
-        for seed in range(4):
+        for seed in range(8):
             prefix = list(words.encode(begun(format, words.knows)))
             text, again = drawn(guard.copy(), words.tokens, prefix, seed + 10 * number)
             assert again
@@ -68,6 +82,115 @@ def test_whatever_is_drawn_the_calls_that_are_read_are_whole(format: ToolFormat,
             for name, arguments in found:
                 validator(name).validate(json.loads(arguments))
     assert calls >= 6
+
+
+# ---- the law: what is whole stands as it is written, whatever its style ----
+
+WORDS = st.text(st.sampled_from("ab é日😀\"\\\\/'{<\n"), max_size=6)
+TEXTS = WORDS.map(lambda text: text.strip().strip("<"))
+ARGUMENTS = st.fixed_dictionaries(
+    {
+        "days": st.lists(st.integers(-20, 31), max_size=2),
+        "unit": st.sampled_from(WEATHER["properties"]["unit"]["enum"]),
+    },
+    optional={
+        "city": TEXTS,
+        "deep": st.fixed_dictionaries({"a": st.booleans()}, optional={"b": st.none()}),
+        "from": st.floats(-9, 9).map(lambda value: round(value, 2)),
+        "class": st.sampled_from(["", "é", "a😀"]),
+        "ﬁle": st.none(),
+    },
+)
+STYLES = st.fixed_dictionaries(
+    {
+        "ensure_ascii": st.booleans(),
+        "indent": st.sampled_from([None, 0, 2, 4, "\t"]),
+        "separators": st.sampled_from([(", ", ": "), (",", ":"), (" , ", " : "), (",\n", ":\t")]),
+    }
+)
+
+
+def turned(value: Any, order: random.Random) -> Any:
+    """`value` with the members of every object in another order."""
+    if isinstance(value, dict):
+        keys = list(value)
+        order.shuffle(keys)
+        return {key: turned(value[key], order) for key in keys}
+    return value
+
+
+def in_python(call: Call, order: random.Random) -> str:
+    name, arguments = call
+    equals, comma = order.choice(["=", " = "]), order.choice([", ", ",", ",\n  "])
+    # Python's surrogates are none of JSON's: it has one character where JSON has an escape for each half.
+    styles = [repr, partial(json.dumps, ensure_ascii=False)]
+    return f"{name}({comma.join(f'{key}{equals}{order.choice(styles)(value)}' for key, value in arguments.items())})"
+
+
+def text_of(format: ToolFormat, call: Call, style: dict[str, Any], order: random.Random) -> str:
+    """A call in some style that models of the format write."""
+    call = (call[0], turned(call[1], order))
+    marked = order.randrange(2)
+    if format is ToolFormat.PYTHONIC:
+        text = in_python(call, order)
+        return f"<|python_start|>[{text}]<|python_end|>" if marked else f"[{text}]"
+
+    def written(value: Any) -> str:
+        return json.dumps(value, **style)
+
+    bare = format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4) and not marked
+    whole = None if bare else (lambda made: written(turned(made, order)))
+    (text,) = call_texts(format, [call], written, marked, whole)
+    return text
+
+
+def stands(guard: CallGuard, ids: Any) -> bool:
+    """Whether every token may stand as it was drawn, alone and as a draft."""
+    free = guard.copy()
+    assert guard.accepts(ids) == next((i for i, token in enumerate(ids) if not free.advance(token)), len(ids))
+    return all(guard.advance(token) and not guard.binding for token in ids)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=25)
+@given(arguments=ARGUMENTS, style=STYLES, seed=st.integers(0, 99))
+def test_a_whole_call_is_what_the_model_wrote_in_any_style(
+    format: ToolFormat, tokenizers: list[Any], arguments: dict[str, Any], style: dict[str, Any], seed: int
+) -> None:
+    order = random.Random(seed)
+    guard, words = guards(format, tokenizers)[seed % len(tokenizers)]
+    text = text_of(format, ("f", arguments), style, order)
+    assert read(format, text)[1] != [], text
+    assert json.loads(read(format, text)[1][0][1]) == arguments
+    assert stands(guard.copy(), words.encode(text)), text
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=25)
+@given(data=st.data(), arguments=ARGUMENTS, style=STYLES, seed=st.integers(0, 99))
+def test_what_stands_as_it_is_written_is_whole(
+    format: ToolFormat, tokenizers: list[Any], data: Any, arguments: dict[str, Any], style: dict[str, Any], seed: int
+) -> None:
+    """Calls with an error in them are refused somewhere before they close."""
+    order = random.Random(seed)
+    guard, words = guards(format, tokenizers)[seed % len(tokenizers)]
+    wrong = order.choice(
+        [
+            arguments,
+            {**arguments, "days": "1"},
+            {**arguments, "days": [32]},
+            {**arguments, "unit": "K"},
+            {**arguments, "deep": {"b": None}},
+            {**arguments, "more": 1},
+            {key: value for key, value in arguments.items() if key != "days"},
+        ]
+    )
+    name = order.choice(["f", "f", "get_weather", "rm"])
+    text = text_of(format, (name, wrong), style, order)
+    text = mutated(text, data) if wrong is arguments else text
+    if stands(guard.copy(), words.encode(text)):
+        for name, found in read(format, text)[1]:
+            assert validator(name).is_valid(json.loads(found)), text
 
 
 @pytest.mark.parametrize("format", FORMATS)

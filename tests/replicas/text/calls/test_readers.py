@@ -43,9 +43,22 @@ GOOD = [
         f"{WEATHER}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     (
+        ToolFormat.HARMONY,
+        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{WEATHER}<|call|>",
+    ),
+    (ToolFormat.HARMONY, f" to=functions.f<|channel|>commentary json<|message|>{WEATHER}"),
+    (ToolFormat.HARMONY, f"<|start|>assistant<|channel|>analysis to=functions.f code<|message|>{WEATHER}<|call|>"),
+    (ToolFormat.HARMONY, f"<|channel|>commentary to=f<|message|>{WEATHER}<|call|>"),
+    (
         ToolFormat.QWEN3_CODER,
         "<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n"
         '<parameter=days>\n[1, {"a": "}]{"}]\n</parameter>\n</function>\n</tool_call>',
+    ),
+    (
+        ToolFormat.DEEPSEEK_V32,
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="true">Oslo'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">[1, {"a": "}]{"}]</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     ),
     (
         ToolFormat.GLM,
@@ -92,7 +105,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("format", TAGS)
+@pytest.mark.parametrize("format", [format for format in TAGS if not TAGS[format].json])
 def test_in_tags_the_schema_tells_a_text_from_json(format: ToolFormat) -> None:
     for written, values in (
         ({"text": "5", "count": "5", "maybe": "null", "kind": "5", "any": "5"},
@@ -106,6 +119,24 @@ def test_in_tags_the_schema_tells_a_text_from_json(format: ToolFormat) -> None:
             reader = parser(format, schemas={"f": SCHEMA})
             _, calls = collected([text[at : at + size] for at in range(0, len(text), size)], reader)
             assert [(name, json.loads(sent)) for name, sent in calls] == [("f", values)], size
+
+
+def test_a_tag_that_calls_its_value_a_text_decides_where_the_schema_does_not() -> None:
+    def tag(key: str, text: str, value: str) -> str:
+        return f'<｜DSML｜parameter name="{key}" string="{text}">{value}</｜DSML｜parameter>\n'
+
+    tags = [
+        tag("any", "true", "5"),
+        tag("other", "false", "5"),
+        tag("maybe", "true", "null"),
+        tag("third", "false", "x"),
+    ]
+    tags += [tag("text", "false", "5"), tag("count", "true", "5"), tag("kind", "false", "5")]
+    call = f'<｜DSML｜invoke name="f">\n{"".join(tags)}</｜DSML｜invoke>'
+    text = f"<｜DSML｜function_calls>\n{call}\n</｜DSML｜function_calls>"
+    ((_, sent),) = collected([text], parser(ToolFormat.DEEPSEEK_V32, schemas={"f": SCHEMA}))[1]
+    expected = {"any": "5", "other": 5, "maybe": "null", "third": "x", "text": "5", "count": 5, "kind": "5"}
+    assert json.loads(sent) == expected
 
 
 def test_a_text_in_a_tag_goes_out_as_it_is_read() -> None:
@@ -125,7 +156,7 @@ def test_where_calls_are_guaranteed_one_that_is_cut_is_no_text() -> None:
     for format, text in GOOD:
         begins = text.find("f")
         if text[0] in "<[" and format is not ToolFormat.PYTHONIC and not text.startswith("<function"):
-            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=True))
+            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=lambda: True), cut=True)
             assert said == "Hi. ", text
             assert read(format, "Hi. " + text[:begins])[0] != "Hi. "
 
@@ -140,6 +171,10 @@ TWO = [
     (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]search{}'),
     (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS][{"name": "search", "arguments": {}}]'),
     (ToolFormat.PYTHONIC, "[f(a=1), search()]"),
+    (ToolFormat.HARMONY, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": 1}<|call|><|start|>'
+     "assistant to=functions.search<|channel|>commentary<|message|>{}"),
+    (ToolFormat.HARMONY, '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|start|>'
+     "assistant<|channel|>commentary to=functions.search<|message|>{}"),
 ]  # fmt: skip
 
 

@@ -402,6 +402,45 @@ def test_tools_that_are_no_functions_are_skipped_and_told():
     assert bad.json()["error"]["param"] == "tools.1.name"
 
 
+def test_fields_nobody_knows_further_in_are_told_and_counted():
+    world = World()
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "mood": 1}], "an odd one": 1, "status": "x"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t", "of": 1}], "deep": 1},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}", "id": "fc", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "o", "x": 1}]},
+        {"type": "something_new", "any": 1},
+    ]
+    body = {
+        "input": items,
+        "tools": [{**TOOL, "defer_loading": True}, {"type": "web_search", "user_location": {}}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "title": "t"}},
+        "reasoning": {"effort": "low", "depth": 1},
+    }
+    answer = post(world, **body)
+    assert answer.headers["x-holdfast-skipped"].split(", ") == [
+        "web_search",
+        "something_new",
+        "input.content.mood",
+        "input.content.of",
+        "input.deep",
+        "input.namespace",
+        "input.output.x",
+        "input.unknown",
+        "reasoning.depth",
+        "text.format.title",
+        "tools.defer_loading",
+    ]
+    labels = {"tenant": "default", "endpoint": "responses"}
+    assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == 11
+    listed = world.call("GET", f"{PATH}/{answer.json()['id']}/input_items?order=asc").json()["data"]
+    assert listed[1]["deep"] == 1, "they are kept"
+    messages = world.backend.requests[0].prompt.messages
+    assert messages[0] == {"role": "user", "content": "x"}, "and not shown to the model"
+    again = post(world, input="next", previous_response_id=answer.json()["id"])
+    assert again.headers["x-holdfast-skipped"] == "something_new", "of earlier turns only what the prompt lacks is told"
+
+
 def test_what_was_skipped_is_told_in_words_only():
     world = World()
     tools = [{"type": "a\r\nset-cookie: b"}, {"type": ["list"]}, {}, {"type": "ä" * 100}]
@@ -560,7 +599,9 @@ def test_what_is_not_stored_is_not_found():
     made = whole(world, store=False)
     assert world.call("GET", f"{PATH}/{made['id']}").status_code == 404
     answer = post(world, previous_response_id=made["id"])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "previous_response_id")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "previous_response_not_found")
 
 
 def test_a_tenant_finds_its_own_responses_only():
@@ -574,7 +615,7 @@ def test_a_tenant_finds_its_own_responses_only():
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         assert call("2", method, f"{PATH}/{made['id']}{path}").status_code == 404
     follow = {"model": "pocket", "input": "y", "previous_response_id": made["id"]}
-    assert call("2", "POST", PATH, json=follow).status_code == 404
+    assert call("2", "POST", PATH, json=follow).json()["error"]["code"] == "previous_response_not_found"
     assert call("1", "GET", f"{PATH}/{made['id']}").json()["id"] == made["id"]
     assert world.call("GET", f"{PATH}/{made['id']}").status_code == 401
 
@@ -599,6 +640,9 @@ def test_a_continued_chain_lives_on_and_another_ends():
     second = whole(world, previous_response_id=first["id"])
     now[0] = 16.0
     whole(world, previous_response_id=second["id"])
+    assert world.call("DELETE", f"{PATH}/{first['id']}").status_code == 200
+    broken = post(world, previous_response_id=second["id"])
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
 
 

@@ -7,7 +7,7 @@ length and not with its square, and it is read in one trip, which also makes all
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class StoredResponses:
     async def keep(self, tenant: str, stored: StoredResponse) -> None:
         """Keep it, unless the tenant has stored as much as it may; then it is not found later."""
         key = _key(tenant, stored.response["id"])
-        value = orjson.dumps(asdict(stored))
+        value = orjson.dumps(stored)
         value = self._seal.close(key, value) if self._seal else value
         config = self._config
         owner = f"responses/{tenant}"

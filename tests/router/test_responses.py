@@ -444,6 +444,50 @@ def test_every_kind_of_item_survives_the_round_trip():
     assert messages[3]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"x"}'}
 
 
+def test_a_compacted_conversation_goes_on_as_codex_sends_it():
+    """A compaction in `input` beside items that are kept, built-in tools, nulls at the top, then a chain of it all."""
+    world = World(FakeBackend(((TextDelta("It is 7."),), (DONE,))))
+    tools = [TOOL, {"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "apply_patch"}]
+    nulls = dict.fromkeys(("instructions", "previous_response_id", "prompt_cache_key", "text", "reasoning", "include"))
+    history = [
+        {"role": "user", "content": "remember 7"},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"]}, "status": None},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    asked = {"model": "pocket", "input": history, "tools": tools, **nulls}
+    compacted = world.call("POST", f"{PATH}/compact", json=asked)
+    assert compacted.status_code == 200, compacted.text
+    assert "local_shell_call" in compacted.headers["x-holdfast-skipped"]
+    open_responses.check(open_responses.COMPACTION, compacted.json())
+    kept, summary = compacted.json()["output"]
+    assert (kept["content"][0]["text"], summary["type"]) == ("remember 7", "compaction")
+
+    again = {"role": "user", "content": "which?"}
+    first = post(world, input=[kept, summary, again], tools=tools, store=True, **nulls)
+    assert first.status_code == 200, first.text
+    messages = world.backend.requests[-1].prompt.messages
+    assert [message["role"] for message in messages] == ["user", "user", "user"]
+    assert messages[1]["content"].endswith("It is 7.")
+    listed = world.call("GET", f"{PATH}/{first.json()['id']}/input_items?order=asc").json()["data"]
+    assert listed[1] == summary
+    assert listed[0] == kept
+
+    reply = first.json()["output"][0]["id"]
+    named = [{"type": "item_reference", "id": reply}, {"id": listed[2]["id"]}, {"role": "user", "content": "sure?"}]
+    second = post(world, input=named, previous_response_id=first.json()["id"], tools=tools)
+    assert second.status_code == 200, second.text
+    before, after = messages, world.backend.requests[-1].prompt.messages
+    assert after[: len(before)] == before
+    assert [message["content"] for message in after[len(before) :]] == ["It is 7.", "It is 7.", "which?", "sure?"]
+
+    chained = {"model": "pocket", "input": None, "previous_response_id": second.json()["id"]}
+    again_compacted = world.call("POST", f"{PATH}/compact", json=chained).json()["output"]
+    assert [item["type"] for item in again_compacted][-1] == "compaction"
+    assert all(item["type"] != "compaction" for item in again_compacted[:-1]), "one summary, of all before it"
+
+
 def test_pages_of_input_items():
     world = World()
     made = whole(world, input=[{"role": "user", "content": str(n)} for n in range(5)])

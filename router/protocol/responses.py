@@ -331,7 +331,9 @@ def chat_messages(
 
     `reveal` reads an `encrypted_content`; None: it is not ours. Raises InvalidRequestError that names the item.
     """
-    reader = _ItemReader(reveal, {item["id"]: item for item in history if "id" in item})
+    # A reference that was stored has the id of what it refers to, and would lead to itself.
+    known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
+    reader = _ItemReader(reveal, known)
     if instructions:
         reader.messages.append({"role": "system", "content": instructions})
     for item in history:

@@ -112,8 +112,10 @@ class ChatFormat:
         reply_id, created, model = f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,
-            lambda choice: ChatEncoder(reply_id, created, model, turn.include_usage, turn.event_names, choice),
-            lambda answer, others: chat_reply(reply_id, created, model, answer, others),
+            lambda choice: ChatEncoder(
+                reply_id, created, model, turn.include_usage, turn.event_names, choice, turn.thoughts
+            ),
+            lambda answer, others: chat_reply(reply_id, created, model, answer, others, turn.thoughts),
             program,
         )
 

@@ -60,7 +60,12 @@ class ResponseEncoder:
         )
 
     def encode(self, pieces: Iterable[Piece]) -> bytes:
-        return b"".join([self._piece(piece) for piece in pieces])
+        told = self._sequence
+        try:
+            return b"".join([self._piece(piece) for piece in pieces])
+        except Exception:
+            self._sequence = told  # none of these events goes out, and the one that ends the stream is the next
+            raise
 
     def failed(self, error: ErrorInfo) -> bytes:
         # An item that was cut is no part of what a client may go on with.

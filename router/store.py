@@ -40,6 +40,12 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1}
 """
 
+# KEYS: values. ARGV: for how many milliseconds they live on.
+RENEW = """
+local found = {}
+for i = 1, #KEYS do found[i] = redis.call('GETEX', KEYS[i], 'PX', ARGV[1]) end
+return found
+"""
 # A value, or where there is none the lease on making it. KEYS: the value's, the lease's. ARGV: who asks, milliseconds.
 TAKE = """
 local value = redis.call('GET', KEYS[1])
@@ -244,14 +250,8 @@ class RedisStore:
         return done[0] if done else await self._fallback.get(key)
 
     async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
-        async def work() -> list[bytes | None]:
-            pipeline = self._redis.pipeline(transaction=False)
-            for key in keys:
-                pipeline.getex(self._prefix + key, px=_milliseconds(ttl_s))
-            return list(await pipeline.execute())
-
         near = await self._fallback.renew(keys, ttl_s)  # what was put while Redis was away is here only
-        found = await self._guarded(work)
+        found = await self.script(RENEW, keys, [_milliseconds(ttl_s)])  # one command: the client takes long for each
         return near if found is None else [there or here for there, here in zip(found, near, strict=True)]
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:

@@ -7,7 +7,7 @@ length and not with its square, and it is read in one trip, which also makes all
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +46,31 @@ class StoredResponses:
     async def keep(self, tenant: str, stored: StoredResponse) -> None:
         """Keep it, unless the tenant has stored as much as it may; then it is not found later."""
         key = _key(tenant, stored.response["id"])
-        value = orjson.dumps(asdict(stored))
+        value = orjson.dumps(stored)
         value = self._seal.close(key, value) if self._seal else value
         config = self._config
         owner = f"responses/{tenant}"
         await self._store.set_shared(key, value, config.response_ttl_s, owner, config.response_tenant_bytes)
 
-    async def find(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
-        """Raises RefusedError (404), which names `field`, where it is not there or another tenant's."""
-        return (await self._read(tenant, [response_id], field))[0]
+    async def find(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises RefusedError (404) where it is not there or another tenant's."""
+        found = await self._read(tenant, [response_id])
+        if found is None:
+            message = f"Response with id '{response_id}' not found: never stored, deleted, or expired"
+            raise RefusedError(Refusal.NO_RESPONSE, message)
+        return found[0]
 
     async def conversation(self, tenant: str, response_id: str, field: str) -> list[StoredResponse]:
-        """The response and all before it, the oldest first. Raises as `find`, also where one before is gone."""
-        last = await self.find(tenant, response_id, field)
-        return [*await self._read(tenant, last.chain, field), last]
+        """The response, which the request names in `field`, and all before it, the oldest first.
+
+        Raises RefusedError (400) where it, or one before it, is not there or another tenant's.
+        """
+        found = await self._read(tenant, [response_id])
+        before = None if found is None else await self._read(tenant, found[0].chain)
+        if found is None or before is None:
+            message = f"Previous response with id '{response_id}' not found: it, or one before it, is not stored"
+            raise RefusedError(Refusal.NO_PREVIOUS, message, field)
+        return [*before, *found]
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises as `find`. Those that go on with it cannot be continued any more."""
@@ -82,20 +93,20 @@ class StoredResponses:
         except (ValueError, binascii.Error):
             return None
 
-    async def _read(self, tenant: str, ids: Sequence[str], field: str | None) -> list[StoredResponse]:
+    async def _read(self, tenant: str, ids: Sequence[str]) -> list[StoredResponse] | None:
+        """All of these; None where one of them is not there."""
         if not ids:
             return []
         keys = [_key(tenant, each) for each in ids]
         found = await self._store.renew(keys, self._config.response_ttl_s)
         read = []
-        for response_id, key, value in zip(ids, keys, found, strict=True):
+        for key, value in zip(keys, found, strict=True):
+            if value is None:
+                return None
             try:
-                if value is None:
-                    raise ValueError("not there")
                 read.append(StoredResponse(**orjson.loads(self._seal.open(key, value) if self._seal else value)))
             except (ValueError, TypeError):  # another version's, or with another key: as good as absent
-                message = f"Response with id '{response_id}' not found: never stored, deleted, or expired"
-                raise RefusedError(Refusal.NO_RESPONSE, message, field) from None
+                return None
         return read
 
 

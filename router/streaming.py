@@ -75,7 +75,8 @@ class ChatEncoder:
     """Chunks of `chat.completion.chunk`: the role first, then reasoning, text and tool-call deltas, then the reason.
 
     The chunk with which a call is whole says so in `holdfast.tool_call_closed`, its index: the call can be run while
-    the reply goes on. With `event_names` that chunk is the event `CALL_CLOSED`, too.
+    the reply goes on. With `event_names` that chunk is the event `CALL_CLOSED`, too. Without `thoughts` reasoning is
+    left out.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class ChatEncoder:
         include_usage: bool,
         event_names: bool = False,
         index: int = 0,
+        thoughts: bool = True,
     ) -> None:
+        self._thoughts = thoughts
         self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
         self._envelope = Envelope("chat.completion.chunk", reply_id, created, model, include_usage, index)
         self._text_open = self._envelope.open + b'"delta":{"content":'
@@ -110,7 +113,7 @@ class ChatEncoder:
             chunk = self._chunk({"tool_calls": [_call_delta(piece)]})
             return self._closing(chunk, piece.index) if piece.closed else chunk
         if isinstance(piece, ReasoningDelta):
-            return self._chunk({"reasoning_content": piece.text})
+            return self._chunk({"reasoning_content": piece.text}) if self._thoughts else b""
         if isinstance(piece, Completed):
             return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
         return error_event(piece.error)

@@ -83,12 +83,14 @@ class TurnStream:
         try:
             async with self._drain.bounded():
                 batch = await anext(self._batches, None)
+            if batch is None:
+                raise _ended_early()
+            return await self._take(batch)
         except HoldfastError as error:
             return self._fail(error)
-        except Exception as error:  # a bug in the backend: the client gets the usual event, the log the traceback
+        except Exception as error:  # a bug, of the backend or ours: the client gets the usual event, the log all of it
             log.error("a stream failed", exc_info=error)
             return self._fail(EngineError("The server failed during the reply"))
-        return self._fail(_ended_early()) if batch is None else await self._take(batch)
 
     async def _take(self, batch: Batch) -> bytes:
         built = self._built

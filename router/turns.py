@@ -7,7 +7,7 @@ happens, a request ends in exactly one outcome and gives back what it holds.
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, TypeVar
@@ -405,8 +405,11 @@ class Turns:
     async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
         """The turn is served, by a replica or from the cache (""). Its client learns of the end after the cluster has:
         so whichever router gets the next turn finds this one. A client that goes meanwhile changes nothing.
+
+        What fails here takes no answer away: that is whole, and counted as such.
         """
-        await self._background.finish(self._end(served, replica_id, answer))
+        with suppress(Exception):  # it is in the log
+            await self._background.finish(self._end(served, replica_id, answer))
 
     async def _end(self, served: Served, replica_id: str, answer: Answer) -> None:
         accepted, called = served.accepted, answer.called

@@ -23,19 +23,23 @@ from holdfast.router.protocol.body import (
     MOST_WORDS,
     NULL_IS_ABSENT,
     Body,
+    Unknown,
     decode,
     validate,
     word,
 )
+from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
-from holdfast.router.protocol.output import tool_choice
-from holdfast.router.protocol.responses import OPEN, Content
+from holdfast.router.protocol.output import Effort, tool_choice
+from holdfast.router.protocol.responses import OPEN, Content, ResponsesBody
 from holdfast.router.protocol.turn import (
     MAX_STOPS,
     AskedPriority,
     GenerationBody,
     Identifier,
+    SamplingBody,
     Turn,
     build_sampling,
     build_turn,
@@ -44,6 +48,7 @@ from holdfast.router.protocol.turn import (
 
 NONCE = re.compile(r"\bcch=[^;\s]*")
 BILLING = "x-anthropic-billing-header:"  # what a system prompt of Claude Code begins with
+ERROR = "Error: "  # what the result of a tool that failed begins with: no chat template has a field for it
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -120,9 +125,10 @@ class JsonFormat(TypedDict):
 
 @with_config(OPEN)
 class OutputConfig(TypedDict):
-    """`effort` changes nothing: no model that is served knows it."""
+    """The chat template is told the `effort`, as in a chat completion."""
 
     format: NotRequired[JsonFormat | None]
+    effort: NotRequired[Effort | None]
 
 
 @with_config(OPEN)
@@ -157,19 +163,19 @@ class CountBody(Body):
     thinking: Thinking = Field(default_factory=lambda: Thinking(type="disabled"))
     output_config: OutputConfig = Field(default_factory=lambda: OutputConfig())
     cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class MessagesBody(CountBody):
+class MessagesBody(SamplingBody, CountBody):
     """What a client may send besides. `max_tokens` is at most what the context leaves."""
+
+    model_config = CountBody.model_config
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] = Field(
         default_factory=list
     )
     stream: bool = False
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
     metadata: dict[str, Any] = Field(default_factory=dict)
     service_tier: str | None = None
     priority: AskedPriority | None = None
@@ -179,9 +185,28 @@ class MessagesBody(CountBody):
     program_end: bool = False
 
 
+HARMLESS = ("background", "include", "kv_hints", "max_tool_calls", "previous_response_id", "prompt_cache_key")
+FOREIGN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields, *ResponsesBody.model_fields})
+FOREIGN -= {*MessagesBody.model_fields, *HARMLESS, "stream_options"}
+"""Fields that change an answer in other formats: whoever sends one here does not mean it to be passed over."""
+INSTEAD: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "instructions": "system",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning": "thinking",
+}
+
+
 def read_messages(raw: bytes) -> MessagesBody:
     """Raises InvalidRequestError, naming the field."""
-    return validate(MessagesBody, decode(raw))
+    body = validate(MessagesBody, decode(raw))
+    for name in body.model_extra or ():
+        if name in FOREIGN:
+            meant = f" (did you mean '{INSTEAD[name]}'?)" if name in INSTEAD else ""
+            raise InvalidRequestError(f"'{name}' is not supported by /v1/messages{meant}", name)
+    return body
 
 
 def read_count(raw: bytes) -> CountBody:
@@ -229,12 +254,56 @@ def chat_prompt(body: CountBody, *, steady: bool) -> Translated:
         tools=tuple(tools),
         tool_choice=choice.mode,
         parallel_tool_calls=not given.get("disable_parallel_tool_use", False),
-        template_kwargs={"enable_thinking": body.thinking["type"] != "disabled"},
+        template_kwargs=_template_arguments(body),
         forced_tool=choice.forced,
         output=JsonOutput(format_["schema"], strict=True) if format_ else None,
     )
-    unknown = [word(name) for name in body.model_extra or ()]
+    unknown = [*(word(name) for name in body.model_extra or ()), *sorted(_unknown_fields(body))]
     return Translated(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS])
+
+
+def _template_arguments(body: CountBody) -> Mapping[str, Any]:
+    """What the chat template is told, unless the client says otherwise."""
+    effort = body.output_config.get("effort")
+    told = {} if effort is None else {"reasoning_effort": effort}
+    return {"enable_thinking": body.thinking["type"] != "disabled", **told, **body.chat_template_kwargs}
+
+
+_OF_MESSAGE = frozenset({"role", "content"})
+_OF_BLOCK: Mapping[str, frozenset[str]] = {
+    "text": frozenset({"type", "text", "cache_control", "citations"}),
+    "thinking": frozenset({"type", "thinking", "signature"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+    "document": frozenset({"type", "source", "cache_control"}),
+}
+_OF_TOOL = frozenset({*CustomTool.__annotations__, "cache_control"})
+_OF_CHOICE = frozenset(Choice.__annotations__)
+_OF_CONFIG, _OF_FORMAT = frozenset(OutputConfig.__annotations__), frozenset(JsonFormat.__annotations__)
+
+
+def _unknown_fields(body: CountBody) -> set[str]:
+    """The fields of messages, blocks, tools and the like that are not known, each by its path without numbers."""
+    unknown = Unknown()
+
+    def look(blocks: object, where: str) -> None:
+        for block in blocks if isinstance(blocks, list) else ():
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            if isinstance(kind, str) and kind in _OF_BLOCK:  # else it is left out by its type, or refused
+                unknown.look(block, _OF_BLOCK[kind], where)
+                look(block.get("content"), f"{where}.content")
+
+    look(body.system, "system")
+    for message in body.messages:
+        unknown.look(message, _OF_MESSAGE, "messages")
+        look(message["content"], "messages.content")
+    for tool in body.tools:
+        if _tool_kind(tool) == "a function":
+            unknown.look(tool, _OF_TOOL, "tools")
+    unknown.look(body.tool_choice, _OF_CHOICE, "tool_choice")
+    unknown.look(body.output_config, _OF_CONFIG, "output_config")
+    unknown.look(body.output_config.get("format") or {}, _OF_FORMAT, "output_config.format")
+    return unknown.found
 
 
 class _BlockReader:
@@ -268,6 +337,8 @@ class _BlockReader:
                 field = f"{where}.{index}.tool_use_id"
                 raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
             result = "\n".join(_texts(block.get("content") or "", f"{where}.{index}.content"))
+            if block.get("is_error") is True:
+                result = ERROR + result
             self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
         self._say(said)
 
@@ -357,7 +428,7 @@ def _chat_choice(given: Choice) -> str | Mapping[str, Any]:
 def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Turn:
     """The turn that is asked for. Raises InvalidRequestError, naming the field."""
     user = body.metadata.get("user_id")
-    given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k") if name in body.model_fields_set}
+    given = {name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set}
     plain = GenerationBody(
         model=body.model,
         **given,

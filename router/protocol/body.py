@@ -30,7 +30,6 @@ IGNORED = frozenset(
         "cache_control",
         "client_metadata",
         "extra_headers",
-        "include_reasoning",
         "litellm_metadata",
         "litellm_session_id",
         "litellm_trace_id",
@@ -43,7 +42,6 @@ IGNORED = frozenset(
         "provider",
         "request_id",
         "safety_identifier",
-        "separate_reasoning",
         "session_id",
         "store",
         "stream_reasoning",
@@ -73,6 +71,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
@@ -86,6 +85,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (),
@@ -108,6 +108,17 @@ MOST_WORDS = 32  # that the header of what was skipped names
 def word(name: object) -> str:
     """A type or a name as it may stand in a header, whatever a client has sent."""
     return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
+
+
+class Unknown:
+    """Collects the fields that are not known of a request's parts, each by its path without numbers."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def look(self, given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+        if not given.keys() <= known:
+            self.found.update(f"{where}.{word(n)}" for n in given.keys() - known if given[n] is not None)
 
 
 def one_or_many(value: object) -> str:

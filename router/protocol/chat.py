@@ -57,6 +57,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
+    include_reasoning: bool = True  # vLLM's and OpenRouter's; false: what is thought is left out of the answer
     n: Choices = 1
     prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
     kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
@@ -92,14 +93,28 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     if body.prefill_id is None:
         check_ranges(hints, len(body.messages))
     unknown = [*sorted(unknown_fields(body.messages, body.tools)), *turn.skipped]
-    turn = replace(turn, prefill_id=body.prefill_id or "", hints=hints, skipped=tuple(unknown[:MOST_WORDS]))
+    turn = replace(
+        turn,
+        prefill_id=body.prefill_id or "",
+        hints=hints,
+        skipped=tuple(unknown[:MOST_WORDS]),
+        thoughts=body.include_reasoning,
+    )
     return several(turn, [prompt], body.n) if body.n > 1 else turn
 
 
-def chat_reply(reply_id: str, created: int, model: str, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+def chat_reply(
+    reply_id: str,
+    created: int,
+    model: str,
+    answer: Answer,
+    others: Sequence[Answer] = (),
+    thoughts: bool = True,
+) -> bytes:
     """The `chat.completion` object in JSON. `created` is in seconds since the epoch.
 
-    `others` are the choices after the first; the usage of all of them is that of `answer`.
+    `others` are the choices after the first; the usage of all of them is that of `answer`. Without `thoughts` they are
+    left out, and counted.
     """
     return orjson.dumps(
         {
@@ -107,15 +122,15 @@ def chat_reply(reply_id: str, created: int, model: str, answer: Answer, others: 
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": [_choice(index, each) for index, each in enumerate((answer, *others))],
+            "choices": [_choice(index, each, thoughts) for index, each in enumerate((answer, *others))],
             "usage": usage_object(answer.usage),
         }
     )
 
 
-def _choice(index: int, answer: Answer) -> dict[str, Any]:
+def _choice(index: int, answer: Answer, thoughts: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-    if answer.reasoning:
+    if answer.reasoning and thoughts:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [

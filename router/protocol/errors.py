@@ -24,6 +24,7 @@ class Refusal(StrEnum):
     NO_PATH = "not_found"
     NO_PROGRAM = "program_not_found"
     NO_RESPONSE = "response_not_found"
+    NO_PREVIOUS = "previous_response_not_found"
     NO_PREFILL = "prefill_not_found"
     NO_METHOD = "method_not_allowed"
     SLOW_BODY = "request_timeout"
@@ -91,6 +92,8 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.NO_MODEL: Row(404, "invalid_request_error", "model_not_found"),
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_RESPONSE: Row(404, "invalid_request_error", "response_not_found"),
+    # As at OpenAI, whose clients know by it that they have to send the whole conversation.
+    Refusal.NO_PREVIOUS: Row(400, "invalid_request_error", "previous_response_not_found"),
     Refusal.NO_PREFILL: Row(404, "invalid_request_error", "prefill_not_found"),
     Refusal.NO_TENANT: Row(404, "invalid_request_error", "tenant_not_found"),
     Refusal.NO_PATH: Row(404, "invalid_request_error", "not_found"),

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, Wit
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.protocol.body import MOST_MESSAGES, MOST_TOOLS, NULL_IS_ABSENT, one_or_many, word
+from holdfast.router.protocol.body import MOST_MESSAGES, MOST_TOOLS, NULL_IS_ABSENT, Unknown, one_or_many
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
 OPEN = ConfigDict(strict=True, extra="allow")
@@ -119,12 +119,8 @@ _OF_CALL, _OF_FUNCTION = frozenset(CallMessage.__annotations__), frozenset(Funct
 
 def unknown_fields(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> set[str]:
     """The fields of messages, parts, calls and tools that are not known, each by its path without numbers."""
-    found: set[str] = set()
-
-    def look(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-        if not given.keys() <= known:
-            found.update(f"{where}.{word(name)}" for name in given.keys() - known)
-
+    unknown = Unknown()
+    look = unknown.look
     for message in messages:
         look(message, _OF_ROLE[message["role"]], "messages")
         content = message.get("content")
@@ -137,7 +133,7 @@ def unknown_fields(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mappin
     for tool in tools:
         look(tool, _OF_TOOL, "tools")
         look(tool["function"], _OF_TOOL_FUNCTION, "tools.function")
-    return found
+    return unknown.found
 
 
 def _without_null_keywords(parameters: Any) -> Any:

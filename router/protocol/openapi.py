@@ -1,6 +1,7 @@
-"""`/openapi.json`: every operation with its body, its answers and its errors; and the same as a page, `/docs`.
+"""`/openapi.json`: every operation with its headers, its body, its answers, events and errors; and as a page, `/docs`.
 
-Bodies come from the pydantic models that validate requests, answers from `replies`, errors from the one table of them.
+Bodies come from the pydantic models that validate requests, answers from `replies`, events of streams from `events`,
+headers from `headers`, errors from the one table of them.
 What a model cannot say of a body, and `body.validate` does, is added here: null counts as absent, some fields are taken
 and ignored, some have one value.
 """
@@ -16,7 +17,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from holdfast.replicas.requests import ModelCard
-from holdfast.router.protocol import replies
+from holdfast.router.protocol import events, headers, replies
 from holdfast.router.protocol.admin import MOST_ROWS, ChangeBody, KeyBody, TenantBody
 from holdfast.router.protocol.anthropic import CountBody, MessagesBody
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, Body
@@ -47,12 +48,6 @@ CSV = "text/csv"  # where lines may be asked for as such
 ANY = {401: "", 403: "", 429: "", 500: "", 503: ""}
 BODY = (400, 404, 408, 413)
 ASKED = (409, 410, 504)
-EVENT: Mapping[str, Any] = {
-    "type": "object",
-    "description": "An event: `data` is a chunk, or an event of the interface, in JSON",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
 LEAST: Mapping[str, Mapping[str, Any]] = {"string": {"minLength": 1}, "array": {"minItems": 1}}
 Served: TypeAlias = tuple[str, int, int]  # a model's name, its context and how many tokens it knows
 ONE_OF = (OpenBody, AppendBody, QueryBody, QuestionBody, TokenizeBody)  # one of the fields for a prompt is given
@@ -61,12 +56,12 @@ REF = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One path and method. `streams`: the answer comes as events where the body says so; `errors` beside `ANY`."""
+    """One path and method. `events`: what a streamed answer is made of; `errors` beside `ANY`."""
 
     summary: str
     answer: Any
     body: type[Body] | None = None
-    streams: bool = False
+    events: Any = None
     generates: bool = False
     errors: Sequence[int] = ()
     query: Mapping[str, Mapping[str, Any]] | None = None
@@ -75,8 +70,8 @@ class Operation:
     media: str = JSON
 
 
-def _generation(summary: str, body: type[Body], answer: Any, *needs: str, streams: bool = True) -> Operation:
-    return Operation(summary, answer, body, streams, generates=True, errors=(*BODY, *ASKED), needs=needs)
+def _generation(summary: str, body: type[Body], answer: Any, events: Any, *needs: str) -> Operation:
+    return Operation(summary, answer, body, events, generates=True, errors=(*BODY, *ASKED), needs=needs)
 
 
 def _number(least: int, most: int) -> Mapping[str, Any]:
@@ -102,15 +97,21 @@ RECORDS: Mapping[str, Mapping[str, Any]] = {
 RECORDS_OF = {**RECORDS, **TENANT}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): _generation("A chat completion", ChatBody, replies.ChatCompletion),
-    ("POST", "/v1/completions"): _generation("A completion of text or token ids", CompletionBody, replies.Completion),
-    ("POST", "/v1/messages"): _generation("A message", MessagesBody, replies.MessageReply),
+    ("POST", "/v1/chat/completions"): _generation(
+        "A chat completion", ChatBody, replies.ChatCompletion, events.ChatEvent
+    ),
+    ("POST", "/v1/completions"): _generation(
+        "A completion of text or token ids", CompletionBody, replies.Completion, events.CompletionEvent
+    ),
+    ("POST", "/v1/messages"): _generation("A message", MessagesBody, replies.MessageReply, events.MessageEvent),
     ("POST", "/v1/messages/count_tokens"): Operation(
         "How many tokens a message's prompt has", replies.InputTokens, CountBody, errors=BODY
     ),
-    ("POST", "/v1/responses"): _generation("A response", ResponsesBody, replies.ResponseReply, "input"),
+    ("POST", "/v1/responses"): _generation(
+        "A response", ResponsesBody, replies.ResponseReply, events.ResponseEvent, "input"
+    ),
     ("POST", "/v1/responses/compact"): _generation(
-        "A conversation made short", ResponsesBody, replies.CompactionReply, streams=False
+        "A conversation made short", ResponsesBody, replies.CompactionReply, None
     ),
     ("POST", "/v1/responses/input_tokens"): Operation(
         "How many tokens a response's prompt has", replies.CountedInput, ResponsesBody, errors=BODY
@@ -131,16 +132,18 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/prefills/{prefill_id}/extend"): Operation(
         "More of it has become known", replies.PrefillReply, ExtendBody, errors=(*BODY, *ASKED)
     ),
-    ("POST", "/v1/sessions"): _generation("Opens a session", OpenBody, replies.SessionOpened, streams=False),
+    ("POST", "/v1/sessions"): _generation("Opens a session", OpenBody, replies.SessionOpened, None),
     ("GET", "/v1/sessions"): Operation(
         "The caller's own sessions", replies.SessionList, errors=(400,), query={"limit": _number(1, 1000)}
     ),
     ("GET", "/v1/sessions/{session_id}"): Operation("A session", replies.SessionReply, errors=(404, 410)),
     ("DELETE", "/v1/sessions/{session_id}"): Operation("It is closed", replies.Deleted, errors=(404, 410)),
     ("POST", "/v1/sessions/{session_id}/append"): _generation(
-        "What comes next in it", AppendBody, replies.SessionAppended, streams=False
+        "What comes next in it", AppendBody, replies.SessionAppended, None
     ),
-    ("POST", "/v1/sessions/{session_id}/query"): _generation("A question", QueryBody, replies.Completion, "max_tokens"),
+    ("POST", "/v1/sessions/{session_id}/query"): _generation(
+        "A question", QueryBody, replies.Completion, events.CompletionEvent, "max_tokens"
+    ),
     ("POST", "/v1/sessions/{session_id}/fork"): Operation(
         "A second session with its history", replies.SessionReply, ForkBody, errors=(*BODY, 409, 410), optional=True
     ),
@@ -213,8 +216,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
 def document(models: tuple[Served, ...] = ()) -> bytes:
     """The OpenAPI 3.1 document in JSON, with what is served where that is told."""
     schemas = _schemas()
+    limited: set[type[Body]] = set()
     for operation in OPERATIONS.values():
-        if operation.body is not None:
+        if operation.body is not None and operation.body not in limited:
+            limited.add(operation.body)  # as the first that has it says
             _limit(schemas, operation, models)
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
@@ -231,6 +236,13 @@ def document(models: tuple[Served, ...] = ()) -> bytes:
             "security": [{"bearer": []}, {"x-api-key": []}, {}],
             "components": {
                 "schemas": schemas,
+                "parameters": headers.parameters(),
+                "headers": headers.told(),
+                "responses": {
+                    _error_name(status, anthropic): _error(status, anthropic)
+                    for status in sorted({row.status for row in TABLE.values()})
+                    for anthropic in (False, True)
+                },
                 "securitySchemes": {
                     "bearer": {"type": "http", "scheme": "bearer"},
                     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -247,21 +259,24 @@ def served(cards: Sequence[ModelCard]) -> tuple[Served, ...]:
 
 def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.media: {"schema": _schema_of(operation.answer)}}
-    if operation.streams:
-        content[EVENTS] = {"schema": EVENT}
+    if operation.events is not None:
+        content[EVENTS] = {"schema": _event(operation.events)}
     if operation.media == LINES:
         content[CSV] = {"schema": {"type": "string"}}
-    error = replies.AnthropicError if path.startswith("/v1/messages") else replies.Error
+    anthropic = path.startswith("/v1/messages")
+    turn = operation.generates and "session" not in path
+    reads = operation.generates or operation.body in (CountBody, ResponsesBody)
     told: dict[str, Any] = {
         "operationId": _name(method, path),
         "summary": operation.summary,
         "responses": {
-            "200": {"description": operation.summary, "content": content},
+            "200": {
+                "description": operation.summary,
+                "headers": headers.of_answer(anthropic=anthropic, reads=reads),
+                "content": content,
+            },
             **{
-                str(status): {
-                    "description": ", ".join(row.code or row.type for row in TABLE.values() if row.status == status),
-                    "content": {JSON: {"schema": _schema_of(error)}},
-                }
+                str(status): {"$ref": f"#/components/responses/{_error_name(status, anthropic)}"}
                 for status in sorted({*ANY, *operation.errors})
             },
         },
@@ -269,14 +284,43 @@ def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
     parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in (operation.query or {}).items()]
-    if parameters:
-        told["parameters"] = parameters
+    sent = headers.of_request(
+        turn=turn,
+        program=turn or operation.body is PrefillBody,
+        anthropic=anthropic or path.startswith("/v1/models"),
+    )
+    told["parameters"] = [*parameters, *sent.values()]
     if operation.body is not None:
         schema = {"$ref": REF.format(model=operation.body.__name__)}
         told["requestBody"] = {"required": not operation.optional, "content": {JSON: {"schema": schema}}}
     if operation.generates:
         told["tags"] = ["generation"]
     return told
+
+
+def _error_name(status: int, anthropic: bool) -> str:
+    return f"anthropic-{status}" if anthropic else str(status)
+
+
+def _error(status: int, anthropic: bool) -> dict[str, Any]:
+    kind = replies.AnthropicError if anthropic else replies.Error
+    return {
+        "description": ", ".join(row.code or row.type for row in TABLE.values() if row.status == status),
+        "headers": headers.of_answer(anthropic=anthropic, later=status in (429, 503)),
+        "content": {JSON: {"schema": _schema_of(kind)}},
+    }
+
+
+def _event(kinds: Any) -> dict[str, Any]:
+    """An event of a stream; its data has one of these forms."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": _schema_of(kinds)}
+    done = "" if kinds is events.MessageEvent else ". Behind the last one stands [DONE]"
+    return {
+        "type": "object",
+        "description": f"An event: `data` is JSON{done}",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
 
 
 def _name(method: str, path: str) -> str:
@@ -296,7 +340,7 @@ def _schemas() -> dict[str, Any]:
     found: dict[str, Any] = {}
     kinds = [replies.Error, replies.AnthropicError]
     for operation in OPERATIONS.values():
-        kinds += [each for each in (operation.answer, operation.body) if each is not None]
+        kinds += [each for each in (operation.answer, operation.body, operation.events) if each is not None]
     for kind in dict.fromkeys(kinds):
         # Names of parts are kept apart by whose they are: two bodies may mean different things by one name.
         name = getattr(kind, "__name__", "")
@@ -326,8 +370,6 @@ def _limit(schemas: dict[str, Any], operation: Operation, models: Sequence[Serve
     context = max((each for _, each, _ in models), default=2**31)
     vocabulary = max((each for _, _, each in models), default=2**31)
     schema = schemas[operation.body.__name__]
-    if schema.get("x-complete"):
-        return
     properties, required = schema["properties"], [*schema.get("required", ()), *operation.needs]
     if issubclass(operation.body, GenerationBody):
         text = {"type": "string", "minLength": 1}
@@ -362,7 +404,7 @@ def _limit(schemas: dict[str, Any], operation: Operation, models: Sequence[Serve
             properties[name] = next(one for one in each["anyOf"] if one != {"type": "null"})
     if models and "model" in properties:
         properties["model"] = {"type": "string", "enum": [name for name, _, _ in models]}
-    schema["required"], schema["x-complete"] = required, True
+    schema["required"] = required
     one_of = [kind for kind in ("prompt", *KINDS) if kind in properties] if operation.body in ONE_OF else []
     if one_of:
         empty = {} if operation.body is not OpenBody else {"": None}
@@ -370,7 +412,6 @@ def _limit(schemas: dict[str, Any], operation: Operation, models: Sequence[Serve
             "anyOf": [_only(schema, kind, one_of) for kind in (*one_of, *empty)],
             "type": "object",
             "description": f"One of {', '.join(one_of)} is given{', or none' if empty else ''}",
-            "x-complete": True,
         }
 
 
@@ -426,7 +467,8 @@ def page(raw: bytes) -> str:
     for path, methods in told["paths"].items():
         for method, operation in methods.items():
             parts.append(f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> ")
-            parts.append(f"{escape(operation['summary'])}</summary>{''.join(_shown(operation))}</details>")
+            shown = "".join(_shown(operation, told["components"]["responses"]))
+            parts.append(f"{escape(operation['summary'])}</summary>{shown}</details>")
     parts.append("<h2>Schemas</h2>")
     for name, schema in sorted(told["components"]["schemas"].items()):
         parts.append(
@@ -435,13 +477,17 @@ def page(raw: bytes) -> str:
     return "".join(parts)
 
 
-def _shown(operation: Mapping[str, Any]) -> Iterator[str]:
-    for each in operation.get("parameters", ()):
-        yield f"<p><code>{escape(each['name'])}</code> in the {each['in']}: {_type(each['schema'])}</p>"
+def _shown(operation: Mapping[str, Any], errors: Mapping[str, Any]) -> Iterator[str]:
+    for each in operation["parameters"]:
+        if "$ref" not in each:
+            yield f"<p><code>{escape(each['name'])}</code> in the {each['in']}: {_type(each['schema'])}</p>"
+    sent = [each["$ref"].rpartition("/")[2] for each in operation["parameters"] if "$ref" in each]
+    yield f"<p>Headers: {', '.join(f'<code>{escape(name)}</code>' for name in sent)}</p>"
     if "requestBody" in operation:
         yield f"<p>Body: {_type(operation['requestBody']['content'][JSON]['schema'])}</p>"
     yield "<table>"
-    for status, answer in operation["responses"].items():
+    for status, given in operation["responses"].items():
+        answer = errors[given["$ref"].rpartition("/")[2]] if "$ref" in given else given
         kinds = ", ".join(f"{_type(each['schema'])} ({media})" for media, each in answer["content"].items())
         yield f"<tr><td>{status}<td>{escape(answer['description'])}<td>{kinds}"
     yield "</table>"

@@ -278,11 +278,13 @@ class ResponseError(TypedDict):
 
 @with_config(CLOSED)
 class ResponseReply(TypedDict):
+    """It is `in_progress` only in the first events of a stream."""
+
     id: str
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["completed", "incomplete", "failed"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: ResponseError | None
     incomplete_details: Why | None

@@ -21,6 +21,7 @@ from holdfast.router.protocol.body import (
     MOST_WORDS,
     NULL_IS_ABSENT,
     Body,
+    Unknown,
     decode,
     one_or_many,
     validate,
@@ -263,6 +264,46 @@ def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
     return items
 
 
+def _of(kind: Any, *more: str) -> frozenset[str]:
+    """The fields that are known of an item: those that are read, and those that clients send back as we told them."""
+    return frozenset({*kind.__annotations__, "id", "status", *more})
+
+
+_OF_ITEM: Mapping[str, frozenset[str]] = {
+    "a message": _of(MessageItem, "phase"),
+    "a call": _of(FunctionCallItem),
+    "a custom call": _of(CustomCallItem),
+    "an output": _of(CallOutputItem),
+    "thoughts": _of(ReasoningItem, "summary"),
+    "a compaction": _of(CompactionItem),
+    "a reference": _of(ReferenceItem),
+}
+_OF_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
+_OF_TOOL = frozenset(FunctionTool.__annotations__)
+_OF_FORMAT = frozenset({*JsonSchemaFormat.__annotations__, "description"})
+_OF_REASONING = frozenset({"effort", "summary", "generate_summary"})
+
+
+def unknown_fields(body: ResponsesBody) -> set[str]:
+    """The fields of items, parts, functions and the like that are not known, each by its path without numbers."""
+    unknown = Unknown()
+    for item in body.input if isinstance(body.input, list) else ():
+        kind = _kind(item)
+        if kind not in _OF_ITEM:
+            continue  # it is left out as a whole, by its type
+        unknown.look(item, _OF_ITEM[kind], "input")
+        for name in ("content", "output"):
+            parts = item.get(name)
+            for part in parts if isinstance(parts, list) else ():
+                unknown.look(part, _OF_PART, f"input.{name}")
+    for tool in body.tools:
+        if tool.get("type") == "function":
+            unknown.look(tool, _OF_TOOL, "tools")
+    unknown.look(body.text.format, _OF_FORMAT, "text.format")
+    unknown.look(body.reasoning or {}, _OF_REASONING, "reasoning")
+    return unknown.found
+
+
 PREFIXES: Mapping[str, str] = {
     "message": "msg",
     "reasoning": "rs",
@@ -290,7 +331,9 @@ def chat_messages(
 
     `reveal` reads an `encrypted_content`; None: it is not ours. Raises InvalidRequestError that names the item.
     """
-    reader = _ItemReader(reveal, {item["id"]: item for item in history if "id" in item})
+    # A reference that was stored has the id of what it refers to, and would lead to itself.
+    known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
+    reader = _ItemReader(reveal, known)
     if instructions:
         reader.messages.append({"role": "system", "content": instructions})
     for item in history:
@@ -418,7 +461,8 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     turn = build_turn(body, prompt, card, sampling)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
-    return turn, tuple(dict.fromkeys((*skipped, *translated.skipped, *turn.skipped)))[:MOST_WORDS]
+    left_out = (*skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
+    return turn, tuple(dict.fromkeys(left_out))[:MOST_WORDS]
 
 
 def _effort(body: ResponsesBody) -> str | None:

@@ -45,12 +45,9 @@ class StreamOptions(Lenient):
     include_obfuscation: bool = False  # accepted: chunks are not padded either way
 
 
-class GenerationBody(Body):
-    """Fields of both endpoints that generate."""
+class SamplingBody(Body):
+    """How tokens are drawn, in every format."""
 
-    model: str
-
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the most likely token
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all
@@ -59,13 +56,21 @@ class GenerationBody(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    stop: Annotated[Annotated[str, Tag("one")] | Annotated[list[str], Tag("many")], Discriminator(one_or_many)] = Field(
-        default_factory=list
-    )
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0  # before so many neither the model's end nor a stop ends the reply
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
+
+
+class GenerationBody(SamplingBody):
+    """Fields of OpenAI's endpoints that generate."""
+
+    model: str
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[Annotated[str, Tag("one")] | Annotated[list[str], Tag("many")], Discriminator(one_or_many)] = Field(
+        default_factory=list
+    )
 
     stream: bool = False
     stream_options: Annotated[StreamOptions, NULL_IS_ABSENT] | None = None
@@ -105,7 +110,7 @@ class Turn:
     `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth. `others`:
     the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has. `priority`: the
     class that it asks for; None: its tenant's usual one. `timeout_s`: how long its client waits, as its body says.
-    `cache_salt`: caches find what came with the same, and nothing else.
+    `cache_salt`: caches find what came with the same, and nothing else. `thoughts`: they are told, not left out.
     """
 
     model: ModelCard
@@ -126,6 +131,7 @@ class Turn:
     priority: Priority | None = None
     timeout_s: float | None = None
     cache_salt: str = ""
+    thoughts: bool = True
 
 
 def check_length(turn: Turn) -> Turn:

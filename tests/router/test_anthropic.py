@@ -239,7 +239,7 @@ def test_blocks_become_messages_in_their_order():
         ("user", "one"),
         ("assistant", "calling"),
         ("tool", "rain"),
-        ("tool", ""),
+        ("tool", "Error: "),  # a template has no field for it
         ("user", "and?"),
         ("system", "Be brief from now on."),
         ("user", "go on"),
@@ -285,6 +285,48 @@ def test_tools_that_run_elsewhere_and_fields_nobody_knows_are_left_out_and_told(
     assert answer.headers["x-holdfast-skipped"] == "context_management, web_search_20250305"
 
 
+def test_fields_nobody_knows_further_in_are_told_and_counted():
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}, "mood": 1}], "an odd one": 2},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"any": 1}, "new": 1}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "a",
+                    "content": [{"type": "text", "text": "x", "inner": 1}],
+                    "took_s": 1,
+                },
+                {"type": "document", "source": {"type": "text", "data": "x"}, "title": "t"},
+            ],
+        },
+    ]
+    world = World()
+    given = {
+        "messages": said,
+        "system": [{"type": "text", "text": "s", "old": 1}],
+        "tools": [{**TOOL, "input_examples": [], "cache_control": {}}],
+        "tool_choice": {"type": "auto", "why": 1},
+        "output_config": {"effort": "low", "depth": 1},
+    }
+    told = post(world, **given).headers["x-holdfast-skipped"].split(", ")
+    assert told == [
+        "messages.content.content.inner",
+        "messages.content.mood",
+        "messages.content.new",
+        "messages.content.title",
+        "messages.content.took_s",
+        "messages.unknown",
+        "output_config.depth",
+        "system.old",
+        "tool_choice.why",
+        "tools.input_examples",
+    ]
+    labels = {"tenant": "default", "endpoint": "messages"}
+    assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == len(told)
+
+
 @pytest.mark.parametrize(
     ("thinking", "expected"), [(None, False), ("disabled", False), ("enabled", True), ("adaptive", True)]
 )
@@ -308,6 +350,34 @@ def test_sampling_and_where_it_is_served():
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 5, 64)
     assert request.stop == ("END",)
     assert request.fits
+
+
+def test_more_of_sampling_than_anthropic_has():
+    given = {"seed": 5, "min_p": 0.1, "presence_penalty": 1.0, "repetition_penalty": 1.1, "stop_token_ids": [7]}
+    sampling = asked(World(), **given).sampling
+    assert {name: getattr(sampling, name) for name in given} == {**given, "stop_token_ids": {7}}
+
+
+def test_the_template_is_told_the_effort_and_what_the_client_says():
+    arguments = prompted(
+        World(), output_config={"effort": "high"}, chat_template_kwargs={"enable_thinking": True, "a": 1}
+    ).template_kwargs
+    assert arguments == {"reasoning_effort": "high", "enable_thinking": True, "a": 1}
+
+
+@pytest.mark.parametrize(
+    "name", ["stop", "logprobs", "max_completion_tokens", "prefill_id", "parallel_tool_calls", "truncation"]
+)
+def test_what_changes_an_answer_elsewhere_is_refused_by_name(name):
+    assert f"'{name}'" in refused(World(), **{name: 1})
+    answer = World().call("POST", f"{PATH}/count_tokens", json={**body(max_tokens=None), name: 1})
+    assert answer.status_code == 200, "no count depends on it"
+
+
+@pytest.mark.parametrize("name", ["context_management", "container", "prompt_cache_key", "speed"])
+def test_what_anthropics_clients_may_send_at_the_top_is_taken_and_told(name):
+    answer = post(World(), **{name: {}})
+    assert (answer.status_code, answer.headers["x-holdfast-skipped"]) == (200, name)
 
 
 def test_more_tokens_than_the_context_has_are_as_many_as_it_leaves():
@@ -336,6 +406,9 @@ def test_more_tokens_than_the_context_has_are_as_many_as_it_leaves():
         ({"tool_choice": {"type": "tool", "name": "nobody"}, "tools": [TOOL]}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"temperature": 3}, "temperature"),
+        ({"n": 2}, "n"),
+        ({"seed": "x"}, "seed"),
+        ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"system": [{"type": "image"}]}, "system.0"),

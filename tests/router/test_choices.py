@@ -6,7 +6,7 @@ import pytest
 from fake_backend import CALL, DONE, HELLO, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, OverloadedError
-from holdfast.replicas.requests import Errored, TextDelta
+from holdfast.replicas.requests import Errored, ReasoningDelta, TextDelta
 from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
@@ -144,6 +144,21 @@ def test_what_is_left_out_is_named_and_counted():
         labels = {"tenant": "default", "endpoint": endpoint}
         assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == n
     assert "x-holdfast-skipped" not in world.chat().headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_where_it_is_not_wanted(stream):
+    world = World(FakeBackend(((ReasoningDelta("Let me see."),), (TextDelta("Four."),), (DONE,))))
+    asked = {"stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
+    told, silent = world.chat(**asked), world.chat(**asked, include_reasoning=False)
+    assert ("Let me see." in told.text, "Let me see." in silent.text) == (True, False)
+    assert "Four." in silent.text
+    assert silent.headers["x-holdfast-cache"] == "hit", "what is computed is the same"
+    for name in ("include_reasoning", "separate_reasoning"):
+        refused = world.call("POST", "/v1/completions", json={"model": "pocket", "prompt": "x", name: False})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        taken = world.call("POST", "/v1/completions", json={"model": "pocket", "prompt": "x", name: True})
+        assert taken.status_code == 200
 
 
 def test_models_in_the_shape_of_the_client_that_asks():

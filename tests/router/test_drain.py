@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from fake_backend import FakeBackend, World, chat_body
+from fake_backend import FORMATS, FakeBackend, World, chat_body
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import UnavailableError
@@ -74,22 +74,21 @@ def test_what_runs_goes_on_and_ends_with_an_error_when_its_time_is_over(streamed
     assert world.outcomes() == {"failed": 1}
 
 
-def test_a_response_that_outlives_its_time_fails_once():
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_stream_of_any_format_that_outlives_its_time_ends_once(format_):
     async def scenario():
         backend = FakeBackend([(TextDelta("half"),), (TextDelta("never"),)])
         backend.stall = 1
         world = Draining(backend)
         async with client(world) as http:
-            body = {"model": "pocket", "input": "hello", "stream": True}
-            asked = asyncio.create_task(http.post("/v1/responses", json=body))
+            asked = asyncio.create_task(http.post(format_.path, json=format_.streamed()))
             await asyncio.to_thread(backend.started.wait, 10.0)
             world.drain.begin(0.0)
             return world, await asked
 
     world, answer = asyncio.run(scenario())
-    *_, last, done, rest = answer.text.split("\n\n")
-    assert last.startswith("event: response.failed\n")
-    assert (done, rest, answer.text.count("event: response.failed")) == ("data: [DONE]", "", 1)
+    assert "half" in answer.text
+    assert format_.ends(answer.text) == [format_.failed]
     assert world.outcomes() == {"failed": 1}
 
 

@@ -2,13 +2,20 @@
 
 import json
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 
+import jsonschema
 import pytest
-from fake_backend import World
+from fake_backend import CALL, DONE, FORMATS, HELLO, USAGE, FakeBackend, World
 from starlette.routing import Route
 
-from holdfast.router.protocol.openapi import OPERATIONS
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta
+from holdfast.router.http import AnswerHeaders
+from holdfast.router.protocol.openapi import EVENTS, OPERATIONS
+from holdfast.router.quotas import Standing
+from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 from holdfast.router.usage import Books
 
 ITSELF = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"), ("GET", "/page/{name}")}  # for people
@@ -32,12 +39,72 @@ def test_every_reference_leads_somewhere_and_the_page_shows_all() -> None:
     world = World()
     answer = world.call("GET", "/openapi.json")
     schemas = answer.json()["components"]["schemas"]
-    assert set(re.findall(r'"#/components/schemas/(\w+)"', answer.text)) <= set(schemas)
+    components = answer.json()["components"]
+    for kind, name in re.findall(r'"#/components/(\w+)/([\w-]+)"', answer.text):
+        assert name in components[kind]
+    assert '"x-complete"' not in answer.text
     page = world.call("GET", "/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert all(f"id={name}>" in page.text for name in schemas)
     assert all(path in page.text for _, path in OPERATIONS)
     assert not re.search(r"<script|src=|https?://", page.text)
+
+
+SCORED = TextDelta("Hi", (LogprobText("Hi", b"Hi", -0.5, (LogprobText("Yo", b"Yo", -1.0),)),))
+SCRIPTS: Sequence[Sequence[Sequence[Piece]]] = (
+    HELLO,
+    ((ReasoningDelta("Let me see."),), *CALL),
+    ((SCORED,), (Completed("length", USAGE, DONE.timing),)),
+    ((DONE,),),
+    ((TextDelta("half"),), (Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),)),
+)
+STREAMED = [(each.path, each.streamed()) for each in FORMATS]
+STREAMED.append(("/v1/completions", {"model": "pocket", "stream": True, "prompt": "hello"}))
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=[path for path, _ in STREAMED])
+@pytest.mark.parametrize("script", SCRIPTS, ids=["text", "thoughts and a call", "cut, scored", "nothing", "failed"])
+def test_every_event_of_a_stream_is_as_the_document_says(path, body, script) -> None:
+    world = World(FakeBackend(script))
+    told = world.call("GET", "/openapi.json").json()
+    event = told["paths"][path]["post"]["responses"]["200"]["content"][EVENTS]["schema"]
+    form = {**event["properties"]["data"]["contentSchema"], "components": told["components"]}
+    usage = (
+        {"include_usage": True, "event_names": True} if path in ("/v1/chat/completions", "/v1/completions") else None
+    )
+    asked = {**body, **({"stream_options": usage} if usage else {})}
+    text = world.call("POST", path, json=asked).text
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    validator = jsonschema.Draft202012Validator(form)
+    for each in data:
+        if each != "[DONE]":
+            validator.validate(json.loads(each))
+    assert len(data) > 1
+    assert not validator.is_valid({**json.loads(data[0]), "more": 1}), "nothing else is in them"
+
+
+def test_every_header_that_is_sent_or_read_is_in_it() -> None:
+    """By its name; that the values are as it says, and that none is missing, is `make fuzz`'s."""
+    world = World()
+    told = world.call("GET", "/openapi.json").json()
+    limits = TenantLimits(
+        requests_per_minute=1,
+        input_tokens_per_minute=1,
+        uncached_tokens_per_minute=1,
+        output_tokens_per_minute=1,
+    )
+    standing = Standing(limits, defaultdict(float))
+    sent = set()
+    for anthropic in (False, True):
+        headers = AnswerHeaders("r", age_s=0.0, server_timing="x", skipped="x", standing=standing, anthropic=anthropic)
+        sent |= {name.decode() for name, _ in headers.encode()}
+    assert set(told["components"]["headers"]) == sent | {"retry-after"}
+    config = world.config
+    read = {*config.program_headers, *config.placement_headers, *config.deadline_headers, *config.parent_headers}
+    read |= {"x-request-id", "idempotency-key", "cache-control", "x-priority", "anthropic-version"}
+    assert set(told["components"]["parameters"]) == read
+    chat = {each["$ref"].rpartition("/")[2] for each in told["paths"]["/v1/chat/completions"]["post"]["parameters"]}
+    assert chat == read - {"anthropic-version"}
 
 
 def test_models_are_told_to_those_who_may_know() -> None:

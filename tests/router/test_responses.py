@@ -5,15 +5,14 @@ import base64
 import http.client
 import itertools
 import json
-import os
-from pathlib import Path
 
 import httpx
-import jsonschema
+import open_responses
 import openai
 import pytest
 from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 from redis_server import RedisServer
 
 from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, UnavailableError
@@ -42,41 +41,7 @@ PARALLEL = (
 )
 CUT = ((TextDelta("Hel"),), (Completed("length", USAGE, DONE.timing),))
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
-REQUIRED = {
-    "id",
-    "object",
-    "created_at",
-    "completed_at",
-    "status",
-    "incomplete_details",
-    "model",
-    "previous_response_id",
-    "instructions",
-    "output",
-    "error",
-    "tools",
-    "tool_choice",
-    "truncation",
-    "parallel_tool_calls",
-    "text",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_logprobs",
-    "temperature",
-    "reasoning",
-    "user",
-    "usage",
-    "max_output_tokens",
-    "max_tool_calls",
-    "store",
-    "background",
-    "service_tier",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-}
-SCHEMA = os.environ.get("HOLDFAST_TEST_OPENRESPONSES")  # the specification's openapi.json, where there is a copy
+STREAM_EVENT = TypeAdapter(ResponseStreamEvent)  # as the official package reads it
 
 
 def post(world, **body):
@@ -95,44 +60,27 @@ def events(text):
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     assert [event["type"] in TERMINAL for event in found] == [False] * (len(found) - 1) + [True]
     for event in found:
-        conforms(f"{event['type']} event", event)
+        open_responses.check_event(event)
+        STREAM_EVENT.validate_python(event)
     return found
 
 
-def conforms(what, value):
-    """`value` has what the specification requires, and where its schema is at hand, all that it says."""
-    if what == "response":
-        assert set(value) >= REQUIRED
-        Response.model_validate(value, strict=True)
-    if SCHEMA is not None:
-        validator(what).validate(value)
-
-
-def validator(what, loaded={}):  # noqa: B006 (read once)
-    if not loaded:
-        loaded.update(json.loads(Path(SCHEMA).read_text()))
-        for name, schema in loaded["components"]["schemas"].items():
-            kind = schema.get("properties", {}).get("type", {}).get("enum", [""])[0]
-            if name.endswith("StreamingEvent"):
-                loaded[f"{kind} event"] = name
-        loaded["response"], loaded["compaction"] = "ResponseResource", "CompactResource"
-    if what not in loaded:  # an event that OpenAI has and the specification has not
-        return jsonschema.Draft202012Validator(True)
-    return jsonschema.Draft202012Validator(
-        {"$ref": f"#/components/schemas/{loaded[what]}", "components": loaded["components"]}
-    )
+def conforms(response):
+    """It has what the specification requires, and is what the official package reads."""
+    open_responses.check(open_responses.RESPONSE, response)
+    Response.model_validate(response, strict=True)
 
 
 def whole(world, **body):
     answer = post(world, **body)
     assert answer.status_code == 200, answer.text
-    conforms("response", answer.json())
+    conforms(answer.json())
     return answer.json()
 
 
 def streamed(world, **body):
     found = events(post(world, stream=True, **body).text)
-    conforms("response", found[-1]["response"])
+    conforms(found[-1]["response"])
     return found
 
 
@@ -229,7 +177,7 @@ def test_case_a_compaction():
     body = {"model": "pocket", "prompt_cache_key": "k", **said(("user", "On Tuesday."), ("assistant", "Understood."))}
     world = World()
     answer = world.call("POST", f"{PATH}/compact", json=body)
-    conforms("compaction", answer.json())
+    open_responses.check(open_responses.COMPACTION, answer.json())
     assert [item["type"] for item in answer.json()["output"]] == ["message", "compaction"]
     del body["model"]
     refused = world.call("POST", f"{PATH}/compact", json=body)
@@ -402,6 +350,45 @@ def test_tools_that_are_no_functions_are_skipped_and_told():
     assert bad.json()["error"]["param"] == "tools.1.name"
 
 
+def test_fields_nobody_knows_further_in_are_told_and_counted():
+    world = World()
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "mood": 1}], "an odd one": 1, "status": "x"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t", "of": 1}], "deep": 1},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}", "id": "fc", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "o", "x": 1}]},
+        {"type": "something_new", "any": 1},
+    ]
+    body = {
+        "input": items,
+        "tools": [{**TOOL, "defer_loading": True}, {"type": "web_search", "user_location": {}}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "title": "t"}},
+        "reasoning": {"effort": "low", "depth": 1},
+    }
+    answer = post(world, **body)
+    assert answer.headers["x-holdfast-skipped"].split(", ") == [
+        "web_search",
+        "something_new",
+        "input.content.mood",
+        "input.content.of",
+        "input.deep",
+        "input.namespace",
+        "input.output.x",
+        "input.unknown",
+        "reasoning.depth",
+        "text.format.title",
+        "tools.defer_loading",
+    ]
+    labels = {"tenant": "default", "endpoint": "responses"}
+    assert world.registry.get_sample_value("holdfast_request_fields_skipped_total", labels) == 11
+    listed = world.call("GET", f"{PATH}/{answer.json()['id']}/input_items?order=asc").json()["data"]
+    assert listed[1]["deep"] == 1, "they are kept"
+    messages = world.backend.requests[0].prompt.messages
+    assert messages[0] == {"role": "user", "content": "x"}, "and not shown to the model"
+    again = post(world, input="next", previous_response_id=answer.json()["id"])
+    assert again.headers["x-holdfast-skipped"] == "something_new", "of earlier turns only what the prompt lacks is told"
+
+
 def test_what_was_skipped_is_told_in_words_only():
     world = World()
     tools = [{"type": "a\r\nset-cookie: b"}, {"type": ["list"]}, {}, {"type": "ä" * 100}]
@@ -455,6 +442,50 @@ def test_every_kind_of_item_survives_the_round_trip():
     assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant", "tool"]
     assert (messages[1]["reasoning_content"], messages[2]["content"]) == ("t", "o")
     assert messages[3]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"x"}'}
+
+
+def test_a_compacted_conversation_goes_on_as_codex_sends_it():
+    """A compaction in `input` beside items that are kept, built-in tools, nulls at the top, then a chain of it all."""
+    world = World(FakeBackend(((TextDelta("It is 7."),), (DONE,))))
+    tools = [TOOL, {"type": "web_search"}, {"type": "local_shell"}, {"type": "custom", "name": "apply_patch"}]
+    nulls = dict.fromkeys(("instructions", "previous_response_id", "prompt_cache_key", "text", "reasoning", "include"))
+    history = [
+        {"role": "user", "content": "remember 7"},
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"]}, "status": None},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    asked = {"model": "pocket", "input": history, "tools": tools, **nulls}
+    compacted = world.call("POST", f"{PATH}/compact", json=asked)
+    assert compacted.status_code == 200, compacted.text
+    assert "local_shell_call" in compacted.headers["x-holdfast-skipped"]
+    open_responses.check(open_responses.COMPACTION, compacted.json())
+    kept, summary = compacted.json()["output"]
+    assert (kept["content"][0]["text"], summary["type"]) == ("remember 7", "compaction")
+
+    again = {"role": "user", "content": "which?"}
+    first = post(world, input=[kept, summary, again], tools=tools, store=True, **nulls)
+    assert first.status_code == 200, first.text
+    messages = world.backend.requests[-1].prompt.messages
+    assert [message["role"] for message in messages] == ["user", "user", "user"]
+    assert messages[1]["content"].endswith("It is 7.")
+    listed = world.call("GET", f"{PATH}/{first.json()['id']}/input_items?order=asc").json()["data"]
+    assert listed[1] == summary
+    assert listed[0] == kept
+
+    reply = first.json()["output"][0]["id"]
+    named = [{"type": "item_reference", "id": reply}, {"id": listed[2]["id"]}, {"role": "user", "content": "sure?"}]
+    second = post(world, input=named, previous_response_id=first.json()["id"], tools=tools)
+    assert second.status_code == 200, second.text
+    before, after = messages, world.backend.requests[-1].prompt.messages
+    assert after[: len(before)] == before
+    assert [message["content"] for message in after[len(before) :]] == ["It is 7.", "It is 7.", "which?", "sure?"]
+
+    chained = {"model": "pocket", "input": None, "previous_response_id": second.json()["id"]}
+    again_compacted = world.call("POST", f"{PATH}/compact", json=chained).json()["output"]
+    assert [item["type"] for item in again_compacted][-1] == "compaction"
+    assert all(item["type"] != "compaction" for item in again_compacted[:-1]), "one summary, of all before it"
 
 
 def test_pages_of_input_items():
@@ -560,7 +591,9 @@ def test_what_is_not_stored_is_not_found():
     made = whole(world, store=False)
     assert world.call("GET", f"{PATH}/{made['id']}").status_code == 404
     answer = post(world, previous_response_id=made["id"])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "previous_response_id")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "previous_response_not_found")
 
 
 def test_a_tenant_finds_its_own_responses_only():
@@ -574,7 +607,7 @@ def test_a_tenant_finds_its_own_responses_only():
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         assert call("2", method, f"{PATH}/{made['id']}{path}").status_code == 404
     follow = {"model": "pocket", "input": "y", "previous_response_id": made["id"]}
-    assert call("2", "POST", PATH, json=follow).status_code == 404
+    assert call("2", "POST", PATH, json=follow).json()["error"]["code"] == "previous_response_not_found"
     assert call("1", "GET", f"{PATH}/{made['id']}").json()["id"] == made["id"]
     assert world.call("GET", f"{PATH}/{made['id']}").status_code == 401
 
@@ -599,6 +632,9 @@ def test_a_continued_chain_lives_on_and_another_ends():
     second = whole(world, previous_response_id=first["id"])
     now[0] = 16.0
     whole(world, previous_response_id=second["id"])
+    assert world.call("DELETE", f"{PATH}/{first['id']}").status_code == 200
+    broken = post(world, previous_response_id=second["id"])
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
 
 

@@ -1,14 +1,18 @@
 import asyncio
+import json
 
 import pytest
-from fake_backend import CARD, DONE, HELLO, FakeBackend
+from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, TextDelta
+from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import Meter, RouterMetrics
 from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.store import MemoryStore
+from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.streaming import ChatEncoder
 from holdfast.router.turn_stream import TurnStream
 
@@ -109,5 +113,72 @@ def test_batches_without_text_send_nothing():
         opened = Opened([(TextDelta("a"),), (TextDelta(""),), (TextDelta("b"), DONE)])
         await opened.stream.start()
         assert len(await opened.rest()) == 2
+
+    asyncio.run(scenario())
+
+
+UNWRITABLE = TextDelta("\ud800")  # no encoder can make JSON of half a character
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "rest",
+    [
+        [(UNWRITABLE,), (DONE,)],
+        [(TextDelta("more"), UNWRITABLE), (DONE,)],
+        [(UNWRITABLE, DONE)],
+        [(Errored(ErrorInfo(ErrorKind.INTERNAL, "\ud800")),)],
+    ],
+)
+def test_a_piece_that_cannot_be_written_ends_the_stream_once(format_, rest):
+    world = World(FakeBackend([(TextDelta("half"),), *rest]))
+    answer = world.call("POST", format_.path, json=format_.streamed())
+    assert answer.status_code == 200
+    assert "half" in answer.text
+    assert "more" not in answer.text
+    assert format_.ends(answer.text) == [format_.failed]
+    assert (world.outcomes(), world.in_flight(), world.backend.open_streams) == ({"failed": 1}, 0, 0)
+    numbers = [json.loads(line[6:]).get("sequence_number") for line in answer.text.split("\n") if line[:7] == "data: {"]
+    assert format_.path != "/v1/responses" or numbers == list(range(len(numbers)))
+
+
+class Forgetful(StoredResponses):
+    async def keep(self, tenant, stored):
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=str)
+@pytest.mark.parametrize("fault", ["programs", "responses"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_fails_after_the_last_piece_takes_no_answer_away(format_, fault, stream, monkeypatch):
+    world = World(responses=Forgetful(MemoryStore(9, 999), RouterConfig()) if fault == "responses" else None)
+    if fault == "programs":
+
+        async def end(*_arguments, **_named):
+            raise RuntimeError("not today")
+
+        monkeypatch.setattr(world.programs, "end", end)
+    answer = world.call("POST", format_.path, json={**format_.streamed(), "stream": stream})
+    assert answer.status_code == 200
+    if stream:
+        assert format_.ends(answer.text) == [format_.whole]
+    else:
+        assert "Hello!" in answer.text
+    assert (world.outcomes(), world.in_flight()) == ({"completed": 1}, 0)
+
+
+def test_what_the_stream_itself_does_at_the_end_may_fail_too():
+    async def scenario():
+        opened = Opened(HELLO)
+
+        async def answered(replica_id, answer):
+            raise RuntimeError("not today")
+
+        opened.stream._on_answer = answered
+        await opened.stream.start()
+        data = await opened.rest()
+        assert data[-1].startswith(b'data: {"error"')
+        await opened.stream.close()
+        assert opened.given_back == 1
 
     asyncio.run(scenario())

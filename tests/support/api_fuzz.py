@@ -3,11 +3,14 @@
 Each operation gets as many as every other, generation five times as many; half of them are as the document says, half
 are broken somewhere. No answer may be a 5xx, or anything that the document does not tell. The router is the real one;
 behind it a backend replies at once with text, thoughts, calls and log probabilities, or `--engine` the shipped model.
+*Accepted* is, of the generation requests that are as the document says, what got a 200. Standard error tells how far it
+is; an interrupt, or SIGTERM, ends it with what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections import Counter
@@ -135,6 +138,7 @@ def fuzz(address: str, cases: int, found: Found | None = None) -> Found:
             # A quarter more, for some cannot be broken.
             wanted = cases * weight * 5 // (8 * sum(weights)) + 1
             _send(address, operation, mode, wanted if has_input else 1, found, known, generates=generates)
+        print(f"{operation.label}: {found.cases} cases, {len(found.faults)} faults", file=sys.stderr, flush=True)
     return found
 
 
@@ -250,6 +254,8 @@ def main() -> int:
     parser.add_argument("--engine", action="store_true", help="with the shipped model behind the router")
     parser.add_argument("--refusals", action="store_true", help="show why valid requests were refused")
     options = parser.parse_args()
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, signal.default_int_handler)
     backend = ServiceBackend(TINY) if options.engine else Talker()
     began, found = time.monotonic(), Found()
     with (

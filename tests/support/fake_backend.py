@@ -285,3 +285,36 @@ class FakeTurns(FakeBackend):
         async with contextlib.aclosing(super().stream(request, place)) as batches:
             async for batch in batches:
                 yield batch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One of the endpoints that generate: how a stream of it is asked for, and how one ends, well or not."""
+
+    path: str
+    body: Mapping[str, object]
+    whole: str
+    failed: str
+
+    def streamed(self) -> dict[str, object]:
+        return {"model": "pocket", "stream": True, **self.body}
+
+    def ends(self, text: str) -> list[str]:
+        """The ends that are in a stream; it must have nothing behind the last of them."""
+        blocks = text.split("\n\n")
+        assert blocks.pop() == ""
+        ends = [end for block in blocks for end in (self.whole, self.failed) if block.startswith(end)]
+        after = blocks[-1] if blocks[-1] != "data: [DONE]" or self.whole == blocks[-1] else blocks[-2]
+        assert after.startswith((self.whole, self.failed))
+        return ends
+
+    def __str__(self) -> str:
+        return self.path
+
+
+_SAID = [{"role": "user", "content": "hello"}]
+FORMATS = (
+    Format("/v1/chat/completions", {"messages": _SAID}, "data: [DONE]", 'data: {"error"'),
+    Format("/v1/responses", {"input": "hello"}, "event: response.completed\n", "event: response.failed\n"),
+    Format("/v1/messages", {"messages": _SAID, "max_tokens": 9}, "event: message_stop\n", "event: error\n"),
+)

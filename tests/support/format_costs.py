@@ -1,24 +1,30 @@
 """What the router's formats cost beside chat completions: `python tests/support/format_costs.py`.
 
 Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
-turns; a figure is processor time, the median of all rounds. Last comes how long an event takes from the engine's first
-token to the bytes that are sent, through the whole router.
+turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from the engine's first
+token to the bytes that are sent, through the whole router; and last what storing costs: the router's processor time for
+whole requests, in chat, not stored, stored in a Redis of its own, and as the next of ten stored before, all with the
+same prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import orjson
 from fake_backend import CARD, DONE, FakeBackend, World
+from redis_server import RedisServer
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
 from holdfast.router.anthropic import AnthropicEncoder
 from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.anthropic import chat_prompt, messages_turn, read_messages
 from holdfast.router.protocol.chat import read_chat
 from holdfast.router.protocol.responses import (
@@ -29,6 +35,8 @@ from holdfast.router.protocol.responses import (
     responses_turn,
 )
 from holdfast.router.response_events import ResponseEncoder
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.streaming import ChatEncoder, Encoder
 
 ROUNDS, TOKENS, FIRST = 400, 256, 200
@@ -36,6 +44,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTIONS = [{"name": f"tool_{i}", "description": "What it does. " * 20, "parameters": SCHEMA} for i in range(12)]
 TALK = [("user" if i % 2 == 0 else "assistant", "words that were said before " * 40) for i in range(21)]
 MESSAGES = [{"role": role, "content": text} for role, text in TALK]
+REPLY = ((TextDelta(TALK[1][1]),), (DONE,))
 
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": MESSAGES, "tools": [{"type": "function", "function": each} for each in FUNCTIONS]},
@@ -116,7 +125,47 @@ async def first_events() -> dict[str, list[float]]:
 
 
 async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float:
+    return ((await _sent(app, path, raw))[0][0] - backend.at) * 1e3
+
+
+async def storing(address: str) -> dict[str, float]:
+    """Milliseconds of the router's processor time for a whole request, by what is stored."""
+    store = RedisStore(RedisAddress(address), MemoryStore(10, 2**20), timeout_s=10.0)
+    app = World(FakeBackend(REPLY), responses=StoredResponses(store, RouterConfig())).app
+    said = {"temperature": 0.5, "tools": BODIES["responses"]["tools"]}
+    previous = None
+    for index in range(0, len(TALK) - 1, 2):  # each of ten with its answer, which is the talk's as well
+        body = {**said, "input": TALK[index][1], "previous_response_id": previous}
+        previous = await _answered(app, PATHS["responses"], body)
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "chat": (PATHS["chat"], BODIES["chat"]),
+        "responses, not stored": (PATHS["responses"], {**BODIES["responses"], "store": False}),
+        "responses, stored": (PATHS["responses"], BODIES["responses"]),
+        "responses, the next of ten": (
+            PATHS["responses"],
+            {**said, "input": TALK[-1][1], "previous_response_id": previous},
+        ),
+    }
+    found: dict[str, list[float]] = {name: [] for name in bodies}
+    for number in range(ROUNDS):
+        for name, (path, body) in bodies.items():
+            raw = orjson.dumps({"model": "pocket", **body, "temperature": number / 1000})
+            began = time.thread_time()
+            await _sent(app, path, raw)
+            found[name].append(time.thread_time() - began)
+    await store.close()
+    return {name: median(times) * 1e3 for name, times in found.items()}
+
+
+async def _answered(app: Any, path: str, body: dict[str, Any]) -> str:
+    _, answer = await _sent(app, path, orjson.dumps({"model": "pocket", **body}))
+    return str(orjson.loads(answer)["id"])
+
+
+async def _sent(app: Any, path: str, raw: bytes) -> tuple[list[float], bytes]:
+    """When each part of the answer came, and all of it."""
     sent: list[float] = []
+    parts: list[bytes] = []
     asked = iter([{"type": "http.request", "body": raw, "more_body": False}])
 
     async def receive() -> dict[str, Any]:
@@ -129,6 +178,7 @@ async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.body":
             sent.append(time.perf_counter())
+            parts.append(message.get("body", b""))
 
     address = ("127.0.0.1", 1)
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
@@ -140,7 +190,7 @@ async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float
     }
     scope |= {"http_version": "1.1", "root_path": ""}
     await app(scope, receive, send)
-    return (sent[0] - backend.at) * 1e3
+    return sent, b"".join(parts)
 
 
 def main() -> None:
@@ -152,6 +202,15 @@ def main() -> None:
     for name, times in asyncio.run(first_events()).items():
         last = sorted(times)[int(len(times) * 0.99)]
         print(f"{name:10} first event after {median(times):.3f} ms, 99 % within {last:.3f} ms")
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(Path(folder))
+        server.start()
+        try:
+            stored = asyncio.run(storing(server.url))
+        finally:
+            server.kill()
+    for name, each in stored.items():
+        print(f"{name:26} {each:.3f} ms a request ({each - stored['chat']:+.3f} ms beside chat)")
 
 
 if __name__ == "__main__":

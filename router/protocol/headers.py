@@ -1,0 +1,98 @@
+"""The headers of requests and answers, as `/openapi.json` tells them.
+
+Which headers name programs and times is the configuration's; what stands here are its defaults.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from holdfast.replicas.types import Priority
+from holdfast.router.config import DEADLINE_HEADERS, PLACEMENT_HEADERS, PROGRAM_HEADERS
+from holdfast.router.identity import MAX_LENGTH, PRIORITY
+from holdfast.router.response_cache import CacheResult
+
+Headers: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # what each says, and its schema
+
+TEXT: Mapping[str, Any] = {"type": "string"}
+NAME: Mapping[str, Any] = {"type": "string", "pattern": f"^[!-~]{{1,{MAX_LENGTH}}}$"}
+COUNT: Mapping[str, Any] = {"type": "integer", "minimum": 0}
+SECONDS: Mapping[str, Any] = {"type": "number", "exclusiveMinimum": 0}
+GRPC: Mapping[str, Any] = {"type": "string", "pattern": "^[1-9][0-9]{0,7}[HMSmun]$"}
+
+# ---- of requests ----
+
+ANY: Headers = {"x-request-id": ("The request's id, told back", {**TEXT, "pattern": "^[A-Za-z0-9._:-]{1,128}$"})}
+PROGRAM: Headers = {
+    **dict.fromkeys(PROGRAM_HEADERS, ("Names the program, where the body does not", NAME)),
+    **dict.fromkeys(PLACEMENT_HEADERS, ("Names what a new program is placed with", NAME)),
+}
+TURN: Headers = {
+    "idempotency-key": ("A second try under the same key is billed once", NAME),
+    "cache-control": ("For the response cache: no-store, no-cache, max-age=N", {**TEXT, "pattern": "^[!-~]*$"}),
+    PRIORITY: ("The request's class, where the body does not say it", {"enum": [*Priority]}),
+    **{
+        name: ("For how long the client waits", GRPC if name == "grpc-timeout" else SECONDS)
+        for name in DEADLINE_HEADERS
+    },
+}
+ANTHROPIC: Headers = {"anthropic-version": ("Sent by Anthropic's clients", TEXT)}
+
+# ---- of answers ----
+
+ALWAYS: Headers = {
+    "x-request-id": ("The request's id", TEXT),
+    "request-id": ("The same", TEXT),
+    "x-holdfast-replica": ("Who answered; none: nobody had to", TEXT),
+    "x-holdfast-cache": ("What became of the look-up in the response cache", {"enum": [*CacheResult]}),
+}
+READ: Headers = {
+    "age": ("Of an answer from the response cache: seconds since it was computed", COUNT),
+    "x-holdfast-skipped": ("What of the request the model does not see", TEXT),
+    "server-timing": ("Milliseconds of each stage, of an answer that an engine made and that is not streamed", TEXT),
+}
+LATER: Headers = {"retry-after": ("Seconds", {"type": "integer", "minimum": 1})}
+STANDING: Headers = {
+    f"x-ratelimit-{what}-{of}": (f"How the tenant stands with its {of}", TEXT if what == "reset" else COUNT)
+    for of in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+}
+ANTHROPIC_STANDING: Headers = {
+    f"anthropic-ratelimit-{of}-{what}": (
+        f"How the tenant stands with its {of}",
+        {**TEXT, "format": "date-time"} if what == "reset" else COUNT,
+    )
+    for of in ("requests", "input-tokens", "output-tokens", "tokens")
+    for what in ("limit", "remaining", "reset")
+}
+
+
+def parameters() -> dict[str, Any]:
+    """All headers of requests, as components of the document."""
+    return {
+        name: {"name": name, "in": "header", "description": says, "schema": schema}
+        for name, (says, schema) in {**ANY, **PROGRAM, **TURN, **ANTHROPIC}.items()
+    }
+
+
+def told() -> dict[str, Any]:
+    """All headers of answers, as components of the document."""
+    return {
+        name: {"description": says, "required": name in ALWAYS, "schema": schema}
+        for name, (says, schema) in {**ALWAYS, **READ, **LATER, **STANDING, **ANTHROPIC_STANDING}.items()
+    }
+
+
+def of_request(*, turn: bool, program: bool, anthropic: bool) -> dict[str, Any]:
+    """References to the headers of a request: of one that is a `turn`, that names a `program`, in Anthropic's form."""
+    more = ((PROGRAM, program), (TURN, turn), (ANTHROPIC, anthropic))
+    return _refer("parameters", [*ANY, *(name for names, has in more if has for name in names)])
+
+
+def of_answer(*, anthropic: bool, reads: bool = False, later: bool = False) -> dict[str, Any]:
+    """References to the headers of an answer: to a request whose prompt it `reads`, to one to be tried `later`."""
+    more = ((READ, reads), (LATER, later), (ANTHROPIC_STANDING if anthropic else STANDING, True))
+    return _refer("headers", [*ALWAYS, *(name for names, has in more if has for name in names)])
+
+
+def _refer(kind: str, names: Iterable[str]) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/{kind}/{name}"} for name in names}

@@ -1,8 +1,8 @@
 """What the router's formats cost beside chat completions: `python tests/support/format_costs.py`.
 
 Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
-turns; a figure is processor time, the median of all rounds. Last comes how long an event takes from the first piece of a
-reply to the bytes that are sent, through the whole router; through all of a server it is `first_events` that measures.
+turns; a figure is processor time, the median of all rounds. Last comes how long an event takes from a reply's first
+piece to the bytes that are sent, through the whole router; `first_events` measures that through all of a server.
 """
 
 from __future__ import annotations

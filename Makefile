@@ -42,7 +42,7 @@ fuzz: $(STAMP_DEV)
 # Clients of others (docs/clients.md), installed into .clients: all, or WHICH="LiteLLM,Claude Code"; TESTS= as pytest's -k.
 clients: $(STAMP_DEV)
 	$(BIN)/python tests/support/real_clients.py .clients "$(WHICH)"
-	HOLDFAST_CLIENTS=.clients $(BIN)/pytest tests/router/test_clients.py tests/cluster/test_clients_on_serve.py $(if $(TESTS),-k "$(TESTS)")
+	HOLDFAST_CLIENTS=.clients $(BIN)/pytest -rs --durations 12 tests/cluster/test_clients.py $(if $(TESTS),-k "$(TESTS)")
 
 # The site, into build/site; a dead link or a page that is not in its menu is an error.
 docs: $(STAMP_DEV)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -18,21 +18,22 @@ from holdfast.loadgen.client import Client
 from holdfast.loadgen.peers import Peer
 from holdfast.replicas.errors import UnavailableError
 
+HOLDFAST = ("-m", "holdfast.cluster.cli")
 _LOOK_S = 0.2  # between two looks whether a peer is ready
 _END_S = 30.0  # for a peer that is told to end
 
 
 @contextmanager
-def serving(model: str, engine: Mapping[str, Any]) -> Iterator[str]:
+def serving(model: str, engine: Mapping[str, Any], program: Sequence[str | Path] = HOLDFAST) -> Iterator[str]:
     """The address of a server of one replica whose configuration's `engine` section is this; it ends with the block.
 
-    Raises UnavailableError where it does not start.
+    `program`: what Python is to run for the `holdfast` command. Raises UnavailableError where it does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "settings.yaml"
         settings.write_text(json.dumps({"engine": engine}), encoding="utf-8")  # JSON is YAML
         port = _free_port()
-        command = [sys.executable, "-m", "holdfast.cluster.cli", "serve", "--config", str(settings)]
+        command = [sys.executable, *map(str, program), "serve", "--config", str(settings)]
         command += ["--port", str(port), "--model", model]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import replicas_in_serve
 
 from holdfast.cluster import ports
 
@@ -57,13 +58,17 @@ class Server:
         assert self.processes() == {}
 
 
-def start(folder: Path, settings: str, *arguments: str) -> Server:
-    """Start a server with the YAML text `settings` and wait until it says that it serves."""
+def start(folder: Path, settings: str, *arguments: str, replica: str = "") -> Server:
+    """Start a server with the YAML text `settings` and wait until it says that it serves.
+
+    `replica`: the class of its replicas, as `replicas_in_serve` takes it.
+    """
     port = ports.internal(random.Random()).fallback
     (folder / "holdfast.yaml").write_text(settings)
     output = folder / "output.txt"
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "holdfast.cluster.cli", "serve", "--config", str(folder / "holdfast.yaml")]
+    program = [replicas_in_serve.__file__, replica] if replica else ["-m", "holdfast.cluster.cli"]
+    command = [sys.executable, *program, "serve", "--config", str(folder / "holdfast.yaml")]
     command += ["--port", str(port), "--model", MODEL, *arguments]
     with output.open("wb") as written:
         process = subprocess.Popen(

@@ -1,10 +1,10 @@
 """What the router's formats cost beside chat completions: `python tests/support/format_costs.py`.
 
 Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
-turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from the engine's first
-token to the bytes that are sent, through the whole router; and last what storing costs: the router's processor time for
-whole requests, in chat, not stored, stored in a Redis of its own, and as the next of ten stored before, all with the
-same prompt.
+turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from a reply's first
+piece to the bytes that are sent, through the whole router (`first_events` measures that through all of a server); and
+last what storing costs: the router's processor time for whole requests, in chat, not stored, stored in a Redis of its
+own, and as the next of ten stored before, all with the same prompt.
 """
 
 from __future__ import annotations

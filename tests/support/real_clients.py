@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from doc_commands import blocks
 
 DEAD = "http://127.0.0.1:9"
 PATIENCE_S = 240.0
@@ -49,6 +52,8 @@ CLIENTS = {
         Client("aiperf", ("aiperf==0.13.0",), "aiperf"),
     )
 }
+
+DEVELOPMENT = ("openai", "anthropic", "LangGraph")  # are in the environment of the tests
 
 
 def folder() -> Path | None:
@@ -94,58 +99,39 @@ def run(
     )
 
 
+def documented(language: str, address: str) -> str:
+    """The block of docs/clients.md in a language, with the address of a server in it."""
+    [text] = [block.text for block in blocks("clients.md") if block.language == language]
+    return text.replace("http://127.0.0.1:8000", address)
+
+
 def claude(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Claude Code, asked once, by `/v1/messages`."""
+    told = shlex.split(documented("sh", address))
+    at = told.index("claude")
     env = {
-        "ANTHROPIC_BASE_URL": address,
-        "ANTHROPIC_API_KEY": "unused",
-        "ANTHROPIC_MODEL": "pocket",
-        "ANTHROPIC_SMALL_FAST_MODEL": "pocket",
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "256",
+        **dict(word.split("=", 1) for word in told[:at]),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
         "DISABLE_ERROR_REPORTING": "1",
         "DISABLE_TELEMETRY": "1",
     }
-    common = ("-p", *arguments, "--model", "pocket", "--allowedTools", "Read", "--output-format", "json")
+    common = ("-p", *arguments, *told[at + 1 :], "--allowedTools", "Read", "--output-format", "json")
     return run((program, *common), home, env, work)
 
 
 def codex(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Codex CLI, asked once, by `/v1/responses`."""
-    settings = f"""
-model = "pocket"
-model_provider = "holdfast"
-check_for_update_on_startup = false
-[analytics]
-enabled = false
-[model_providers.holdfast]
-name = "Holdfast"
-base_url = "{address}/v1"
-wire_api = "responses"
-"""
+    quiet = "check_for_update_on_startup = false\nanalytics.enabled = false\n"
     (home / ".codex").mkdir(exist_ok=True)
-    (home / ".codex" / "config.toml").write_text(settings)
+    (home / ".codex" / "config.toml").write_text(quiet + documented("toml", address))
     common = ("exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--json")
     return run((program, *common, *arguments), home, {}, work)
 
 
 def opencode(program: Path, address: str, home: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """OpenCode, asked once, by `/v1/chat/completions`."""
-    settings = {
-        "autoupdate": False,
-        "share": "disabled",
-        "model": "holdfast/pocket",
-        "small_model": "holdfast/pocket",
-        "provider": {
-            "holdfast": {
-                "npm": "@ai-sdk/openai-compatible",
-                "name": "Holdfast",
-                "options": {"baseURL": f"{address}/v1", "apiKey": "unused"},
-                "models": {"pocket": {"name": "pocket", "limit": {"context": 40960, "output": 256}}},
-            }
-        },
-    }
+    settings = {"autoupdate": False, "share": "disabled", **json.loads(documented("json", address))}
     (work / "opencode.json").write_text(json.dumps(settings))
     env = {
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
@@ -156,9 +142,11 @@ def opencode(program: Path, address: str, home: Path, work: Path, *arguments: st
 
 
 def install(folder: Path, names: Sequence[str]) -> None:
-    """Install clients that are not there yet, at their pinned versions."""
+    """Install clients that are not there yet, at their pinned versions. Raises KeyError for a name that is none."""
     wanted: dict[tuple[str, bool], list[str]] = {}
     for name in names or tuple(CLIENTS):
+        if name in DEVELOPMENT:
+            continue
         client = CLIENTS[name]
         wanted.setdefault((client.home, client.npm), []).extend(client.packages)
     for (home, npm), packages in wanted.items():

@@ -555,8 +555,6 @@ def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
     """From the router that knows of the latest change, though another one was quicker; keys go on meanwhile."""
 
     async def run():
-        server = RedisServer(tmp_path)
-        server.start()
         async with Router(server, tenants=[ACME]) as late, Router(server, tenants=[ACME], space=late.space) as here:
             admin = "/v1/admin/tenants"
             old, new = [
@@ -586,7 +584,12 @@ def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
             async with Router(server, tenants=[ACME], space=here.space) as fresh:
                 assert (await fresh.chat(new)).status_code == 200
 
-    asyncio.run(run())
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        asyncio.run(run())
+    finally:
+        server.kill()
 
 
 def test_a_refusal_is_traced_to_who_asked_behind_the_proxy(redis):

@@ -12,7 +12,7 @@ from holdfast.loadgen.simulator.machines import profile
 from holdfast.loadgen.simulator.sharing import Options, Runs, jain, slowed
 from holdfast.replicas.errors import ConfigError
 
-SMALL = Options(tenants=4, programs=160, quiet=4, replicas=2, routers=2)
+SMALL = Options(tenants=3, programs=60, quiet=3, replicas=2, routers=2)
 
 
 def runs(order):

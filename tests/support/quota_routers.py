@@ -3,11 +3,11 @@
     python tests/support/quota_routers.py --seconds 150 --routers 4 --tenants 50
     python tests/support/quota_routers.py --cost
 
-A tenant has one limit (`KINDS`) and about 40 programs. Half of the tenants ask for twice their limits, the others for half.
-Each request comes to any of the routers, takes what it is expected to use, and ends up to two seconds later with what
-it used. From what was let in, and when: the most within any minute, or at once, or of the budget, against the limit;
-what those who ask for too much get of it; how many others were refused. And whether the books have each of them once,
-to the token.
+A tenant has one limit (`KINDS`) and about 40 programs. Half of the tenants ask for twice their limits, the others for
+half. Each request comes to any of the routers, takes what it is expected to use, and ends up to two seconds later with
+what it used. From what was let in, and when: the most within any minute, or at once, or of the budget, against the
+limit; what those who ask for too much get of it; how many others were refused. And whether the books have each of them
+once, to the token.
 
 `--cost`: microseconds of this process for each request, of a tenant without limits and of one with all of them, with
 its end in the books; alone, and 32 at a time. Blocks of both come in turns, in one run.

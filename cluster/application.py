@@ -25,7 +25,7 @@ from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
-from holdfast.replicas.errors import ConfigError, HoldfastError
+from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
 from holdfast.router.accounts import Accounts
 from holdfast.router.affinity import proxy_host
@@ -77,8 +77,8 @@ class Ingress:
         self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
         await backend.start(settings.server.ready_timeout_s)
-        # Trap: HAProxy sends no X-Forwarded-For, so behind it every peer is a local one. Whether strangers can
-        # connect is decided by the address that it really listens on, not by the one in our settings.
+        # Whether strangers can connect is decided by the address that the proxy really listens on, not by the one in
+        # our settings: what stands before that may not tell whom it sends on.
         exposed = await proxy_host() not in LOOPBACK_HOSTS
         config = settings.router
         memory = MemoryStore(config.store_entries, config.store_memory)
@@ -215,7 +215,7 @@ def build(
     no more: on one machine a model that cannot be loaded will not be on the second try. With a `tenants_file` the
     routers go by what stands there, at their start and after a change, and not by the tenants in `settings`.
     """
-    settings = choose_order(settings, _tenants(settings, tenants_file))
+    settings = choose_order(settings, live=tenants_file is not None)
     if tenants_file is not None:  # Serve keeps what is bound for routers to come, with keys revoked meanwhile
         settings = replace(settings, tenants=())
     redis = replace(redis, namespace=namespace(settings))
@@ -257,14 +257,6 @@ def build(
         settings.placement.report_s,
     )
     return ingress.bind(engines, settings, redis, tenants_file)
-
-
-def _tenants(settings: Settings, tenants_file: Path | None) -> int:
-    """How many there are; of a file that cannot be read yet that there are several."""
-    try:
-        return len(settings.tenants if tenants_file is None else tenants_in(tenants_file))
-    except ConfigError:
-        return 2
 
 
 def namespace(settings: Settings) -> str:

@@ -152,13 +152,13 @@ def check_tenants(settings: Settings) -> None:
         raise ConfigError(message, "server.host")
 
 
-def choose_order(settings: Settings, tenants: int) -> Settings:
+def choose_order(settings: Settings, *, live: bool) -> Settings:
     """`settings` with the order of requests, where `engine.order` leaves that open: tenants share where there is more
-    than one of the `tenants`, or administrators may add some.
+    than one, or where some may come while it runs, by a file (`live`) or by administrators. Engines keep their order.
     """
     if settings.engine.order != "auto":
         return settings
-    several = tenants > 1 or bool(settings.router.admin_key_hashes)
+    several = live or len(settings.tenants) > 1 or bool(settings.router.admin_key_hashes)
     return replace(settings, engine=replace(settings.engine, order="fair" if several else "program"))
 
 

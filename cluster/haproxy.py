@@ -210,6 +210,9 @@ def _frontend(limits: Limits, errors: Path) -> str:
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
         "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
+        # Who asks, for routers: they see the proxy. And a name by which they know a request that is sent again.
+        "option forwardfor",
+        "http-request set-header X-Holdfast-Delivery %[uuid()]",
         # From Serve's own proxy, which stands in where no router is there.
         "http-response return status 503 default-errorfiles"
         " if { status 404 503 } { res.hdr(content-type) -m beg text/ }",

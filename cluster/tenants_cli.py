@@ -66,7 +66,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     removed.set_defaults(run=_remove)
     text = "What tenants have used: sums of days and months, or with --records one line a request."
     usage = _kind(kinds, "usage", text)
-    usage.add_argument("tenant", nargs="?", help="this one alone; it need not be there any more")
+    usage.add_argument("tenant", nargs="?", help="this one alone (default: all that there are and were)")
     usage.add_argument("--days", type=int, default=31, help="so many days (default: 31)")
     usage.add_argument("--json", action="store_true", help="print JSON")
     usage.add_argument("--records", choices=("jsonl", "csv"), help="records in this form, to the standard output")
@@ -212,26 +212,19 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _records(client: httpx.Client, options: argparse.Namespace) -> Iterator[str]:
-    """Page after page, tenant after tenant."""
+    """Page after page."""
     from holdfast.router.usage import as_csv, as_json_lines
 
-    names = (
-        [options.tenant]
-        if options.tenant
-        else [each["name"] for each in _ask(client, "GET", TENANTS).json()["tenants"]]
-    )
     if options.records == "csv":
         yield as_csv(())
-    for name in names:
-        after = ""
-        while True:
-            asked = {"tenant": name, "from": options.begin, "to": options.end, "after": after, "limit": str(PAGE)}
-            query = {key: value for key, value in asked.items() if value}
-            rows = _rows(_ask(client, "GET", "/v1/admin/usage/records", query=query).text)
-            yield as_csv(rows, head=False) if options.records == "csv" else as_json_lines(rows).decode()
-            if len(rows) < PAGE:
-                break
-            after = rows[-1]["place"]
+    asked = {"tenant": options.tenant, "from": options.begin, "to": options.end, "limit": str(PAGE)}
+    while True:
+        query = {key: value for key, value in asked.items() if value}
+        rows = _rows(_ask(client, "GET", "/v1/admin/usage/records", query=query).text)
+        yield as_csv(rows, head=False) if options.records == "csv" else as_json_lines(rows).decode()
+        if len(rows) < PAGE:
+            break
+        asked["after"] = f"{rows[-1]['place']}/{rows[-1]['tenant']}"
 
 
 def _rows(text: str) -> list[dict[str, Any]]:

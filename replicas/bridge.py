@@ -12,11 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.events import (
+    NO_WORK,
     Abort,
     CloseSession,
     Command,
@@ -28,6 +30,8 @@ from holdfast.replicas.events import (
     Stop,
     Terminal,
     Usage,
+    Work,
+    used_by,
 )
 
 log = logging.getLogger(__name__)
@@ -36,7 +40,7 @@ Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent
 
 _LONGEST_WAIT_S = 3600.0
 FADING = 0.999  # of the longest step, with each one after it: a thousand steps later it counts a third
-LEFT = 4096  # requests whose callers have left, of which it is remembered what was drawn for them
+ENDED = 4096  # requests that have ended, or whose callers have left: it is remembered what was drawn for them
 
 
 class EngineThread:
@@ -223,7 +227,8 @@ class Bridge:
         self._interval = engine.config.stream_interval_s
         self._mailboxes: dict[str, Mailbox] = {}
         self._unended: set[str] = set()  # ids whose terminal event is on its way, also where its reader has left
-        self._left: dict[str, asyncio.Future[Usage]] = {}  # what was drawn for requests whose callers have left
+        self._before: dict[str, Work] = {}  # what was done for live requests that were submitted before
+        self._used: dict[str, asyncio.Future[Usage]] = {}  # by those of `ENDED`, once they have ended
         self._closed = False
         self._thread = EngineThread(engine, self._deliver, self._thread_ended)
         self._thread.start()
@@ -241,8 +246,9 @@ class Bridge:
         """Requests without a terminal event so far."""
         return len(self._mailboxes)
 
-    async def run(self, request: Request) -> AsyncGenerator[list[Event], None]:
+    async def run(self, request: Request, before: Work = NO_WORK) -> AsyncGenerator[list[Event], None]:
         """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
+        `before`: what `drawn` is to count as well.
 
         A caller that leaves early, by closing the generator or being cancelled, aborts the request. Its id stays in
         use until the engine has ended it.
@@ -256,6 +262,9 @@ class Bridge:
         mailbox = Mailbox(self._loop, self._interval)
         self._mailboxes[request_id] = mailbox
         self._unended.add(request_id)
+        self._used.pop(request_id, None)  # of an attempt before
+        if before != NO_WORK:
+            self._before[request_id] = before
         ended = False
         try:
             self._thread.send(request)
@@ -266,7 +275,7 @@ class Bridge:
         finally:
             del self._mailboxes[request_id]
             if not ended:
-                self._leaving(request_id)
+                self._use(request_id)
                 self._thread.send(Abort(request_id))
 
     @property
@@ -275,14 +284,12 @@ class Bridge:
         return self._thread.unread
 
     async def drawn(self, request_id: str) -> Usage | None:
-        """What was computed and drawn for a request whose caller has left or is leaving, once the engine has ended it.
+        """What was computed and drawn for a request, once the engine has ended it. Its caller may not know that it has.
 
         None for one that is not known, or was so long ago that it is forgotten.
         """
-        if request_id in self._mailboxes:
-            self._leaving(request_id)
-        left = self._left.get(request_id)
-        return None if left is None else await asyncio.shield(left)
+        used = self._use(request_id) if request_id in self._mailboxes else self._used.get(request_id)
+        return None if used is None else await asyncio.shield(used)
 
     def stop(self, request_id: str, completion: int | None = None) -> None:
         """End a request as finished, with so many tokens drawn; its terminal event still comes."""
@@ -322,27 +329,33 @@ class Bridge:
         for request_id, batch in by_request.items():
             if isinstance(batch[-1], Terminal):
                 self._unended.discard(request_id)
-                if (left := self._left.get(request_id)) is not None and not left.done():
-                    left.set_result(getattr(batch[-1], "usage", Usage()))  # nothing was done for one that was rejected
+                before = self._before.pop(request_id, NO_WORK)
+                used = used_by(batch[-1])
+                if not (told := self._use(request_id)).done():
+                    told.set_result(replace(used, work=used.work + before))
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(batch)
 
-    def _leaving(self, request_id: str) -> None:
-        """Remember what the request will have cost; of too many the one that left first is forgotten."""
-        self._left.setdefault(request_id, self._loop.create_future())
-        if len(self._left) > LEFT:
-            forgotten = self._left.pop(next(iter(self._left)))
-            if not forgotten.done():
-                forgotten.set_result(Usage())
+    def _use(self, request_id: str) -> asyncio.Future[Usage]:
+        """What the request will have cost is remembered; of too many the first one is forgotten."""
+        used = self._used.get(request_id)
+        if used is None:
+            used = self._used[request_id] = self._loop.create_future()
+            if len(self._used) > ENDED:
+                forgotten = self._used.pop(next(iter(self._used)))
+                if not forgotten.done():
+                    forgotten.set_result(Usage())
+        return used
 
     def _fail_the_rest(self) -> None:
         """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
         self._closed = True
         info = UnavailableError("the engine has stopped").info
         self._unended.clear()
-        for left in self._left.values():
-            if not left.done():
-                left.set_result(Usage())
+        self._before.clear()
+        for used in self._used.values():
+            if not used.done():
+                used.set_result(Usage())
         for request_id, mailbox in self._mailboxes.items():
             mailbox.put([Failed(request_id, info)])

@@ -185,7 +185,7 @@ class EngineConfig:
     host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
 
     order: OrderName = (  # who is served first: by `program` arrival, by `request`, as Autellix (`plas`) or InferCept
-        "auto"  # (`infercept`) do, or tenants by their weights (`fair`); auto: fair with several tenants, else program
+        "auto"  # (`infercept`) do, or tenants by weight (`fair`); auto: fair with several, or a file of them
     )
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)

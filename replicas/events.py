@@ -119,6 +119,9 @@ class Usage:
     work: Work = field(default=NO_WORK, compare=False)
 
 
+NOTHING_USED = Usage()
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """When things happened, in seconds of the engine's clock; None: never came that far.
@@ -377,3 +380,8 @@ class Failed:
 
 Terminal: TypeAlias = Finished | Aborted | Rejected | Failed
 Event: TypeAlias = Tokens | Terminal
+
+
+def used_by(ended: Event | None) -> Usage:
+    """What a request had used that ended so. None: it never was the engine's."""
+    return ended.usage if isinstance(ended, Finished | Aborted | Failed) else NOTHING_USED

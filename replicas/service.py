@@ -38,6 +38,7 @@ from holdfast.replicas.errors import (
     error_of,
 )
 from holdfast.replicas.events import (
+    NOTHING_USED,
     Aborted,
     CloseSession,
     Event,
@@ -50,12 +51,14 @@ from holdfast.replicas.events import (
     Request,
     Sampling,
     Submit,
+    Terminal,
     Timing,
     TokenLogprobs,
     Tokens,
     TurnEnded,
     Usage,
     Work,
+    used_by,
 )
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
@@ -155,7 +158,9 @@ class Service:
 
     async def drawn(self, request_id: str) -> Usage | None:
         """What was done for a request whose caller has left; None where it is not known here."""
-        return await self._bridge.drawn(request_id)
+        used = await self._bridge.drawn(request_id)
+        echoed = await self._bridge.drawn(_of_prompt(request_id))  # it left while its prompt was computed
+        return echoed if used is None else used
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine what the cluster knows of programs and tools."""
@@ -193,6 +198,7 @@ class Service:
     async def _stream(
         self, request: GenerateRequest, drawing: Drawing | None = None
     ) -> AsyncGenerator[tuple[Piece, ...], None]:
+        spent = Spent()
         try:
             if request.background is not None:
                 yield (await _ahead(self._text, self._bridge, request),)
@@ -207,7 +213,7 @@ class Service:
                 closing = NO_TOKENS
             else:
                 encoded, closing = await self.sessions.part(request, request.session)
-            spent = Spent(render_s=time.perf_counter() - began)
+            spent.render_s = time.perf_counter() - began
             begun = request.drawn is not None
             echo = None
             if not begun:
@@ -218,7 +224,7 @@ class Service:
                 built.add(pieces)
             attempt: Attempt | None = first
             while attempt is not None:
-                async with aclosing(self._bridge.run(attempt.submit)) as steps:
+                async with aclosing(self._bridge.run(attempt.submit, attempt.work_before)) as steps:
                     async for events in steps:
                         pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
                         if self._preposition is not None and pieces:
@@ -230,7 +236,7 @@ class Service:
                             yield pieces
                 attempt = self._second(request, encoded, attempt, events[-1])
         except HoldfastError as error:
-            yield (_errored(request, error.info),)
+            yield (_errored(request, error.info, Usage(work=spent.work)),)
 
     # ---- the attempts of a request ----
 
@@ -297,8 +303,8 @@ class Service:
         if isinstance(event, Finished):
             return self._complete(request, attempt, event)
         if isinstance(event, Aborted):
-            return (Errored(_ABORTED, event.usage),)
-        return (_errored(request, event.error),)
+            return (Errored(_ABORTED, attempt.usage(event)),)
+        return (_errored(request, event.error, attempt.usage(event)),)
 
     def _read(self, attempt: Attempt, drawn: Tokens) -> Sequence[Piece]:
         """The text of drawn tokens; where it ends the reply, the engine is told."""
@@ -377,8 +383,13 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     if isinstance(last, Finished):
         return Completed(last.reason, last.usage, last.timing)
     if isinstance(last, Rejected | Failed):
-        return _errored(request, last.error)
-    return Errored(_ABORTED)
+        return _errored(request, last.error, used_by(last))
+    return Errored(_ABORTED, used_by(last))
+
+
+def _of_prompt(request_id: str) -> str:
+    """The id under which the log probabilities of a request's prompt are computed."""
+    return f"{request_id}/prompt"
 
 
 async def _echo(
@@ -396,7 +407,7 @@ async def _echo(
     if wanted is not None and len(encoded.tokens) > 1:
         given = GivenTokens(encoded.tokens[1:], vocabulary)
         submit = Submit(
-            f"{request.request_id}/prompt",
+            _of_prompt(request.request_id),
             encoded.tokens[:1],
             Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
             request.scope,
@@ -412,11 +423,11 @@ async def _echo(
             async for events in steps:
                 logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
                 last = events[-1]
+        spent.work += used_by(last).work
         if isinstance(last, Rejected | Failed):
             raise error_of(last.error)
         if not isinstance(last, Finished):
             raise UnavailableError("the request was aborted")
-        spent.work += last.usage.work
     return text.echoed(prompt, encoded, logprobs)
 
 
@@ -470,14 +481,16 @@ class Attempt:
             n_generated=len(drawn),
         )
 
-    def usage(self, ended: Finished) -> Usage:
+    def usage(self, ended: Terminal) -> Usage:
         """Of the reply as the client has it: tokens that were withdrawn are not in it."""
-        first, reply, work = (self.earlier or ended).usage, self.reply, ended.usage.work
-        if self.earlier is not None:
-            work = self.earlier.usage.work + work
-        return Usage(
-            first.prompt, first.cached, reply.completion_tokens, reply.reasoning_tokens, work + self.spent.work
-        )
+        first, reply = used_by(self.earlier or ended), self.reply
+        work = used_by(ended).work + self.work_before
+        return Usage(first.prompt, first.cached, reply.completion_tokens, reply.reasoning_tokens, work)
+
+    @property
+    def work_before(self) -> Work:
+        """What engines did for the request before this attempt."""
+        return self.spent.work if self.earlier is None else self.earlier.usage.work + self.spent.work
 
     def timing(self, ended: Finished) -> Timing:
         """From the first attempt's arrival to the last one's end."""
@@ -700,15 +713,15 @@ def _with_echo(pieces: tuple[Piece, ...], echo: TextDelta, *, begun: bool) -> tu
     return pieces if begun or isinstance(last, Errored) else (echo, *pieces)
 
 
-def _errored(request: GenerateRequest, error: ErrorInfo) -> Errored:
+def _errored(request: GenerateRequest, error: ErrorInfo, used: Usage = NOTHING_USED) -> Errored:
     """The end of a failed reply. The engine calls every input a prompt; a chat's client knows it as messages."""
     if error.field != "prompt":
-        return Errored(error)
+        return Errored(error, used)
     if isinstance(request.prompt, ChatPrompt):
-        return Errored(replace(error, field="messages"))
+        return Errored(replace(error, field="messages"), used)
     if request.session is None:
-        return Errored(error)
-    return Errored(replace(error, field="text" if isinstance(request.prompt.content, str) else "tokens"))
+        return Errored(error, used)
+    return Errored(replace(error, field="text" if isinstance(request.prompt.content, str) else "tokens"), used)
 
 
 def _is_empty(prompt: ChatPrompt | RawPrompt) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from holdfast.replicas.events import Usage
+from holdfast.replicas.events import NO_WORK, Usage
 from holdfast.router.config import RouterConfig
 from holdfast.router.quotas import (
     ADMIT,
@@ -39,7 +39,18 @@ from holdfast.router.quotas import (
     quota_keys,
 )
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
-from holdfast.router.usage import BOOK, UsageRecord, book_arguments, cost_of, priced, usage_keys
+from holdfast.router.usage import (
+    BOOK,
+    LIST,
+    LISTED,
+    NO_RETRY,
+    Retry,
+    UsageRecord,
+    book_arguments,
+    cost_of,
+    priced,
+    usage_keys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +70,8 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {redis.call('ZCARD', KEYS[1])}
 """
+
+_RESULTS = {1: "booked", 3: "lost"}  # of `BOOK`
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
 
@@ -82,8 +95,9 @@ class Served:
     stream: bool = False
     replica: str = ""
     http_id: str = ""
-    retried: str = ""  # the client's key for retries, "" for none
+    retry: Retry = NO_RETRY
     over: bool = False  # its program is
+    ahead: bool = False  # it computed what a later request has
 
 
 @dataclass(slots=True)
@@ -92,9 +106,12 @@ class _Booking:
 
     tenant: str
     keys: list[str]
-    tell: Callable[[float], list[str | bytes | float]]  # the arguments, so many seconds after it ended
+    tell: Callable[
+        [float, float], list[str | bytes | float]
+    ]  # the arguments, so long after it ended and was told first
     ended: float  # on the monotonic clock
     record: bool
+    told: float | None = None  # likewise; None: Redis has not heard of it
 
 
 class RoundTrips:
@@ -160,6 +177,7 @@ class Accounts:
         self._refused: dict[str, tuple[TenantLimits, float, QuotaError]] = {}
         self._spent: dict[tuple[str, str], float] = {}  # of a period, parts of units, as Redis said last
         self._unbooked: deque[_Booking] = deque()
+        self._listed: set[str] = set()  # tenants that Redis knows to have records
         self._habits: dict[str, _Habit] = {}
         self.standings: dict[str, Standing] = {}  # of the tenants with limits, as they were told last
         self.refusals: Counter[tuple[str, str]] = Counter()  # by tenant and limit
@@ -307,18 +325,19 @@ class Accounts:
             return
         late, fixed = admission.late, self._now_ms
 
-        def tell(ago_s: float) -> list[str | bytes | float]:
+        def tell(ago_s: float, told_s: float) -> list[str | bytes | float]:
             return book_arguments(
                 None if fixed is None else fixed(),
                 ago_s,
                 record,
                 admission.id,
-                served.retried,
+                served.retry,
                 used,
                 late,
                 (program, served.over, config.program_quota_s),
                 config.usage_records,
                 config.usage_days * 86400.0,
+                told_s,
             )
 
         booking = _Booking(tenant.name, usage_keys(tenant.name), tell, time.monotonic(), record is not None)
@@ -328,12 +347,28 @@ class Accounts:
                 self.booked["lost"] += self._unbooked.popleft().record
 
     async def _book(self, booking: _Booking) -> bool:
-        answer = await self._ask((BOOK, booking.keys, booking.tell(time.monotonic() - booking.ended)))
+        now = time.monotonic()
+        told_s = 0.0 if booking.told is None else now - booking.told
+        call = (BOOK, booking.keys, booking.tell(now - booking.ended, told_s))
+        if booking.told is None and not self.local:
+            booking.told = now  # if its answer is lost it may be in the books
+        answer = await self._ask(call)
         if answer is None:
             return False
         if booking.record:
-            self.booked["booked" if int(answer[0]) == 1 else "again"] += 1
+            self.booked[_RESULTS.get(int(answer[0]), "again")] += 1
+            if int(answer[0]) == 1 and (int(answer[2]) == 1 or booking.tenant not in self._listed):
+                await self._list(booking.tenant)
         return True
+
+    async def _list(self, tenant: str) -> None:
+        """It has records: so it is found when it is no tenant any more. Its own first record says so, and each router's
+        first of it, for Redis may have been away.
+        """
+        if await self._ask((LIST, [LISTED], [tenant])) is None:
+            self._listed.discard(tenant)
+        else:
+            self._listed.add(tenant)
 
     async def _catch_up(self) -> None:
         """Book what waits, in order."""
@@ -417,7 +452,7 @@ class Admission:
         if self._ended is not None:
             return
         accounts, record = self._accounts, None
-        if served.model and outcome != "rejected":
+        if served.model and (outcome != "rejected" or usage.work != NO_WORK):
             record = _record(self, outcome, usage, seconds, served, accounts.clock())
         used = Cost() if record is None else cost_of(accounts._config.prices, record)
         if record is None and not self.leased:
@@ -454,7 +489,7 @@ def _record(
 ) -> UsageRecord:
     work = usage.work
     prompt, cached = usage.prompt, usage.cached
-    if outcome == "aborted":  # not all of its prompt, it may be
+    if outcome in ("aborted", "failed"):  # not all of its prompt, it may be
         prompt = min(prompt, work.computed + work.cached)
         cached = min(cached, prompt)
     return UsageRecord(
@@ -471,7 +506,8 @@ def _record(
         output=usage.completion,
         drawn=work.drawn,
         drafted=work.drafted,
-        computed=work.computed,
+        computed=0 if served.ahead else work.computed,
+        ahead=work.computed if served.ahead else 0,
         found=work.cached,
         seconds=round(seconds, 6),
         stream=served.stream,

@@ -16,11 +16,20 @@ from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.guard import Guard
 from holdfast.router.http import caller, json_response
-from holdfast.router.protocol.admin import KeyBody, changed, read_change, read_days, read_key, read_rows, read_tenant
+from holdfast.router.protocol.admin import (
+    KeyBody,
+    Rows,
+    changed,
+    read_change,
+    read_days,
+    read_key,
+    read_rows,
+    read_tenant,
+)
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, hash_key, key_of, make_key
-from holdfast.router.usage import Books, as_csv, as_json_lines
+from holdfast.router.usage import Books, as_csv, as_json_lines, first_rows
 
 T = TypeVar("T")
 
@@ -43,7 +52,8 @@ class UsageEndpoints:
 
     async def records(self, request: Request) -> Response:
         async with self._guard.entered(request, Scope.USAGE) as tenant:
-            return await export(request, _there(self._books), [tenant.name])
+            rows = read_rows(request.query_params)
+            return await export(rows, _there(self._books), [tenant.name])
 
 
 class AdminEndpoints:
@@ -66,6 +76,7 @@ class AdminEndpoints:
         self._guard = guard
         self._clock = clock
         self._hashes = frozenset(config.admin_key_hashes)
+        self._proxies = config.networks()
 
     # ---- tenants and keys ----
 
@@ -163,16 +174,17 @@ class AdminEndpoints:
     # ---- usage and audit ----
 
     async def sums(self, request: Request) -> Response:
-        """Of `tenant`, or of all there are."""
+        """Of `tenant`, or of all that there are and were."""
         self._authorize(request)
         periods, books = read_days(request.query_params, self._clock()), _there(self._books)
-        rows = [{"tenant": name, "periods": await books.sums(name, periods)} for name in self._asked(request)]
+        rows = [{"tenant": name, "periods": await books.sums(name, periods)} for name in await self._asked(request)]
         return json_response(orjson.dumps({"tenants": rows}))
 
     async def records(self, request: Request) -> Response:
-        """Of `tenant`, or of all there are, one after the other."""
+        """Of `tenant`, or of all that there are and were, as they were booked."""
         self._authorize(request)
-        return await export(request, _there(self._books), self._asked(request))
+        rows = read_rows(request.query_params, several=not request.query_params.get("tenant"))
+        return await export(rows, _there(self._books), await self._asked(request))
 
     async def audit(self, request: Request) -> Response:
         """The audit log, the latest first, as JSON lines."""
@@ -194,7 +206,7 @@ class AdminEndpoints:
         if hashed in self._hashes:
             return hashed.removeprefix("sha256:")[:8]
         refusal = Refusal.UNAUTHENTICATED if self._hashes else Refusal.FORBIDDEN
-        self._audit.refused(refusal.value, who.peer or "", request.url.path)
+        self._audit.refused(refusal.value, who.address(self._proxies), request.url.path)
         if not self._hashes:
             raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
@@ -225,21 +237,23 @@ class AdminEndpoints:
         except ConfigError as error:
             raise InvalidRequestError(error.message, error.field) from error
 
-    def _asked(self, request: Request) -> Sequence[str]:
+    async def _asked(self, request: Request) -> Sequence[str]:
         """A tenant need not be there any more: its books are."""
         name = request.query_params.get("tenant")
-        return [name] if name else [tenant.name for tenant in self._directory.tenants]
+        if name:
+            return [name]
+        return sorted({*(tenant.name for tenant in self._directory.tenants), *await _there(self._books).tenants()})
 
 
 JSON_LINES = "application/jsonl"
 
 
-async def export(request: Request, books: Books, tenants: Iterable[str]) -> Response:
-    """Records as JSON lines or CSV. Raises InvalidRequestError, UnavailableError."""
-    asked = read_rows(request.query_params)
+async def export(asked: Rows, books: Books, tenants: Iterable[str]) -> Response:
+    """Records as JSON lines or CSV. Raises UnavailableError."""
     rows: list[dict[str, Any]] = []
     for tenant in tenants:
-        rows += await books.records(tenant, asked.begin, asked.end, asked.limit)
+        rows += await books.records(tenant, asked.begin_of(tenant), asked.end, asked.limit)
+        rows = first_rows(rows, asked.limit)
     if asked.csv:
         return Response(as_csv(rows), media_type="text/csv")
     return Response(as_json_lines(rows), media_type=JSON_LINES)

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from holdfast.replicas.events import Sampling, Usage, Work
+from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.events import NOTHING_USED, Sampling, Usage, Work
 from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest
 from holdfast.router.backend import Backend, Batch, Place, Routed
 from holdfast.router.protocol.errors import ReplyError
@@ -66,14 +67,18 @@ async def generate(
     tasks = [asyncio.create_task(backend.generate(each, place)) for each in asked]
     try:
         routed, *rest = await asyncio.gather(*tasks)
+    except HoldfastError as error:
+        await _end(tasks)
+        told = [None if task.cancelled() or task.exception() else task.result().reply.usage for task in tasks]
+        raise ReplyError(error.info, await _used(backend, asked, told, others)) from error
     finally:
         await _end(tasks)
+    usage = total([each.reply.usage for each in (routed, *rest)], others)
     answers: list[Answer] = []
     for each in (routed, *rest):
         if isinstance(each.reply, Errored):
-            raise ReplyError(each.reply.error)
+            raise ReplyError(each.reply.error, usage)
         answers.append(each.reply)
-    usage = total([answer.usage for answer in answers], others)
     return replace(routed, reply=replace(answers[0], usage=usage)), answers[1:]
 
 
@@ -82,7 +87,7 @@ async def stream(
 ) -> AsyncGenerator[Batch, None]:
     """The replies as they are made. The first one ends last, with the usage of all; it fails where another does."""
     queue: asyncio.Queue[Batch | BaseException] = asyncio.Queue(len(asked))
-    usages = [Usage()] * len(asked)
+    usages: list[Usage | None] = [None] * len(asked)  # of those that have ended
 
     async def read(number: int) -> None:
         try:
@@ -97,11 +102,17 @@ async def stream(
     try:
         while left:
             batch = await queue.get()
+            if isinstance(batch, HoldfastError):
+                await _end(tasks)
+                raise ReplyError(batch.info, await _used(backend, asked, usages, others)) from batch
             if isinstance(batch, BaseException):
                 raise batch
             last = batch.pieces[-1]
             if isinstance(last, Errored):
-                yield replace(batch, choice=0, pieces=(last,))
+                usages[batch.choice] = last.usage
+                await _end(tasks)
+                usage = await _used(backend, asked, usages, others)
+                yield replace(batch, choice=0, pieces=(replace(last, usage=usage),))
                 return
             if isinstance(last, Completed):
                 left -= 1
@@ -114,9 +125,18 @@ async def stream(
         assert held is not None  # the first has completed
         [last] = held.pieces
         assert isinstance(last, Completed)
-        yield replace(held, pieces=(replace(last, usage=total(usages, others)),))
+        usage = total([each or NOTHING_USED for each in usages], others)
+        yield replace(held, pieces=(replace(last, usage=usage),))
     finally:
         await _end(tasks)
+
+
+async def _used(
+    backend: Backend, asked: Sequence[GenerateRequest], told: Sequence[Usage | None], others: Sequence[Choice]
+) -> Usage:
+    """What was done for all, where some were cut off and have not told."""
+    used = [known or await backend.drawn(each.request_id) for each, known in zip(asked, told, strict=True)]
+    return total([each or NOTHING_USED for each in used], others)
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -1,5 +1,6 @@
 """Settings of the router. Frozen; `cluster` composes them with the other folders'."""
 
+import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ class RouterConfig:
     max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)
     stall_s: float = 30.0  # a stream whose client takes nothing for so long is ended
     hosts: tuple[str, ...] = ()  # without keys: names besides this machine's own by which requests may call it
+    proxies: tuple[str, ...] = ()  # addresses or networks whose `X-Forwarded-For` is believed, besides this machine's
     cors_origins: tuple[str, ...] = ()  # web pages that may call, as `https://chat.example`; `*`: all that have a key
     model_defaults: bool = True  # the model's generation_config.json says how to sample where a request does not
 
@@ -139,8 +141,17 @@ class RouterConfig:
             if name == "admin_key_hashes":
                 if not all(KEY_HASH.fullmatch(each) for each in value):
                     raise ConfigError(f"{name} must be 'sha256:' and 64 hex digits each; see `holdfast key`", name)
+            elif name == "proxies":
+                self.networks()
             elif name.endswith("_headers"):
                 if not all(HEADER.fullmatch(each) for each in value):
                     raise ConfigError(f"{name} must be names of headers, not {list(value)}", name)
             elif isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"{name} must be positive, not {value}", name)
+
+    def networks(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
+        """`proxies`, parsed. Raises ConfigError."""
+        try:
+            return tuple(map(ipaddress.ip_network, self.proxies))
+        except ValueError as error:
+            raise ConfigError(f"proxies must be addresses or networks, as 10.0.0.0/8: {error}", "proxies") from error

@@ -49,6 +49,7 @@ class Guard:
         self._parser = parser
         self._accounts = accounts or Accounts(config)
         self._audit = audit or Audit()
+        self._proxies = config.networks()
         tenants.watch(self._accounts.keep)
         watch_accounts(metrics, self._accounts)
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
@@ -61,7 +62,7 @@ class Guard:
             if not principal.allows(scope):
                 raise RefusedError(Refusal.FORBIDDEN, f"This API key does not have the scope '{scope}'")
         except RefusedError as error:
-            self._audit.refused(reason(error), who.peer or "", request.url.path)
+            self._audit.refused(reason(error), who.address(self._proxies), request.url.path)
             raise
         return principal
 

@@ -5,6 +5,7 @@ Endpoints are plain functions from request to response, so that nothing is parse
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -25,6 +26,10 @@ from holdfast.router.limit_headers import anthropic_headers, openai_headers
 from holdfast.router.protocol.errors import ApiError, Refusal, RefusedError, api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
+from holdfast.router.usage import NO_RETRY, RETRY_S, SEEN_S, Retry
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +39,9 @@ ErrorShape = Callable[[HoldfastError], ApiError]
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
 GONE = "holdfast.gone"  # and whether its client is known to have left
+ASKED = "holdfast.asked"  # and the hash of what it asks
+IDEMPOTENCY = "idempotency-key"  # a client's name for a request and its retries
+DELIVERY = "x-holdfast-delivery"  # the proxy's, which sends it again where a router was lost
 CLIENT_GONE = 499  # nobody reads it; proxies log it
 LEAVING_S = 0.5  # within which a server tells of a socket that had no peer any more when it was accepted
 READ_AHEAD = 64  # messages of a body, which may stand before that
@@ -112,6 +120,27 @@ def caller(request: Request) -> Caller:
     )
 
 
+def retry_of(request: Request) -> Retry:
+    """What this request, whose body was read, has in common with other tries of it: what it asks, and the client's name
+    for it, else the proxy's. So a name alone that is given to other requests makes them none of its tries.
+    """
+    asked = request.scope.get(ASKED)
+    if asked is None:
+        return NO_RETRY
+    name, known_s = (IDEMPOTENCY, RETRY_S) if IDEMPOTENCY in request.headers else (DELIVERY, SEEN_S)
+    asked.update(f"\n{name}: {request.headers[name]}".encode())
+    return Retry(asked.hexdigest()[:32], known_s)
+
+
+def _asks(request: Request) -> "Hash | None":
+    """Where what `request` asks is put, for `retry_of`; None where nobody gave it a name."""
+    if IDEMPOTENCY not in request.headers and DELIVERY not in request.headers:
+        return None
+    asked: Hash = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
+    request.scope[ASKED] = asked
+    return asked
+
+
 async def read_body(request: Request, limit: int, patience_s: float, long: int) -> bytes | BinaryIO:
     """The body of `request`; one longer than `long` bytes as a file without a name, in memory, for the caller to close.
 
@@ -122,7 +151,7 @@ async def read_body(request: Request, limit: int, patience_s: float, long: int) 
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
     parts: list[bytes] = []
-    size = 0
+    size, asked = 0, _asks(request)
     with contextlib.ExitStack() as unread:
         file: BinaryIO | None = None
         try:
@@ -131,6 +160,8 @@ async def read_body(request: Request, limit: int, patience_s: float, long: int) 
                     size += len(part)
                     if size > limit:
                         raise _too_large(limit)
+                    if asked is not None:
+                        asked.update(part)
                     if file is None and size > long:
                         file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
                         file.writelines(parts)

@@ -11,13 +11,13 @@ from typing import TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from holdfast.replicas.errors import ErrorKind, HoldfastError
-from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.events import NO_WORK, Timing, Usage
 from holdfast.replicas.metrics import Metric, process_usage
 from holdfast.router import metric_list as listed
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Read, Watched, own_exposition
 from holdfast.router.programs import Run
-from holdfast.router.protocol.errors import Refusal, api_error, reason
+from holdfast.router.protocol.errors import Refusal, ReplyError, api_error, reason
 
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
 # Of these the first one counts: alerts look at how many came, and a series that begins with a 1 has risen by nothing.
@@ -130,7 +130,7 @@ class Meter:
         self._follows = False
         self.tenant = ""  # empty until they are known
         self.model = ""
-        self.on_end: Callable[[Outcome], None] = lambda outcome: None
+        self.on_end: Callable[[Outcome, Usage | None], None] = lambda outcome, used: None  # as `end`
         metrics.in_flight.inc()
 
     def asks(self, model: str) -> None:
@@ -189,16 +189,19 @@ class Meter:
         if not self._ended and isinstance(error, Exception) and not isinstance(error, ClientGoneError):
             why = reason(error) if isinstance(error, HoldfastError) else ErrorKind.INTERNAL.value
             self._metrics.errors.labels(self._who[0], why).inc()
-        self.end(outcome_of(error))
+        used = error.usage if isinstance(error, ReplyError) else None
+        if not self._ended and used is not None and used.work != NO_WORK:
+            self.used(used)
+        self.end(outcome_of(error), used)
 
-    def end(self, outcome: Outcome) -> None:
-        """The request has ended. Only the first call counts."""
+    def end(self, outcome: Outcome, used: Usage | None = None) -> None:
+        """The request has ended; `used` by a reply that failed, None where nobody tells. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
         self._metrics.in_flight.dec()
         self._metrics.requests.labels(*self._who, self._endpoint, outcome.value).inc()
-        self.on_end(outcome)
+        self.on_end(outcome, used)
 
     @property
     def _who(self) -> tuple[str, str]:

@@ -20,12 +20,13 @@ from holdfast.replicas.events import PartialPrefill, Sampling, Usage
 from holdfast.replicas.requests import Errored, GenerateRequest
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place
+from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.guard import Guard
-from holdfast.router.http import answer_headers, json_response
+from holdfast.router.http import answer_headers, json_response, retry_of
 from holdfast.router.identity import program_named, shown_program, unnamed_program
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import ProgramTable
@@ -97,6 +98,7 @@ class PrefillEndpoints:
         self._metrics = metrics
         self._config = config
         self._drain = drain
+        self._background = Background()
 
     async def create(self, request: Request) -> Response:
         """Compute what the next prompt of a program is sure to begin with; it is kept under a handle.
@@ -166,17 +168,34 @@ class PrefillEndpoints:
                 raise
 
     async def _compute(self, request: Request, admission: Admission, prefill: Prefill) -> Response:
-        """The end is booked by its outcome; of one whose client leaves nothing is known here."""
+        """The end is booked by its outcome; what was done for one that is cut off is asked."""
         tenant, began = admission.principal.tenant, time.monotonic()
         await admission.charge(1, prompt_tokens(prefill.prompt))
         answer_headers(request).standing = admission.standing
-        used = Usage()
+        request_id = f"{prefill.id}/{secrets.token_hex(4)}"
+        used: Usage | None = None
+        retry = retry_of(request)
 
-        def booked(outcome: Outcome) -> None:
+        def book(outcome: Outcome, used: Usage) -> None:
             replica, http_id = answer_headers(request).replica, answer_headers(request).request_id
             program = prefill.program.partition("/")[2]
-            served = Served(prefill.model, program, "prefill", replica=replica, http_id=http_id)
+            served = Served(
+                prefill.model, program, "prefill", replica=replica, http_id=http_id, retry=retry, ahead=True
+            )
             admission.end(outcome.value, used, time.monotonic() - began, served)
+
+        async def count(outcome: Outcome) -> None:
+            drawn = None
+            try:
+                drawn = await self._backend.drawn(request_id)
+            finally:
+                book(outcome, drawn or Usage())
+
+        def booked(outcome: Outcome, failed: Usage | None) -> None:
+            known = used or failed
+            cut = known is None and outcome in (Outcome.ABORTED, Outcome.FAILED)
+            if not (cut and self._background.start(count(outcome))):
+                book(outcome, known or Usage())
 
         meter = Meter(self._metrics, "prefill")
         meter.tenant = tenant.name
@@ -186,7 +205,7 @@ class PrefillEndpoints:
             known = await self._programs.look(prefill.program)
             begins = preamble(placed_by(tenant.name, prefill.model, prefill.cache_salt), prefill.prompt)
             command = GenerateRequest(
-                request_id=f"{prefill.id}/{secrets.token_hex(4)}",
+                request_id=request_id,
                 prompt=prefill.prompt,
                 sampling=Sampling(max_tokens=0),
                 scope=tenant.name,
@@ -204,7 +223,7 @@ class PrefillEndpoints:
                 routed = await until_disconnect(request.receive, self._backend.generate(command, place))
             answer_headers(request).replica = routed.replica_id or "none"
             if isinstance(routed.reply, Errored):
-                raise ReplyError(routed.reply.error)
+                raise ReplyError(routed.reply.error, routed.reply.usage)
             used = usage = routed.reply.usage
             meter.used(usage)
             done = replace(

@@ -5,7 +5,8 @@
     purge    what the response caches keep for a tenant is as good as gone, which routers see in the same way
 
 They come beside those of the configuration: of a tenant that stands there, only keys are added. While Redis is away the
-tenants stay who they were; at a start without it those of the configuration are there alone, until it is back.
+tenants stay who they were; at a start without it those of the configuration are there alone, until it is back. If it
+comes back empty, or as it was before, what a router knows is later: it is written back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, Protocol
 
 import orjson
@@ -32,7 +34,19 @@ TENANTS, VERSION, USED, PURGES = "tenants", "tenants/version", "keys/used", "ten
 _TENANT = TypeAdapter(Tenant)
 
 LOOK = "return {redis.call('GET', KEYS[1]) or '0'}"
-LOAD = "return {redis.call('GET', KEYS[2]) or '0', unpack(redis.call('HVALS', KEYS[1]))}"
+LOAD = "return {redis.call('GET', KEYS[2]) or '0', redis.call('HGETALL', KEYS[1]), redis.call('HGETALL', KEYS[3])}"
+# KEYS: the records by name, their version, the purges by name. ARGV: a version, how many records there are, their names
+# and texts, and those of purges. Returns whether they were put there: nobody else knew of a later version.
+RESTORE = """
+if tonumber(redis.call('GET', KEYS[2]) or '0') >= tonumber(ARGV[1]) then return {0} end
+redis.call('DEL', KEYS[1], KEYS[3])
+local records = tonumber(ARGV[2])
+for i = 0, (#ARGV - 2) / 2 - 1 do
+  redis.call('HSET', i < records and KEYS[1] or KEYS[3], ARGV[3 + 2 * i], ARGV[4 + 2 * i])
+end
+redis.call('SET', KEYS[2], ARGV[1])
+return {1}
+"""
 # KEYS: the records by name, their version, the audit log. ARGV: name, the record before and after ('': none), most
 # entries of the log, the entry. Returns the version, 0 where the record is another one by now.
 CHANGE = """
@@ -75,6 +89,7 @@ class TenantStore:
         self._directory = directory
         self._most_audit = most_audit
         self._version = b"0"
+        self._records: dict[bytes, bytes] = {}  # as they stand in Redis, by name
         self._told_purges: list[Callable[[Mapping[str, str]], None]] = []
         self._purges: dict[str, str] = {}
         self._told: dict[tuple[str, str], float] = {}
@@ -147,21 +162,34 @@ class TenantStore:
 
     async def _look(self) -> None:
         found = await self._store.script(LOOK, [VERSION], [])
-        if found is not None and found[0] != self._version:
-            await self._load()
+        if found is None or found[0] == self._version:
+            return
+        if int(found[0]) < int(self._version):
+            await self._restore()
+        await self._load()
+
+    async def _restore(self) -> None:
+        """Redis has forgotten what it told. Of several routers that know, the one with the latest version has the last
+        word.
+        """
+        purges = [(name.encode(), purge.encode()) for name, purge in self._purges.items()]
+        pairs = [*self._records.items(), *purges]
+        arguments: list[str | bytes | float] = [self._version, len(self._records), *chain.from_iterable(pairs)]
+        done = await self._store.script(RESTORE, [TENANTS, VERSION, PURGES], arguments)
+        if done is not None and int(done[0]):
+            log.warning("Redis has lost the tenants that were made: %d of them are put back", len(self._records))
+            self._told.clear()  # when keys were used is lost, too
 
     async def _load(self) -> None:
-        found = await self._store.script(LOAD, [TENANTS, VERSION], [])
-        if found is None:
-            return
-        version, *records = found
+        found = await self._store.script(LOAD, [TENANTS, VERSION, PURGES], [])
+        if found is None or int(found[0]) < int(self._version):
+            return  # it is away, or has forgotten: the next look tells
+        version, records, purges = found
+        self._records = dict(zip(records[::2], records[1::2], strict=True))
         try:
-            self._directory.add([_TENANT.validate_json(record) for record in records])
+            self._directory.add([_TENANT.validate_json(record) for record in self._records.values()])
         except (ConfigError, ValidationError) as error:  # written by others
             log.error("the tenants in Redis stay as they were: %s", error)
-        purges = await self._store.script(READ, [PURGES], [])
-        if purges is None:
-            return  # and again with the next look
         told = {name.decode(): purge.decode() for name, purge in zip(purges[::2], purges[1::2], strict=True)}
         if told != self._purges:
             self._purges = told

@@ -16,6 +16,8 @@ from holdfast.replicas.types import Priority
 from holdfast.router.config import KEY_HASH
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # no "/": names are the first part of scoped keys
 
 
@@ -184,6 +186,16 @@ class Caller:
             return False
         return all(_is_loopback(hop.strip()) for hop in (self.forwarded or "").split(",") if hop.strip())
 
+    def address(self, proxies: Sequence[Network] = ()) -> str:
+        """Where the request comes from, as far as that is known: the last hop that is no proxy of this machine or of
+        `proxies`. What else `X-Forwarded-For` says a client may have written itself. "": nowhere that has an address.
+        """
+        hops = [hop.strip() for hop in (self.forwarded or "").split(",") if hop.strip()]
+        found = self.peer or ""
+        while hops and (_is_loopback(found) or _is_in(found, proxies)) and _parsed(hops[-1]) is not None:
+            found = hops.pop()
+        return found
+
 
 class Tokens(Protocol):
     """Whoever checks what is no API key: an identity provider's tokens (`oidc`)."""
@@ -342,13 +354,22 @@ def _without_port(authority: str) -> str:
     return name if colon and port.isdigit() and (name.endswith("]") or ":" not in name) else authority
 
 
-def _is_loopback(address: str) -> bool:
+def _parsed(address: str) -> Address | None:
     try:
         parsed = ipaddress.ip_address(address.strip("[]"))
     except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
-    return bool((mapped or parsed).is_loopback)
+        return None
+    return getattr(parsed, "ipv4_mapped", None) or parsed  # ::ffff:127.0.0.1
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = _parsed(address)
+    return parsed is not None and parsed.is_loopback
+
+
+def _is_in(address: str, networks: Sequence[Network]) -> bool:
+    parsed = _parsed(address)
+    return parsed is not None and any(parsed in network for network in networks)
 
 
 def key_of(caller: Caller) -> str:

@@ -7,7 +7,6 @@ What is told are names, counts and times, never texts or keys. Metrics are `metr
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from starlette.requests import Request
 
 from holdfast.replicas import logs
-from holdfast.replicas.events import Usage
+from holdfast.replicas.events import NO_WORK, Usage
 from holdfast.replicas.logs import About
 from holdfast.replicas.requests import Answer, GenerateRequest
 from holdfast.replicas.retention.latency import tool_set
@@ -28,6 +27,7 @@ from holdfast.router.lru import SHARE, Lru
 from holdfast.router.metrics import Outcome
 from holdfast.router.programs import ToolGap
 from holdfast.router.server_timing import stages
+from holdfast.router.usage import NO_RETRY, Retry
 
 if TYPE_CHECKING:
     from holdfast.router.spans import Carrier, Span, Spans
@@ -47,7 +47,7 @@ class TurnFacts:
     endpoint: str
     http_id: str  # `x-request-id`
     arrived: float
-    retried: str = ""  # a hash of the client's `Idempotency-Key`
+    retry: Retry = NO_RETRY
     request_id: str = ""  # the engine's, and the last part of the reply's id
     tenant: str = ""
     program: str = ""
@@ -136,9 +136,7 @@ class TurnReports:
 
     def begin(self, request: Request, endpoint: str, http_id: str) -> TurnReport:
         """The report of a request that has just come."""
-        retried = request.headers.get("idempotency-key", "")
-        digest = hashlib.sha256(retried.encode()).hexdigest()[:32] if retried else ""
-        facts = TurnFacts(endpoint, http_id, self.clock(), digest)
+        facts = TurnFacts(endpoint, http_id, self.clock())
         span = self._spans.serve(f"POST {request.url.path}", _carrier(request)) if self._spans else None
         report = TurnReport(self, facts, span)
         self._live[id(report)] = report
@@ -193,6 +191,8 @@ class TurnReport:
         self._sent = False
         self._over = False
         self._usage: Usage | None = None  # of an answer from the response cache
+        self._outcome: Outcome | None = None  # of one that was cut off
+        self._counted: Usage | None = None  # what was done for that
         self.trace_id = span.trace_id if span else ""
 
     def accepted(self, request_id: str, tenant: str, program: str, model: str, stream: bool) -> None:
@@ -219,7 +219,7 @@ class TurnReport:
         return replace(request, trace=self._asked.carrier)
 
     def sent(self) -> None:
-        """From now on a replica may work for it: if its client leaves, that is asked what it did."""
+        """From now on a replica may work for it: if it is cut off, that is asked what it did."""
         self._sent = True
 
     def answered(self, replica_id: str, answer: Answer) -> None:
@@ -235,20 +235,31 @@ class TurnReport:
         self._usage, self._over = answer.usage, answer.called.last
 
     def used(self, usage: Usage) -> None:
-        """So much was done for it although its client had left: known only after it has ended."""
+        """So much was done for it although it was cut off: known only after it has ended."""
         self._home.totals.setdefault(self.facts.tenant, Totals()).add(usage)
         if log.isEnabledFor(logging.INFO):
             told = {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "completion_tokens": usage.completion}
-            log.info("aborted turn counted", extra=logs.fields(http_id=self.facts.http_id, **told))
+            log.info("cut off turn counted", extra=logs.fields(http_id=self.facts.http_id, **told))
 
     def counted(self, usage: Usage) -> None:
-        """All that was done for it although its client had left."""
-        self._book(Outcome.ABORTED, usage)
+        """All that was done for it although it was cut off."""
+        self._counted = usage
+        self._book_counted()
 
-    def ended(self, outcome: Outcome) -> None:
+    def _book_counted(self) -> None:
+        if self._outcome is not None and self._counted is not None:
+            self._book(self._outcome, self._counted)
+
+    def ended(self, outcome: Outcome, used: Usage | None = None) -> None:
+        """`used`: by a reply that failed; None where nobody has told."""
+        if used is not None and used.work != NO_WORK:
+            self.facts.usage = used
         self._home.closed(self, outcome)
         seconds = self._home.clock() - self.facts.arrived
-        if not (outcome is Outcome.ABORTED and self._sent):  # what was done for that is counted later
+        if used is None and self._sent and outcome in (Outcome.ABORTED, Outcome.FAILED):
+            self._outcome = outcome  # what was done for it is counted later
+            self._book_counted()
+        else:
             self._book(outcome, self.facts.usage or self._usage or Usage())
         if log.isEnabledFor(logging.INFO):
             log.info("turn ended", extra=logs.fields(**self._told(outcome), seconds=round(seconds, 6)))
@@ -266,7 +277,7 @@ class TurnReport:
             stream=facts.stream,
             replica=facts.replica,
             http_id=facts.http_id,
-            retried=facts.retried,
+            retry=facts.retry,
             over=self._over,
         )
         self.admission.end(outcome.value, usage, self._home.clock() - facts.arrived, served)

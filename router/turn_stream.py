@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
     `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
-    before the end.
+    before the end, `on_cut` where the reply fails and nobody says what was done for it.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
     answers of a request, one each.
@@ -33,6 +33,7 @@ class TurnStream:
         note: Callable[[str, Answer], None] | None = None,
         drain: Drain | None = None,
         on_left: Callable[[], None] = lambda: None,
+        on_cut: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -43,6 +44,7 @@ class TurnStream:
         self._note = note
         self._drain = drain or Drain()
         self._on_left = on_left
+        self._on_cut = on_cut
         self._built = AnswerBuilder()
         self._opening = b""
 
@@ -59,7 +61,7 @@ class TurnStream:
         self.replica_id = batch.replica_id
         first = batch.pieces[0]
         if isinstance(first, Errored):
-            raise ReplyError(first.error)
+            raise ReplyError(first.error, first.usage)
         self._meter.first_token()
         self._opening = b"".join([each.opening() for each in self._encoders]) + await self._take(batch)
 
@@ -99,7 +101,7 @@ class TurnStream:
             return events
         built.add(batch.pieces)
         if isinstance(built.terminal, Errored):
-            self._meter.failed(ReplyError(built.terminal.error))
+            self._meter.failed(ReplyError(built.terminal.error, built.terminal.usage))
         elif isinstance(built.terminal, Completed):
             answer = built.answer()
             assert answer is not None  # the reply has completed
@@ -111,6 +113,8 @@ class TurnStream:
 
     def _fail(self, error: HoldfastError) -> bytes:
         self._built.terminal = Errored(error.info)
+        if not isinstance(error, ReplyError):
+            self._on_cut()
         self._meter.failed(error)
         return self._encoders[0].failed(error.info)
 

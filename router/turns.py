@@ -9,6 +9,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -39,12 +40,12 @@ from holdfast.router.conversations import (
     prompt_tokens,
 )
 from holdfast.router.drain import Drain
-from holdfast.router.event_stream import EVENT_HEADERS, ClientGoneError, EventStream, until_disconnect
+from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
-from holdfast.router.http import answer_headers, json_response
+from holdfast.router.http import answer_headers, json_response, retry_of
 from holdfast.router.identity import neighbour, parent_named, priority_named, program_named, within_named
-from holdfast.router.metrics import Meter, Outcome, RouterMetrics
+from holdfast.router.metrics import Meter, Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
@@ -173,7 +174,7 @@ class Turns:
             models = [replace(card, defaults={}) for card in models]
         unique = admission.id
         exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
-        turn = exchange.turn
+        turn, report.facts.retry = exchange.turn, retry_of(request)
         answer_headers(request).skipped = exchange.skipped
         meter.asks(turn.model.name)
         if exchange.skipped:
@@ -300,7 +301,7 @@ class Turns:
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
-            raise ReplyError(answer.error)
+            raise ReplyError(answer.error, answer.usage)
         timing = answer.timing
         answer_headers(request).server_timing = server_timing.header(timing)
         accepted.report.answered(routed.replica_id, answer)
@@ -339,7 +340,10 @@ class Turns:
         else:
             batches = self._backend.stream(command, place)
         encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
-        events = TurnStream(batches, encoders, accepted.meter, settle, accepted.report.answered, self._drain, leave)
+        cut = partial(self._left, accepted)
+        events = TurnStream(
+            batches, encoders, accepted.meter, settle, accepted.report.answered, self._drain, leave, cut
+        )
         with self._paid(accepted):
             try:
                 await until_disconnect(request.receive, events.start())
@@ -351,16 +355,17 @@ class Turns:
 
     @contextmanager
     def _paid(self, accepted: Accepted) -> Iterator[None]:
-        """A client that leaves while this is done has left."""
+        """What is cut off while this is done, by its client or by a failure that says not what was done, is counted."""
         accepted.report.sent()
         try:
             yield
-        except (ClientGoneError, asyncio.CancelledError):
-            self._left(accepted)
+        except BaseException as error:
+            if not isinstance(error, ReplyError) and outcome_of(error) is not Outcome.REJECTED:
+                self._left(accepted)
             raise
 
     def _left(self, accepted: Accepted) -> None:
-        """The client has gone before the end: its tenant pays for what was drawn until then."""
+        """Its end does not tell what was drawn, so that is asked. Where its client has left its tenant pays for it."""
         if not self._background.start(self._count(accepted)):
             accepted.report.counted(Usage())
 

@@ -1,13 +1,15 @@
 """What was used: one record of each request, and sums of them by day and month. In Redis, each tenant's own.
 
 A record is booked once, by the request's id, however often that is told; the same script settles its quotas and adds it
-to the sums, so records, sums and budgets agree. A client's own retry, under the same `Idempotency-Key`, costs nothing
-once the request has been answered: its record says what the engine did again, and no units.
+to the sums, so records, sums and budgets agree. The same request that comes again, by its client under the same
+`Idempotency-Key` or from the proxy that has lost a router, costs nothing once it has been answered: its record says
+what the engine did again, and no units.
 """
 
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,12 +26,13 @@ RETRY_S = 86400.0  # for which a client's retry is known
 COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
 
 # KEYS: those of the quotas, the stream of records, the ids that were booked lately.
-# ARGV: now in ms ('': Redis' clock), how long ago it ended in ms, id, the client's key for retries, whether that has
+# ARGV: now in ms ('': Redis' clock), how long ago it ended in ms, id, what its retries have in common, whether it has
 # its answer, what was used (answers, input, uncached, output), units, whether its answers are still to be counted (it
 # was let in while Redis was away), program ('': none), whether that is over, its time in ms, most records, ms for which
-# ids and retries are known and sums are kept, outcome, the record, the counts of the sums, and whether an engine worked
-# for it.
-# Returns 1 where it was booked, 2 where there was nothing to book, 0 where it was before; then units.
+# ids and retries are known and sums are kept, outcome, the record, the counts of the sums, whether an engine worked
+# for it, and how long ago it was told first in ms.
+# Returns 1 where it was booked, 2 where there was nothing to book, 0 where it was before, 3 where nobody knows that any
+# more; then units, and where it was booked how many records there are.
 BOOK = (
     STATE
     + """
@@ -40,6 +43,21 @@ local program, over, rest = ARGV[12], ARGV[13] == '1', tonumber(ARGV[14])
 local most, known, repeats, kept, outcome, record = ARGV[15], tonumber(ARGV[16]), ARGV[17], ARGV[18], ARGV[19], ARGV[20]
 local stream, seen = KEYS[6], KEYS[7]
 if redis.call('ZSCORE', seen, id) then return {0, 0} end
+local told = tonumber(ARGV[28])
+if record ~= '' and told >= known then -- ids of that time are forgotten, but its record has one
+  local from = string.format('%.0f', now - told - 1000)
+  repeat
+    local rows = redis.call('XRANGE', stream, from, '+', 'COUNT', 1000)
+    for _, row in ipairs(rows) do
+      if string.find(row[2][2], '"id":"' .. id .. '"', 1, true) then return {0, 0} end
+      from = '(' .. row[1]
+    end
+  until #rows < 1000
+  local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  if redis.call('XLEN', stream) >= tonumber(most) and tonumber(string.match(oldest[1], '%d+')) > now - told then
+    return {3, 0} -- it may have been among those that have gone since
+  end
+end
 redis.call('ZADD', seen, now, id)
 redis.call('ZREMRANGEBYSCORE', seen, '-inf', now - known)
 redis.call('PEXPIRE', seen, known)
@@ -86,11 +104,25 @@ for _, period in ipairs({today, string.sub(today, 1, 7)}) do
   redis.call('HINCRBY', key, 'ended/' .. outcome, 1)
   redis.call('PEXPIRE', key, kept)
 end
-return {1, units}
+return {1, units, redis.call('XLEN', stream)}
 """
 )
+# KEYS: the names of the tenants that have records. ARGV: one more.
+LIST = "return {redis.call('SADD', KEYS[1], ARGV[1])}"
+LISTED = "usage/tenants"
 
 COLUMNS_AFTER = ("units", "again")
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """What a request has in common with other tries of it, and for how long that is known. `id` "": nothing."""
+
+    id: str = ""
+    known_s: float = SEEN_S
+
+
+NO_RETRY = Retry()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +130,8 @@ class UsageRecord:
     """One request, as it is booked. Names, counts and times: no texts, no keys.
 
     `input` to `output` are what the client was told, of which `drawn` and `drafted` are what engines did for it: more
-    than `output` was drawn where a reply was ended early. `computed` of the input tokens were not found in a cache,
-    `work_input` counts the prompt for every answer. `replica` and `seconds` are the last attempt's and the request's.
+    than `output` was drawn where a reply was ended early. `computed`, `ahead` and `found` count the prompt for every
+    answer. `replica` and `seconds` are the last attempt's and the request's.
     """
 
     id: str
@@ -116,6 +148,7 @@ class UsageRecord:
     drawn: int = 0  # by engines
     drafted: int = 0  # by engines
     computed: int = 0  # by engines
+    ahead: int = 0  # likewise, before the turn came that has them
     found: int = 0  # by engines, in their caches
     seconds: float = 0.0
     stream: bool = False
@@ -125,7 +158,7 @@ class UsageRecord:
     @property
     def worked(self) -> bool:
         """Whether an engine did anything for it."""
-        return bool(self.computed or self.drawn)
+        return bool(self.computed or self.ahead or self.drawn)
 
 
 COLUMNS = ("place", *(each.name for each in fields(UsageRecord)), *COLUMNS_AFTER)
@@ -134,8 +167,10 @@ COLUMNS = ("place", *(each.name for each in fields(UsageRecord)), *COLUMNS_AFTER
 def cost_of(prices: Prices, record: UsageRecord, answers: int = 1) -> Cost:
     """What a request counts against its tenant's limits, and costs. Failures of ours cost nothing."""
     uncached = record.input - record.cached
-    part = {"cached": prices.repeat, "failed": 0.0, "rejected": 0.0}.get(record.outcome, 1.0)
+    part = prices.repeat if record.outcome == "cached" else 1.0
     units = priced(prices, uncached, record.cached, record.output) * part
+    if record.outcome in ("failed", "rejected"):
+        return Cost(answers)
     if record.outcome == "cached":
         return Cost(answers, int(record.input * part), int(uncached * part), int(record.output * part), round(units))
     return Cost(answers, record.input, uncached, record.output, round(units))
@@ -155,27 +190,29 @@ def book_arguments(
     ago_s: float,
     record: UsageRecord | None,
     id_: str,
-    retried: str,
+    retry: Retry,
     used: Cost,
     late: bool,
     program: tuple[str, bool, float],
     most: int,
     kept_s: float,
+    told_s: float = 0.0,
 ) -> list[str | bytes | float]:
-    """What `BOOK` is told. `program`: its name, whether it is over, and how long it counts after a turn.
+    """What `BOOK` is told. `program`: its name, whether it is over, and how long it counts after a turn. `told_s`: how
+    long ago it was told first.
 
     `record` None: the call is over, and there is nothing to book.
     """
     name, over, rest_s = program
     answered = record is not None and record.outcome in ("completed", "cached")
     now: str | int = "" if now_ms is None else now_ms
-    told: list[str | bytes | float] = [now, max(0, int(ago_s * 1000)), id_, retried, int(answered), *used.rates]
+    told: list[str | bytes | float] = [now, max(0, int(ago_s * 1000)), id_, retry.id, int(answered), *used.rates]
     told += [used.units, int(late), name, int(over), int(rest_s * 1000), most, int(SEEN_S * 1000)]
-    told += [int(RETRY_S * 1000), int(kept_s * 1000)]
+    told += [int(retry.known_s * 1000), int(kept_s * 1000)]
     if record is None:
         return [*told, "", ""]
     counts = (1, record.input, record.cached, record.output, record.drawn, record.drafted)
-    return [*told, record.outcome, orjson.dumps(record), *counts, int(record.worked)]
+    return [*told, record.outcome, orjson.dumps(record), *counts, int(record.worked), int(told_s * 1000)]
 
 
 # ---- reading ----
@@ -209,6 +246,10 @@ class Books:
         found = await self._ask(READ, usage_keys(tenant)[5], [begin, end, most])
         return [{"place": place, **row} for place, row in record_rows(found)]
 
+    async def tenants(self) -> list[str]:
+        """Those that have records, also where they are no tenants any more."""
+        return [name.decode() for name in await self._ask("return redis.call('SMEMBERS', KEYS[1])", LISTED, [])]
+
     async def sums(self, tenant: str, periods: Sequence[str]) -> list[dict[str, Any]]:
         """Of days (`2026-11-23`) and months (`2026-11`)."""
         found = await self._ask(SUMS, quota_keys(tenant)[4], periods)
@@ -219,6 +260,11 @@ class Books:
         if found is None:
             raise UnavailableError("Redis does not answer; the books cannot be read now")
         return found
+
+
+def first_rows(rows: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The first of several tenants' rows, in the order in which they were booked."""
+    return heapq.nsmallest(most, rows, key=lambda row: (*map(int, row["place"].split("-")), row["tenant"]))
 
 
 def record_rows(answer: Iterable[Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -71,12 +71,22 @@ class TenantBody(ChangeBody):
 
 @dataclass(frozen=True, slots=True)
 class RowQuery:
-    """Which rows of a stream are asked for. `begin` and `end` are places in it."""
+    """Which rows of a stream, or of several tenants', are asked for. `begin` and `end` are places, `after` the row that
+    was the last: its place, and its tenant where there are several.
+    """
 
     begin: str
     end: str
     limit: int
     csv: bool
+    after: tuple[str, str] | None = None
+
+    def begin_of(self, tenant: str) -> str:
+        """Where this tenant's rows begin: rows of one place are in the order of their tenants' names."""
+        if self.after is None:
+            return self.begin
+        place, last = self.after
+        return place if last and tenant > last else f"({place}"
 
 
 def read_tenant(raw: bytes) -> TenantBody:
@@ -111,8 +121,9 @@ def changed(tenant: Tenant, body: ChangeBody) -> Tenant:
         raise InvalidRequestError(error.message, error.field) from error
 
 
-def read_rows(query: Mapping[str, str]) -> RowQuery:
-    """`from`, `to` (dates, or seconds since the epoch), `after` (a place), `limit`, `format`.
+def read_rows(query: Mapping[str, str], several: bool = False) -> RowQuery:
+    """`from`, `to` (dates, or seconds since the epoch), `after` (a place, and a tenant where there are `several`),
+    `limit`, `format`.
 
     Raises InvalidRequestError.
     """
@@ -121,12 +132,14 @@ def read_rows(query: Mapping[str, str]) -> RowQuery:
         raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST_ROWS}", "limit")
     if form not in ("jsonl", "csv"):
         raise InvalidRequestError("'format' must be 'jsonl' or 'csv'", "format")
-    after = query.get("after", "")
+    after, _, tenant = query.get("after", "").partition("/")
     if after and not all(part.isascii() and part.isdigit() and len(part) < 20 for part in after.split("-", 1)):
         raise InvalidRequestError("'after' must be the place of a row", "after")
+    if several and after and not tenant:
+        raise InvalidRequestError("'after' must be PLACE/TENANT of a row, where rows are of several tenants", "after")
     begin = f"({after}" if after else _place(query.get("from", ""), "from") or "-"
     end = _place(query.get("to", ""), "to")
-    return RowQuery(begin, f"({end}" if end else "+", int(limit), form == "csv")
+    return RowQuery(begin, f"({end}" if end else "+", int(limit), form == "csv", (after, tenant) if after else None)
 
 
 def read_days(query: Mapping[str, str], now: float) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
+from holdfast.replicas.events import NOTHING_USED, Usage
 
 
 class Refusal(StrEnum):
@@ -53,11 +54,12 @@ class RefusedError(HoldfastError):
 
 
 class ReplyError(HoldfastError):
-    """A replica's reply was the error `info`."""
+    """A replica's reply was the error `info`; `usage` is what was done for it until then."""
 
-    def __init__(self, info: ErrorInfo) -> None:
+    def __init__(self, info: ErrorInfo, usage: Usage = NOTHING_USED) -> None:
         super().__init__(info.message, info.field)
         self.kind = info.kind
+        self.usage = usage
         self._info = info
 
     @property
@@ -65,7 +67,7 @@ class ReplyError(HoldfastError):
         return self._info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.info,)
+        return type(self), (self.info, self.usage)
 
 
 @dataclass(frozen=True, slots=True)

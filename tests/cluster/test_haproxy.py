@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import machines
@@ -139,6 +140,20 @@ class Behind(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         return
+
+
+class Telling(Behind):
+    """Notes who asks and under which name, and ends the first connection without an answer."""
+
+    told: ClassVar[list[tuple[str | None, str]]] = []
+
+    def do_POST(self) -> None:
+        hops = ", ".join(self.headers.get_all("X-Forwarded-For", []))
+        self.told.append((self.headers["X-Holdfast-Delivery"], hops))
+        if len(self.told) == 1:
+            self.close_connection = True
+        else:
+            super().do_POST()
 
 
 class Streaming(Behind):
@@ -439,6 +454,28 @@ def test_what_a_lost_router_has_not_begun_to_answer_is_sent_to_another(
             assert client.getresponse().read() == b"served"
             if lost.gone:
                 break
+
+
+def test_a_request_that_is_sent_again_keeps_its_name_and_tells_who_asks(folder: Path) -> None:
+    """Also where clients say both themselves: they choose no name, and hide from nobody."""
+    Telling.told.clear()
+    with ExitStack() as stack:
+        routers = [stack.enter_context(router(Telling)).server_port for _ in range(2)]
+        taken = stack.enter_context(running(folder, Limits(), routers))
+        client = stack.enter_context(
+            httpx.Client(
+                transport=httpx.HTTPTransport(local_address="127.0.0.2"),
+                base_url=f"http://127.0.0.1:{taken.fallback}",
+                headers={"X-Holdfast-Delivery": "mine", "X-Forwarded-For": "192.0.2.1"},
+                timeout=PATIENT,
+            )
+        )
+        for _ in range(2):
+            assert client.post("/", content=b"x").content == b"served"
+    (first, hops), (again, _), (other, _) = Telling.told
+    assert first == again
+    assert len({"mine", None, first, other}) == 4
+    assert hops == "192.0.2.1, 127.0.0.2"
 
 
 @pytest.mark.parametrize("kept", [False, True])

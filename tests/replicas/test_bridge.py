@@ -113,7 +113,7 @@ def test_what_was_drawn_for_who_left_is_known():
         assert await bridge.drawn("a") == used
         assert await bridge.drawn("nobody") is None
         await collect(bridge, submit("b"))
-        assert await bridge.drawn("b") is None
+        assert (await bridge.drawn("b")).prompt == 12  # it may not have got as far as who asks
         await bridge.close()
 
     asyncio.run(main())

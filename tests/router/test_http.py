@@ -8,10 +8,14 @@ import orjson
 import pytest
 import uvicorn
 from fake_backend import World, chat_body
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
 
 from holdfast.router import http
 from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+from holdfast.router.usage import RETRY_S, SEEN_S
 
 PATIENT = 10.0  # seconds a slow machine may take
 ACME = Tenant("acme", (hash_key("a"),))
@@ -130,3 +134,34 @@ def test_a_long_body_is_all_that_came():
     parts = [{"type": "http.request", "body": BODY[at : at + 7], "more_body": True} for at in range(0, len(BODY), 7)]
     assert status(world, [*parts, {"type": "http.request", "body": b""}], client=("127.0.0.1", 50000)) == 200
     assert world.backend.requests[0].prompt.messages[0]["content"] == "hello"
+
+
+asked = st.tuples(
+    st.sampled_from(["/v1/a", "/v1/b"]),
+    st.binary(min_size=1, max_size=3),
+    st.sampled_from([b"idempotency-key", b"x-holdfast-delivery"]),
+    st.sampled_from([b"k", b"l"]),
+)
+
+
+@given(one=asked, other=asked, long=st.integers(0, 4), cut=st.integers(0, 3))
+def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, other, long, cut):
+    """However it comes: whole or in parts, kept in memory or in a file."""
+
+    async def read(path, body, name, value, long, cut):
+        parts = [{"type": "http.request", "body": body[:cut], "more_body": True}]
+        parts.append({"type": "http.request", "body": body[cut:], "more_body": False})
+
+        async def receive():
+            return parts.pop(0)
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [(name, value)], "query_string": b""}
+        request = Request(scope, receive)
+        whole = await http.read_body(request, 10, PATIENT, long)
+        if not isinstance(whole, bytes):
+            whole.close()
+        return http.retry_of(request)
+
+    first, second = asyncio.run(read(*one, 9, 3)), asyncio.run(read(*other, long, cut))
+    assert (first == second) == (one == other)
+    assert first.known_s == (RETRY_S if one[2] == b"idempotency-key" else SEEN_S)

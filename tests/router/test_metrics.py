@@ -89,7 +89,7 @@ class Timed:
 def test_a_stream_is_timed_and_counted_once():
     timed = Timed()
     meter, ended = timed.meter, []
-    meter.on_end = ended.append
+    meter.on_end = lambda outcome, used: ended.append(outcome)
     assert timed.value("requests_in_flight") == 1
     timed.now = 101.0
     meter.first_token()

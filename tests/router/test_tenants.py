@@ -1,8 +1,11 @@
+import sys
+
 import pytest
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.tenants import Caller, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import ApiKey, Caller, Tenant, TenantDirectory, TenantLimits, hash_key
 
 ACME = Tenant("acme", (hash_key("key-a"), hash_key("key-b")))
 OPS = Tenant("ops", (hash_key("key-ops"),), operator=True)
@@ -109,3 +112,70 @@ def test_configurations_that_make_no_sense(make):
 
 def test_hash_key_is_plain_sha256():
     assert hash_key("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+class Counted(str):
+    """A hash that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_look_up_does_not_grow_with_the_keys():
+    """Of 20,000, half of them made while the cluster runs: as many lines of Python, and no more comparisons."""
+
+    def work(n):
+        tenants = [Tenant(f"t{i}", keys=(ApiKey("key", Counted(hash_key(f"key-{i}"))),)) for i in range(n)]
+        directory = TenantDirectory(tenants[: n // 2])
+        directory.add(tenants[n // 2 :])
+        lines, found = 0, []
+
+        def trace(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        Counted.compared = 0
+        before = sys.gettrace()
+        for key in ("key-0", f"key-{n - 1}", "wrong"):
+            sys.settrace(trace)
+            try:
+                found.append(directory.authenticate(come(f"Bearer {key}")).tenant.name)
+            except RefusedError:
+                found.append(None)
+            finally:
+                sys.settrace(before)
+        assert found == ["t0", f"t{n - 1}", None]
+        return lines, Counted.compared
+
+    few, many = work(10), work(20_000)
+    assert many[0] == few[0]
+    assert many[1] <= 3
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "address"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("127.0.0.1", "203.0.113.9", "203.0.113.9"),
+        ("127.0.0.1", "127.0.0.1, 203.0.113.9", "203.0.113.9"),  # the client says that it is local
+        ("127.0.0.1", "203.0.113.9, 10.1.2.3", "203.0.113.9"),  # through a proxy that is known
+        ("::ffff:10.1.2.3", "203.0.113.9", "203.0.113.9"),
+        ("198.51.100.1", "203.0.113.9", "198.51.100.1"),  # nobody who is believed
+        ("127.0.0.1", "203.0.113.9, junk", "127.0.0.1"),
+        (None, "203.0.113.9", ""),
+    ],
+)
+def test_an_address_is_what_the_last_believed_proxy_says(peer, forwarded, address):
+    assert come(peer=peer, forwarded=forwarded).address(RouterConfig(proxies=("10.0.0.0/8",)).networks()) == address
+
+
+def test_proxies_that_are_no_addresses_are_refused():
+    with pytest.raises(ConfigError) as refused:
+        RouterConfig(proxies=("proxy.example",))
+    assert refused.value.field == "proxies"

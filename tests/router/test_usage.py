@@ -3,25 +3,32 @@
 import asyncio
 import csv
 import io
+import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
 
 import httpx
 import orjson
 import pytest
 from fake_backend import DONE, FakeBackend, World
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from redis_server import RedisServer
 from service_backend import SMALL, ServiceBackend
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Usage, Work
 from holdfast.replicas.requests import Completed, TextDelta
+from holdfast.router import accounts
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
+from holdfast.router.protocol.admin import read_rows
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.usage import Books, as_csv
+from holdfast.router.usage import SEEN_S, Books, as_csv, first_rows
 
 ADMIN = {"authorization": "Bearer admin"}
 FRESH = {"cache-control": "no-cache"}
@@ -105,7 +112,7 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
 
     async def run():
         drafts = DraftConfig(enabled=True)
-        async with engine(redis, SMALL.__class__(cells=4096, threads=1, speculation=drafts)) as (router, service):
+        async with engine(redis, replace(SMALL, speculation=drafts, preposition=False)) as (router, service):
             say = [{"role": "user", "content": "Count: one two three one two three one two three one two"}]
             for _ in range(2):  # the second from the response cache
                 assert (await router.chat(messages=say, max_tokens=24, temperature=0)).status_code == 200
@@ -123,28 +130,90 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
             await router.chat(
                 path="/v1/completions", messages=None, prompt="one two", max_tokens=9, echo=True, logprobs=1
             )
+            await prefill(router, say)
             leaving = asyncio.create_task(router.chat(messages=say, max_tokens=2000, ignore_eos=True, headers=FRESH))
             asked = router.world.backend.requests
             await until(lambda: asked[-1].sampling.max_tokens == 2000 and service.occupancy().running)
             leaving.cancel()
             await asyncio.wait({leaving})
-            await until(lambda: router.accounts.booked.total() == 8)
+            await until(lambda: router.accounts.booked.total() == 9)
             rows = await router.records()
-            stats = service.stats
-            assert sum(row["drawn"] for row in rows) == stats.completion
-            assert sum(row["computed"] for row in rows) == stats.prompt_computed
-            assert sum(row["found"] for row in rows) == stats.prompt_cached
-            assert sum(row["drafted"] for row in rows) == stats.drafted > 0
+            agree(rows, service.stats)
+            assert service.stats.drafted > 0 < service.stats.ahead_computed
             outcomes = sorted(row["outcome"] for row in rows)
-            assert outcomes == ["aborted", "cached", *["completed"] * 6]
+            assert outcomes == ["aborted", "cached", *["completed"] * 7]
             [day, _] = await router.books.sums("acme", [_today(rows), _today(rows)[:7]])
             for name in ("input", "cached", "output", "drawn", "drafted"):
                 assert day[name] == sum(row[name] for row in rows)
-            assert day["requests"] == 8
+            assert day["requests"] == 9
             assert day["units"] == pytest.approx(sum(row["units"] for row in rows))
             aborted = next(row for row in rows if row["outcome"] == "aborted")
             assert aborted["output"] == aborted["drawn"] > 0 < aborted["units"]
             assert {row["key"] for row in rows} == {"laptop"}
+
+    asyncio.run(run())
+
+
+def agree(rows, stats):
+    assert sum(row["drawn"] for row in rows) == stats.completion
+    assert sum(row["computed"] for row in rows) == stats.prompt_computed
+    assert sum(row["ahead"] for row in rows) == stats.ahead_computed
+    assert sum(row["found"] for row in rows) == stats.prompt_cached
+    assert sum(row["drafted"] for row in rows) == stats.drafted
+
+
+async def prefill(router, said):
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}]
+    body = {"model": "pocket", "messages": [*said, {"role": "assistant", "content": None, "tool_calls": calls}]}
+    return await router.http.post("/v1/prefills", json=body, headers={"authorization": "Bearer acme"})
+
+
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(period=st.integers(2, 9), short=st.booleans())
+def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
+    """Whichever they are, of whatever request, and whatever its other answers had drawn by then."""
+
+    async def run():
+        cells, drafts = 256 if short else 4096, DraftConfig(enabled=True)
+        config = replace(SMALL, cells=cells, overlap_steps="off", speculation=drafts, preposition=False)
+        async with engine(redis, config) as (router, service):
+            runner = service._pipeline._runner
+            works, steps = runner.run, count(1)
+
+            def sometimes(plan):
+                if next(steps) % period == 0:
+                    raise RuntimeError("injected")
+                return works(plan)
+
+            runner.run = sometimes
+            say = [{"role": "user", "content": "Count: one two three one two three one two"}]
+            forced = {"tools": [TOOL], "tool_choice": "required"}
+            asked = [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}, forced, {"stop": ["e", "o"]}]
+            chats = [router.chat(messages=say, max_tokens=24, headers=FRESH, **each) for each in asked]
+            prompt = {"path": "/v1/completions", "messages": None, "prompt": "one two three", "echo": True}
+            chats += [router.chat(**prompt, max_tokens=9, logprobs=1), prefill(router, say)]
+            answers = [*await asyncio.gather(*chats[:4]), *[await each for each in chats[4:]]]
+            served = sum(answer.status_code not in (400, 429) for answer in answers)
+            await until(lambda: router.accounts.booked.total() >= served)
+            rows = await router.records()
+            agree(rows, service.stats)
+            assert service.stats.failed_steps
+            assert all(row["units"] == 0 for row in rows if row["outcome"] == "failed")
+
+    asyncio.run(run())
+
+
+def test_a_prefill_whose_client_leaves_is_counted(redis):
+    async def run():
+        async with engine(redis, replace(SMALL, overlap_steps="off", background_chunk=1)) as (router, service):
+            leaving = asyncio.create_task(prefill(router, [{"role": "user", "content": "one two three " * 20}]))
+            await until(lambda: router.world.backend.loaded and service.stats.ahead_computed > 3)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+            await until(lambda: router.accounts.booked.total() == 1)
+            [row] = await router.records()
+            agree([row], service.stats)
+            assert (row["outcome"], row["endpoint"]) == ("aborted", "prefill")
 
     asyncio.run(run())
 
@@ -200,6 +269,91 @@ def test_a_clients_retry_is_billed_once(redis):
     asyncio.run(run())
 
 
+WORKED = Completed("stop", Usage(10, 4, 3, work=Work(6, 4, 3)), DONE.timing)
+
+
+@pytest.mark.parametrize("name", ["idempotency-key", "x-holdfast-delivery"])
+def test_other_requests_under_the_same_key_are_no_retries(redis, name):
+    """Nobody computes for nothing by always giving the same one."""
+
+    async def run():
+        async with Router(redis, FakeBackend(((WORKED,),)), [ACME]) as router:
+            same = {name: "always", **FRESH}
+            for n in (1, 2, 2):
+                await router.chat(headers=same, max_tokens=n)
+            await router.chat(headers=same, path="/v1/completions", messages=None, prompt="hello", max_tokens=2)
+            assert [row["units"] for row in await router.records()] == [13.0, 13.0, 0.0, 13.0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
+def test_what_the_proxy_sends_to_another_router_is_billed_once(redis, key):
+    """As where the first one died behind its books. That an engine worked twice stands there."""
+
+    async def run():
+        async with (
+            Router(redis, FakeBackend(((WORKED,),)), [ACME]) as here,
+            Router(redis, FakeBackend(((WORKED,),)), [ACME], space=here.space) as there,
+        ):
+            for router, delivery in ((here, "d-1"), (there, "d-1"), (there, "d-2")):
+                await router.chat(headers={"x-holdfast-delivery": delivery, **key, **FRESH})
+            [day] = await here.books.sums("acme", [_today(await here.records())])
+            bills = 1 if key else 2
+            assert (day["requests"], day["drawn"], day["units"]) == (3, 9, 13.0 * bills)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_router_that_was_cut_off_for_very_long_books_nothing_twice(redis, monkeypatch, trimmed):
+    """The answer of Redis was lost, and when the router is back the id is known only by its record, or not at all."""
+
+    async def run():
+        config = replace(CONFIG, usage_records=1 if trimmed else 10000)
+        async with Router(redis, FakeBackend(((WORKED,),)), [ACME], config) as router:
+            scripts, lost = router.store.scripts, []
+
+            async def deaf(calls):
+                answers = await scripts(calls)
+                if any("XADD" in source for source, *_ in calls) and not lost:
+                    lost.append(answers)
+                    return None
+                return answers
+
+            router.store.scripts = deaf
+            await router.chat(headers=FRESH)
+            assert (router.accounts.unbooked, len(lost)) == (1, 1)
+            [first] = await router.records()
+            await router.chat(headers=FRESH)
+            client = router.store._redis
+            if trimmed:
+                [stream] = await client.keys(f"{router.space}/*/usage")
+                await client.xtrim(stream, maxlen=1, approximate=False)
+            for key in await client.keys(f"{router.space}/*/booked"):
+                await client.delete(key)
+            monkeypatch.setattr(accounts, "time", Later(SEEN_S))
+            await router.accounts._catch_up()
+            [day] = await router.books.sums("acme", [_today([first])])
+            assert (router.accounts.unbooked, day["requests"]) == (0, 2)
+            assert router.accounts.booked["lost" if trimmed else "again"] == 1
+
+    asyncio.run(run())
+
+
+class Later:
+    """A module `time` so many seconds later."""
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+
+    def monotonic(self):
+        return time.monotonic() + self._seconds
+
+    def time(self):
+        return time.time()
+
+
 def test_failures_of_ours_cost_nothing_and_refusals_are_no_records(redis):
     async def run():
         limited = Tenant("acme", keys=ACME.keys, limits=TenantLimits(requests_per_minute=3, units_per_day=10_000))
@@ -245,6 +399,42 @@ def test_a_tenant_sees_its_own_usage_and_a_key_only_what_it_is_for(redis):
                 assert (await router.http.get(f"/v1/usage/records?{wrong}", headers=head)).status_code == 400
 
     asyncio.run(run())
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(order=st.lists(st.sampled_from("abc"), min_size=1, max_size=12), limit=st.integers(1, 4))
+def test_whoever_goes_on_behind_the_last_row_gets_every_row_once(redis, order, limit):
+    """Of all tenants, as they were booked; also of one that has been removed."""
+
+    async def run():
+        tenants = [Tenant(name, (hash_key(name),)) for name in "abc"]
+        async with Router(redis, tenants=tenants) as router:
+            for key in order:
+                await router.chat(key, headers=FRESH)
+            router.directory.replace(tenants[:1])
+            got, after = [], ""
+            while True:
+                query = {"limit": limit, **({"after": after} if after else {})}
+                page = await router.http.get("/v1/admin/usage/records", params=query, headers=ADMIN)
+                rows = [orjson.loads(line) for line in page.text.splitlines()]
+                got += [row["tenant"] for row in rows]
+                if not rows:
+                    break
+                after = f"{rows[-1]['place']}/{rows[-1]['tenant']}"
+            assert got == order or sorted(got) == sorted(order)  # two of one millisecond come by name
+            sums = (await router.http.get("/v1/admin/usage", headers=ADMIN)).json()["tenants"]
+            assert {each["tenant"] for each in sums} == {"a", *order}
+            without = await router.http.get("/v1/admin/usage/records?after=1-0", headers=ADMIN)
+            assert (without.status_code, without.json()["error"]["param"]) == (400, "after")
+
+    asyncio.run(run())
+
+
+def test_rows_of_one_moment_are_neither_skipped_nor_told_twice():
+    rows = read_rows({"after": "5-0/b"}, several=True)
+    assert [rows.begin_of(tenant) for tenant in "abc"] == ["(5-0", "(5-0", "5-0"]
+    told = [{"place": place, "tenant": name} for name, place in (("b", "10-0"), ("b", "9-1"), ("a", "10-0"))]
+    assert [(row["place"], row["tenant"]) for row in first_rows(told, 2)] == [("9-1", "b"), ("10-0", "a")]
 
 
 def test_a_spreadsheet_gets_no_formula():
@@ -357,5 +547,59 @@ def test_a_redis_that_is_gone_takes_no_tenant_away(tmp_path):
             server.kill()
             assert (await router.chat(made["key"])).status_code == 200
             assert (await router.http.get("/v1/admin/tenants", headers=ADMIN)).status_code == 503
+
+    asyncio.run(run())
+
+
+def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
+    """From the router that knows of the latest change, though another one was quicker; keys go on meanwhile."""
+
+    async def run():
+        async with Router(server, tenants=[ACME]) as late, Router(server, tenants=[ACME], space=late.space) as here:
+            admin = "/v1/admin/tenants"
+            old, new = [
+                (await here.http.post(admin, json={"name": name}, headers=ADMIN)).json()["key"]
+                for name in ("old", "new")
+            ]
+            await here.http.delete(f"{admin}/new/cache", headers=ADMIN)
+            await late.tenants._load()
+            await here.http.delete(f"{admin}/old", headers=ADMIN)  # the other one has not heard of it
+            known = here.tenants._version, here.tenants._records, here.tenants._purges
+            for router in (late, here):
+                router.tenants._task.cancel()
+            server.kill()
+            server.start()
+            for router in (late, here):
+                async with asyncio.timeout(20.0):
+                    while not await router.store.ping():  # noqa: ASYNC110 (it is on its way)
+                        await asyncio.sleep(0.02)
+                    while router.store.degraded:  # noqa: ASYNC110 (it looks now and then)
+                        await asyncio.sleep(0.02)
+            for router in (late, here, late, here):
+                await router.tenants._look()
+                assert (await router.chat(new)).status_code == 200
+            for router in (late, here):
+                assert (router.tenants._version, router.tenants._records, router.tenants._purges) == known
+                assert (await router.chat(old)).status_code == 401
+            async with Router(server, tenants=[ACME], space=here.space) as fresh:
+                assert (await fresh.chat(new)).status_code == 200
+
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_a_refusal_is_traced_to_who_asked_behind_the_proxy(redis):
+    async def run():
+        async with Router(redis, tenants=[ACME], config=replace(CONFIG, proxies=("10.0.0.0/8",))) as router:
+            for told in ("6.6.6.6, 203.0.113.9", "203.0.113.9, 10.1.2.3"):
+                for path in ("/v1/usage", "/v1/admin/tenants"):
+                    await router.http.get(path, headers={"authorization": "Bearer wrong", "x-forwarded-for": told})
+            log = (await router.http.get("/v1/admin/audit", headers=ADMIN)).text
+            refused = [orjson.loads(line) for line in log.splitlines()]
+            assert [(entry["peer"], entry["count"]) for entry in refused] == [("203.0.113.9", 2)] * 2
 
     asyncio.run(run())

@@ -3,10 +3,11 @@
     python tests/support/quota_routers.py --seconds 150 --routers 4 --tenants 50
     python tests/support/quota_routers.py --cost
 
-Half of the tenants ask for twice their limits of requests, or of output tokens, the others for half. Each request comes
-to any of the routers, takes what it is going to draw, and ends up to two seconds later with what it drew. From what was
-let in, and when: the most within any minute against the limit; what those who ask for too much get of it; how many
-others were refused. And whether the books have each of them once, to the token.
+A tenant has one limit (`KINDS`) and about 40 programs. Half of the tenants ask for twice their limits, the others for
+half. Each request comes to any of the routers, takes what it is expected to use, and ends up to two seconds later with
+what it used. From what was let in, and when: the most within any minute, or at once, or of the budget, against the
+limit; what those who ask for too much get of it; how many others were refused. And whether the books have each of them
+once, to the token.
 
 `--cost`: microseconds of this process for each request, of a tenant without limits and of one with all of them, with
 its end in the books; alone, and 32 at a time. Blocks of both come in turns, in one run.
@@ -24,7 +25,11 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from redis_server import RedisServer
 
@@ -36,16 +41,45 @@ from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import Books
 
 SPACE = "quotas"
-TOKENS = (1, 200)  # that a request draws
+PROMPT, OUTPUT = (500, 1500), (1, 200)  # tokens of a request
+CACHED = 0.75  # of a prompt
+PROGRAMS = 42  # of a tenant
 PER_MINUTE = 240  # requests; tokens accordingly
 WINDOW_S = (MINUTE_MS + PART_MS) / 1000
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A limit, and how well requests are foreseen: the prompt's part that is guessed, tokens that are reserved."""
+
+    name: str
+    limit: str
+    value: int
+    guessed: tuple[float, float] = (1.0, 1.0)
+    reserved: int | None = None  # None: what is drawn
+    steady: bool = True  # half of it is never more than it by chance
+
+
+KINDS = (
+    Kind("requests", "requests_per_minute", PER_MINUTE),
+    Kind("input, guessed to a half", "input_tokens_per_minute", PER_MINUTE * 1000, (0.5, 1.5)),
+    Kind("uncached input, guessed to a half", "uncached_tokens_per_minute", PER_MINUTE * 250, (0.5, 1.5)),
+    Kind("output, as reserved", "output_tokens_per_minute", PER_MINUTE * 100),
+    Kind("output, 512 reserved, 1 to 200 drawn", "output_tokens_per_minute", PER_MINUTE * 100, reserved=512),
+    Kind("output, 50 reserved, 1 to 200 drawn", "output_tokens_per_minute", PER_MINUTE * 100, reserved=50),
+    Kind("requests at once", "max_concurrent", 4, steady=False),
+    Kind("programs at once", "max_programs", PROGRAMS // 2),
+    Kind("budget of the day", "units_per_day", PER_MINUTE * 1100, steady=False),
+)
+
+
+def kind_of(number: int) -> Kind:
+    return KINDS[number // 2 % len(KINDS)]
+
+
 def tenants(n: int) -> list[Tenant]:
-    """By number: asks for too much of requests, for little, for too many tokens, for little."""
-    mean = sum(TOKENS) // 2
-    kinds = (TenantLimits(requests_per_minute=PER_MINUTE), TenantLimits(output_tokens_per_minute=PER_MINUTE * mean))
-    return [Tenant(f"t{i}", limits=kinds[i // 2 % 2]) for i in range(n)]
+    """By number: of each kind one that asks for too much, and one that asks for little."""
+    return [Tenant(f"t{i}", limits=TenantLimits(**{kind_of(i).limit: kind_of(i).value})) for i in range(n)]
 
 
 def asks_for_too_much(number: int) -> bool:
@@ -66,19 +100,25 @@ async def route(url: str, number: int, routers: int, n: int, seconds: float) -> 
     rate = n * PER_MINUTE / 60 * (2 + 0.5) / 2 / routers
     begin = time.monotonic()
 
-    async def request(i: int, tokens: int) -> None:
+    async def request(i: int) -> None:
+        kind, prompt, output = kind_of(i), draw.randint(*PROMPT), draw.randint(*OUTPUT)
+        few = kind.limit == "max_programs" and not asks_for_too_much(i)
+        program = f"p{draw.randrange(PROGRAMS // 4 if few else PROGRAMS)}"
+        over, guess = draw.random() < 0.1, round(prompt * draw.uniform(*kind.guessed))
         try:
             admission = mine.admission(Principal(everybody[i]))
             at = time.time()
-            await admission.charge(1, 0, tokens)
+            await admission.charge(1, guess, output if kind.reserved is None else kind.reserved, program)
         except QuotaError:
             refused[i] += 1
             return
-        let_in.append([i, at, time.time(), tokens])
+        came = time.time()
         await asyncio.sleep(draw.random() * 2)
-        usage = Usage(0, 0, tokens, work=Work(0, 0, tokens))
-        admission.end("completed", usage, 1.0, Served("pocket", endpoint="chat"))
+        cached = round(prompt * CACHED)
+        usage, left = Usage(prompt, cached, output, work=Work(prompt - cached, cached, output)), time.time()
+        admission.end("completed", usage, 1.0, Served("pocket", program, "chat", over=over))
         await admission.booked()
+        let_in.append([i, at, came, left, time.time(), prompt, prompt - cached, output, program, over])
 
     def after(task: asyncio.Task[None]) -> None:
         ends.discard(task)
@@ -90,11 +130,13 @@ async def route(url: str, number: int, routers: int, n: int, seconds: float) -> 
         if due > now:
             await asyncio.sleep(due - now)
         i = draw.randrange(n // 2) * 2 + (draw.random() < 0.2)  # four of five come from those who ask for too much
-        task = asyncio.create_task(request(i, draw.randint(*TOKENS)))
+        task = asyncio.create_task(request(i))
         ends.add(task)
         task.add_done_callback(after)
     while ends:
         await asyncio.wait(ends)
+    while mine.unbooked:  # noqa: ASYNC110 (what Redis has not heard of is told again every two seconds)
+        await asyncio.sleep(0.1)
     await mine.close()
     await store.close()
     return [let_in, list(refused.items())]
@@ -132,44 +174,95 @@ def exactness(routers: int, n: int, seconds: float) -> None:
             redis.kill()
 
 
-async def report(url: str, told: list[list[list[object]]], n: int) -> None:
-    everybody = tenants(n)
-    events: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+@dataclass
+class Found:
+    """Of the tenants of one kind: the most that was let in, and what those got who asked for too much, of the limit."""
+
+    most: float = 0.0
+    got: list[float] = field(default_factory=list)
+    wrongly: int = 0
+
+
+def most_at_once(spans: Iterable[tuple[float, float]]) -> int:
+    """Of what certainly was there at the same time."""
+    changes = sorted((at, change) for begin, end in spans for at, change in ((begin, 1), (end, -1)) if end > begin)
+    return max(accumulate(change for _, change in changes), default=0)
+
+
+def alive(events: list[list[Any]]) -> Iterator[tuple[float, float]]:
+    """When programs certainly counted: from their first turn's admission to the first end of a turn after it that may
+    have been their last.
+    """
+    by_program: dict[str, list[list[Any]]] = defaultdict(list)
+    for event in events:
+        by_program[event[8]].append(event)
+    for turns in by_program.values():
+        ends = sorted(turn[3] for turn in turns if turn[9])
+        comes = sorted(turn[2] for turn in turns)
+        last = max(turn[4] for turn in turns)
+        begin = 0.0
+        for end in [*ends, last]:
+            first = next((each for each in comes if each > begin), None)
+            if first is not None and first < end:
+                yield first, end
+            # A turn that ran over this end may have kept it, or not: only one that comes after its booking is sure.
+            begin = next((turn[4] for turn in turns if turn[3] == end), end)
+
+
+def look(kind: Kind, events: list[list[Any]], last: float, greedy: bool) -> tuple[float, float | None]:
+    """Of the limit: the most that was let in; and what those got who ask for too much, where that is a rate."""
+    if kind.limit == "max_concurrent":
+        return most_at_once((event[2], event[3]) for event in events) / kind.value, None
+    if kind.limit == "max_programs":
+        return most_at_once(alive(events)) / kind.value, None
+    if kind.limit == "units_per_day":
+        part = sum(event[5] + event[7] for event in events) / kind.value
+        return part, part if greedy else None
+    column = {"input": 5, "uncached": 6, "output": 7}.get(kind.limit.partition("_")[0])
+    counted = [(event[1], event[2], 1 if column is None else event[column]) for event in sorted(events)]
+    most = most_in_a_minute(counted) / kind.value
+    if not greedy:
+        return most, None
+    first = counted[0][0]
+    windows = int((last - first) // WINDOW_S)
+    within = sum(number for at, _, number in counted if at < first + windows * WINDOW_S)
+    return most, within / kind.value / windows if windows else None
+
+
+async def report(url: str, told: list[list[list[Any]]], n: int) -> None:
+    events: dict[int, list[list[Any]]] = defaultdict(list)
     refused: dict[int, int] = defaultdict(int)
     for let_in, not_let_in in told:
-        for i, before, after, tokens in let_in:
-            events[i].append((before, after, tokens))
-        for i, count in not_let_in:
-            refused[i] += count
-    over, got, wrongly = [], [], 0
-    last = min(max(after for _, after, _ in each) for each in events.values())
+        for event in let_in:
+            events[event[0]].append(event)
+        for i, number in not_let_in:
+            refused[i] += number
+    found = {kind: Found() for kind in KINDS}
+    last = max(event[2] for each in events.values() for event in each)
     for i, each in events.items():
-        limits = everybody[i].limits
-        limit = limits.requests_per_minute or limits.output_tokens_per_minute
-        counted = [
-            (before, after, 1 if limits.requests_per_minute else tokens) for before, after, tokens in sorted(each)
-        ]
-        over.append(most_in_a_minute(counted) / limit)
-        if asks_for_too_much(i):
-            first = counted[0][0]
-            windows = int((last - first) // WINDOW_S)
-            within = sum(number for at, _, number in counted if at < first + windows * WINDOW_S)
-            got.append(within / limit / windows)
-        else:
-            wrongly += refused[i]
+        kind, greedy = kind_of(i), asks_for_too_much(i)
+        most, got = look(kind, each, last, greedy)
+        mine = found[kind]
+        mine.most = max(mine.most, most)
+        mine.got += [] if got is None else [got]
+        mine.wrongly += 0 if greedy else refused[i]
     store = RedisStore(RedisAddress(url, namespace=SPACE), MemoryStore(10, 1000), 5.0)
     books, equal = Books(store), 0
-    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(at)) for each in events.values() for at, *_ in each})
+    days = sorted({time.strftime("%Y-%m-%d", time.gmtime(event[3])) for each in events.values() for event in each})
     for i, each in events.items():
-        found = await books.sums(everybody[i].name, days)
-        asked = (len(each), sum(tokens for *_, tokens in each))
-        equal += asked == (sum(day["requests"] for day in found), sum(day["output"] for day in found))
+        sums = await books.sums(f"t{i}", days)
+        asked = (len(each), sum(event[5] for event in each), sum(event[7] for event in each))
+        equal += asked == tuple(sum(day[name] for day in sums) for name in ("requests", "input", "output"))
     await store.close()
-    total = sum(map(len, events.values()))
-    print(f"{len(told)} routers, {len(events)} tenants: {total} let in, {sum(refused.values())} refused")
-    print(f"most that was let in within any minute, of the limit: {max(over):.4f}")
-    print(f"what those who ask for twice their limit get of it: {min(got):.4f} to {max(got):.4f}")
-    print(f"refused of those who ask for half of theirs: {wrongly}")
+    programs = len({(event[0], event[8]) for each in events.values() for event in each})
+    total, not_let_in = sum(map(len, events.values())), sum(refused.values())
+    print(f"{len(told)} routers, {len(events)} tenants, {programs} programs: {total} let in, {not_let_in} refused")
+    print("| limit | most, of it | those who ask for twice it get | refused of those who ask for half |")
+    print("|---|---|---|---|")
+    for kind, mine in found.items():
+        got = f"{min(mine.got):.3f} to {max(mine.got):.3f}" if mine.got else ""
+        wrongly = mine.wrongly if kind.steady else ""
+        print(f"| {kind.name} | {mine.most:.4f} | {got} | {wrongly} |")
     print(f"tenants whose books have each request once, to the token: {equal} of {len(events)}")
 
 

@@ -8,6 +8,7 @@ Imported after the environment is set (`environment.for_ray`), because it import
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cluster import checks, doctor_checks
+from holdfast.cluster import checks, doctor_checks, grpc_address
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
+from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import ConfigError, HoldfastError
 from holdfast.router import tracing
 from holdfast.router.accounts import Accounts
@@ -73,6 +75,7 @@ class Ingress:
         redis: RedisAddress,
         tenants_file: Path | None = None,
     ) -> None:
+        grpc_address.install()
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
@@ -269,5 +272,13 @@ def _tenants(settings: Settings, tenants_file: Path | None) -> int:
 
 def namespace(settings: Settings) -> str:
     """What keys in Redis begin with. Another model, and another version of Holdfast, have keys of their own."""
-    model = settings.engine.served_name or Path(settings.engine.model).name
-    return f"{settings.redis.namespace}/{model}/{version('holdfast')}"
+    engine = settings.engine
+    return f"{settings.redis.namespace}/{engine.served_name or _identity(engine.model)}/{version('holdfast')}"
+
+
+def _identity(model: str) -> str:
+    """A model's last name, and where that is not all of it a digest of the whole: `/a/m` is another one than `/b/m`."""
+    folder = Path(model).expanduser()
+    whole = str(folder.absolute()) if model != POCKET and folder.is_dir() else model
+    last = Path(whole).name
+    return last if last == whole else f"{last}-{blake2b(whole.encode(), digest_size=6).hexdigest()}"

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from hashlib import blake2b
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
+from holdfast.router.ring import Ring
 
 CANDIDATES = 8  # replicas that are looked at of those that hold a prefix
 HOLDERS = 128  # replicas that are remembered for one prefix, the latest
@@ -121,6 +121,7 @@ class Placement:
         self._config = config
         self._rng = rng
         self._capacity: dict[str, int] = {}
+        self._ring = Ring()
         self._sent: dict[str, int] = {}
         self._others: dict[str, int] = {}
         self._token_s: dict[str, float] = {}
@@ -138,6 +139,7 @@ class Placement:
             for known in (self._sent, self._others, self._token_s, self._told, self._stamps):
                 known.pop(gone, None)
         self._capacity = dict(capacity)
+        self._ring.keep(capacity.keys())
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
             self._others.setdefault(replica_id, 0)
@@ -223,7 +225,7 @@ class Placement:
     def _place(self, ask: Ask, least: str) -> Choice:
         """A new program's replica: of a bounded number that may suit it the one with the least expected work."""
         if ask.name:
-            return Choice(max(self._capacity, key=lambda each: weight(ask.name, each)), Reason.HASH)
+            return Choice(self._ring.owner(ask.name), Reason.HASH)
         prefix = next((each for each in ask.prefixes if self._holders.get(each.digest)), None)
         holders = {} if prefix is None else self._holders[prefix.digest]
         length = 0 if prefix is None else prefix.tokens
@@ -290,8 +292,3 @@ class Placement:
                 return replica_id
             heapq.heappop(self._order)  # it has changed since, and stands elsewhere as well
         return None
-
-
-def weight(program: str, replica_id: str) -> int:
-    """Rendezvous weight of the pair: equal in every process and release (Thaler and Ravishankar, 1998)."""
-    return int.from_bytes(blake2b(f"{program}\0{replica_id}".encode(), digest_size=8).digest(), "big")

@@ -112,6 +112,20 @@ def test_the_next_turn_carries_the_arrival_and_the_last_replica():
     assert [place.last_replica for place in world.backend.places] == [None, "r1"]
 
 
+def test_a_branch_says_which_conversation_it_leaves():
+    world = World()
+    begun = chat_body()["messages"]
+    said = world.chat().json()["choices"][0]["message"]
+    for more in ("and then?", "and else?"):
+        world.chat(
+            messages=[*begun, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": more}]
+        )
+    first, second, branch = world.backend.places
+    assert (second.last_replica, branch.last_replica) == ("r1", None)
+    assert first.histories[0][0] in dict(branch.histories)
+    assert branch.histories[0][0] != second.histories[0][0]
+
+
 def test_who_goes_past_the_cache_is_told_so():
     world = World()
     for _ in range(2):

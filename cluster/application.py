@@ -20,7 +20,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cluster import checks, doctor_checks, grpc_address
+from holdfast.cluster import checks, doctor_checks, serve_replica
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
@@ -75,7 +75,8 @@ class Ingress:
         redis: RedisAddress,
         tenants_file: Path | None = None,
     ) -> None:
-        grpc_address.install()
+        loop, drain = asyncio.get_running_loop(), Drain()
+        serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
@@ -117,7 +118,7 @@ class Ingress:
         if self._tokens is not None:
             await self._tokens.start()
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
-        self._drain, self._parser = Drain(), ParserProcess()
+        self._drain, self._parser = drain, ParserProcess()
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"

@@ -118,9 +118,9 @@ def preamble(scope: str, prompt: ChatPrompt | RawPrompt) -> Preamble:
     """That of `prompt`. `scope`: what it is never shared across, tenant and model."""
     if isinstance(prompt, RawPrompt):
         each = CHARACTERS if isinstance(prompt.content, str) else 1
-        first, whole = prompt.content[: PLAIN * each], len(prompt.content) // each
-        digest = _hash(b"plain", [scope, first])[:8].hex() if whole >= PLAIN else ""
-        return Preamble(digest, PLAIN if digest else 0, whole)
+        begins, tokens = prompt.content[: PLAIN * each], len(prompt.content) // each
+        digest = _hash(b"plain", [scope, begins])[:8].hex() if tokens >= PLAIN else ""
+        return Preamble(digest, PLAIN if digest else 0, tokens)
     first = list(takewhile(lambda message: message["role"] in FIRST_ROLES, prompt.messages))
     tools = orjson.dumps(prompt.tools, option=orjson.OPT_SORT_KEYS)
     tokens = (len(tools) + sum(map(_length, first))) // CHARACTERS

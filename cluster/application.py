@@ -8,6 +8,7 @@ Imported after the environment is set (`environment.for_ray`), because it import
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cluster import checks, doctor_checks
+from holdfast.cluster import checks, doctor_checks, serve_replica
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
+from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
 from holdfast.router.accounts import Accounts
@@ -73,6 +75,8 @@ class Ingress:
         redis: RedisAddress,
         tenants_file: Path | None = None,
     ) -> None:
+        loop, drain = asyncio.get_running_loop(), Drain()
+        serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
         backend = ServeBackend(replicas)
@@ -114,7 +118,7 @@ class Ingress:
         if self._tokens is not None:
             await self._tokens.start()
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
-        self._drain, self._parser = Drain(), ParserProcess()
+        self._drain, self._parser = drain, ParserProcess()
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
@@ -261,5 +265,13 @@ def build(
 
 def namespace(settings: Settings) -> str:
     """What keys in Redis begin with. Another model, and another version of Holdfast, have keys of their own."""
-    model = settings.engine.served_name or Path(settings.engine.model).name
-    return f"{settings.redis.namespace}/{model}/{version('holdfast')}"
+    engine = settings.engine
+    return f"{settings.redis.namespace}/{engine.served_name or _identity(engine.model)}/{version('holdfast')}"
+
+
+def _identity(model: str) -> str:
+    """A model's last name, and where that is not all of it a digest of the whole: `/a/m` is another one than `/b/m`."""
+    folder = Path(model).expanduser()
+    whole = str(folder.absolute()) if model != POCKET and folder.is_dir() else model
+    last = Path(whole).name
+    return last if last == whole else f"{last}-{blake2b(whole.encode(), digest_size=6).hexdigest()}"

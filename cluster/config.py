@@ -28,7 +28,7 @@ class ServerConfig:
     header_s: float = 10.0  # a request whose headers have not come in this time is refused (408)
     idle_s: float = 60.0  # a connection between two requests is closed after this
     connections: int = 0  # of all clients at once; 0: as many as this process may have files for, at most 16,384
-    client_connections: int = 1024  # of one address; beyond it, requests without a key are refused (429)
+    client_connections: int = 1024  # of one address but loopback's, until a request of it was let in; then half of all
     internal_host: str = "127.0.0.1"  # where the proxy's own statistics and metrics listen
     tenants_file: str = ""  # YAML with `tenants` and nothing else, read again when it changes; instead of the section
     refuse: bool = True  # what `holdfast doctor` says would fail is not started; false: it is tried all the same

@@ -77,12 +77,24 @@ def report(path: Path, faults: list[Fault], as_json: bool) -> str:
 
 
 def _faults(data: dict[str, Any]) -> Iterator[ConfigError]:
+    """Those of single keys, then those of what does not go together, as far as that can be read."""
     found = config_file.faults(data)
     yield from found
-    if not found:
-        try:
-            config.check_tenants(config_file.settings_of(data))
-        except ConfigError as error:
+    wrong = {error.field or "" for error in found}
+    sections = {field.partition(".")[0] for field in wrong}
+    rest = {name: value for name, value in data.items() if name not in sections - {"tenants"} and name not in wrong}
+    if isinstance(tenants := rest.get("tenants"), list):  # in the place of one with a fault stands one that clashes not
+        rest["tenants"] = [
+            {"name": f"entry-{i}", "key_hashes": [f"sha256:{i:064x}"]}
+            if any(f"{field}.".startswith(f"tenants.{i}.") for field in wrong)
+            else each
+            for i, each in enumerate(tenants)
+        ]
+    try:
+        config.check_tenants(config_file.settings_of(rest))
+    except ConfigError as error:
+        # Whether a server has keys at all is not to be said where some of what decides it is left out.
+        if not sections & {"router", "server", "tenants"} or (error.field or "").startswith("tenants"):
             yield error
 
 

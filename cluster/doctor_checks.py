@@ -24,7 +24,8 @@ FILES = 4096
 DISK = 1 << 30
 RAY = 768 << 20  # bytes of Ray's processes with their objects, and of what starts them: 0.55 GiB were seen, 0.13 may be
 PROXY = 256 << 20  # bytes of HAProxy and of the two processes of Serve that tend it: 0.18 GiB were seen
-ROUTER = 256 << 20  # bytes of a router beside its cached answers, and of what parses for it: 0.16 GiB were seen
+ROUTER = 256 << 20  # bytes of a router beside what it keeps and reads, and of what parses for it: 0.16 GiB were seen
+PARSED = 6  # times the longest body, while that is parsed: 124 MiB were seen there for one of 32, and two copies here
 EACH = 1 << 30  # bytes of an engine beside its weights and cells: torch, tokenizer, activations
 BESIDE_GPU = 4 << 30  # of host memory of an engine on a GPU, for CUDA's libraries are there, too
 INSTALL = "pip install -c constraints.txt holdfast, or `make serve` from a checkout"
@@ -69,8 +70,9 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
 
 
 def router_bytes(settings: Settings) -> int:
-    """Bytes of the machine's own memory that one router takes, about."""
-    return ROUTER + settings.router.cache_memory
+    """Bytes of the machine's own memory that one router takes at most, about: itself, cached answers, and bodies."""
+    router = settings.router
+    return ROUTER + router.cache_memory + router.body_memory + PARSED * router.max_body_bytes
 
 
 def python(facts: Facts) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ray import serve
 
-from holdfast.cluster import checks, replica_spans
+from holdfast.cluster import checks, replica_spans, serve_replica
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
@@ -62,6 +62,7 @@ class EngineReplica:
     ) -> None:
         from holdfast.replicas.actor import Replica
 
+        serve_replica.install()
         self._id = serve.get_replica_context().replica_id.unique_id
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")

@@ -16,6 +16,7 @@ LOOPBACK = "127.0.0.1"
 TOKEN = "ray-token"  # the name of the file
 HARD_STOP_S = 120  # Serve's own
 LONGEST_STOP_S = 2147483  # HAProxy refuses times of more than 2^31 - 1 ms
+FILES = 65536  # that a process of a server may have open, where it is allowed so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,23 @@ class InternalPorts:
 
 
 def machine() -> Machine:
-    return Machine(
-        len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    )
+    return Machine(len(os.sched_getaffinity(0)), Path(tempfile.gettempdir()), files())
+
+
+def files() -> int:
+    """How many files a process of a server may have open, once `raise_files` has been called."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if unlimited in (soft, hard):
+        return FILES if soft == unlimited else max(soft, FILES)
+    return max(soft, min(hard, FILES))
+
+
+def raise_files() -> None:
+    """Let this process, and those that it starts, have `files` open: shells often say 1,024 and allow far more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files(), hard))
 
 
 def for_ray(

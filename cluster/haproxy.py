@@ -37,6 +37,7 @@ HEADERS = 16384  # bytes of all headers
 BUFFER = 65536  # bytes of line and headers that HAProxy reads: what is longer it does not take for a request
 KEPT = 32768  # bytes of a body that can be sent again: it stands in the buffer, beside line and headers
 SMALL = 65536  # bytes of a body where none is expected
+LOCAL = "127.0.0.1 ::1"  # addresses without a bound: for a proxy on this machine that has clients of its own
 RETRY_S = 2  # after which a client may try again where nobody serves
 
 
@@ -48,7 +49,7 @@ class Limits:
     stall_s: float = 30.0  # without a byte while one is due: of a body from the client, of an answer to it
     idle_s: float = 60.0  # of a connection between two requests
     connections: int = 0  # of all clients; 0: as Serve says
-    client_connections: int = 1024  # of one address, as long as its requests show no key
+    client_connections: int = 1024  # of one address, until a request of it was let in; then half of `connections`
     internal_host: str = ""  # where statistics and metrics listen; "": on every interface
     body_bytes: int = 32 * 2**20  # of a request that says how long it is; the router measures those that do not
     check_s: float = 1.0  # between two looks at a router, and the time for it to answer
@@ -91,14 +92,6 @@ ANSWERS = (
     Answer(405, "405 Method Not Allowed", INVALID, "method_not_allowed", "The method is not allowed"),
     Answer(408, "408 Request Timeout", INVALID, "request_timeout", "The request did not come in time"),
     Answer(413, "413 Content Too Large", INVALID, "request_too_large", "The request body is too long, or not expected"),
-    Answer(
-        429,
-        "429 Too Many Requests",
-        "rate_limit_error",
-        "rate_limit_exceeded",
-        "Your address has too many connections for requests without an API key",
-        retry=True,
-    ),
     Answer(500, "500 Internal Server Error", SERVER, "internal_error", "The proxy failed to handle the request"),
     Answer(501, "501 Not Implemented", INVALID, None, "The request asks for something that is not implemented"),
     Answer(502, "503 Service Unavailable", SERVER, "unavailable", LOST, retry=True),
@@ -132,8 +125,10 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
     found = re.search(r"^frontend http_frontend\n    bind .*\n", text, re.MULTILINE)
     if found is None:
         raise ValueError("HAProxy's configuration has no http_frontend with an address")
+    if limits.connections:
+        text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
     place = found.end()
-    text = text[:place] + _frontend(limits, errors) + text[place:]
+    text = text[:place] + _frontend(limits, _connections(text), errors) + text[place:]
     text = OURS.sub("", text)
     text = _replaced(r"^defaults\n    mode http\n", rf"\g<0>{_defaults(limits, errors)}", text)
     text = _replaced(r"^    http-request return status 404 .*$", "    http-request deny deny_status 503", text)
@@ -142,9 +137,15 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
         text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
     text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
     text = _relayed(_routers(text, limits), limits, errors.with_name("relay.sock"))
-    if limits.connections:
-        text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
     return MARK + text
+
+
+def _connections(text: str) -> int:
+    """How many clients' connections a configuration allows in all."""
+    found = re.search(r"^    maxconn (\d+)$", text, re.MULTILINE)
+    if found is None:
+        raise ValueError("HAProxy's configuration has no maxconn")
+    return int(found[1])
 
 
 def _routers(text: str, limits: Limits) -> str:
@@ -199,13 +200,16 @@ def _defaults(limits: Limits, errors: Path) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _frontend(limits: Limits, errors: Path) -> str:
-    crowd = f"{{ sc0_conn_cur gt {limits.client_connections} }}"
+def _frontend(limits: Limits, connections: int, errors: Path) -> str:
+    """`connections`: of all clients. What stands under `/v1/` is answered 200 to nobody who may not call."""
+    crowd = f"tcp-request connection reject if !{{ src {LOCAL} }} {{ sc0_conn_cur gt"
     lines = [
-        "stick-table type ipv6 size 100k expire 60s store conn_cur",
+        "stick-table type ipv6 size 100k expire 10m store conn_cur,gpt0",
         "tcp-request connection track-sc0 src",
-        f"http-request deny deny_status 429 if {crowd} !{{ req.hdr(authorization) -m found }}"
-        " !{ req.hdr(x-api-key) -m found }",
+        f"{crowd} {limits.client_connections} }} !{{ sc0_get_gpt0 gt 0 }}",
+        f"{crowd} {connections // 2} }}",
+        "http-request set-var(txn.calls) bool(true) if { path_beg /v1/ }",
+        "http-response sc-set-gpt0(0) 1 if { var(txn.calls) -m bool } { status 200 }",
         f"http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {limits.body_bytes} }}",
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
+from holdfast.cluster import environment
+
 GIB = 2**30
 NVIDIA = ("--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits")
 _TORCH = "import torch; print(f'{torch.version.cuda or str()},{torch.cuda.device_count()}')"
@@ -51,8 +53,6 @@ class Facts:
 
 def gather(temporary: Path, cores: int) -> Facts:
     """The facts of this machine. Starts `nvidia-smi`, and where there is a GPU a Python with torch: some seconds."""
-    import resource
-
     gpus = _gpus()
     gpu_device = Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
     cuda, seen = _torch() if gpus or gpu_device else ("", 0)
@@ -69,7 +69,7 @@ def gather(temporary: Path, cores: int) -> Facts:
         shm_free=shm_free,
         disk_free=_room(temporary)[1],
         temporary=temporary,
-        files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        files=environment.files(),
         gpus=gpus,
         gpu_device=gpu_device,
         torch_cuda=cuda,

@@ -39,6 +39,16 @@ def descendants() -> set[int]:
     return found
 
 
+def titled(title: str) -> set[int]:
+    """Process ids below this process whose command line begins so."""
+    found = set()
+    for pid in descendants():
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
+                found.add(pid)
+    return found
+
+
 def stop_all(patience_s: float = 5.0) -> int:
     """Ask every descendant to stop, kill those that have not after `patience_s`; how many there were."""
     first = descendants()

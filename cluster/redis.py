@@ -104,9 +104,14 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> "EmbeddedRedis":
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start it, also after it has ended: at the same place, with what was kept. Raises ConfigError."""
         if self._kept is not None:
             self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (self._folder / "redis.log").open("wb") as log:
+        with (self._folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(),
                 stdin=subprocess.DEVNULL,
@@ -116,7 +121,6 @@ class EmbeddedRedis:
                 preexec_fn=_die_with_parent,
             )
         self._wait()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

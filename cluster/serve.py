@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,13 @@ from holdfast.cluster import (
 from holdfast.cluster.config import Settings, share_threads
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.cluster.tenants_file import tenants_in
-from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.store import RedisAddress
 
 Say = Callable[[str], None]
 TELL_S = 5.0  # in which routers have to hear that the server stops
 WATCH_S = 2.0  # between two looks whether all processes are there
+SERVES = {"controller": "ray::ServeController", "proxy": "ray::HAProxyManager"}  # titles of its own processes
 MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
 OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
 
@@ -57,6 +58,7 @@ def run(settings: Settings, say: Say) -> None:
 
     The first SIGINT, SIGTERM or SIGHUP stops in order, a second one at once.
     """
+    environment.raise_files()
     machine = environment.machine()
     settings = share_threads(settings, machine.cores)
     checks.check(settings)
@@ -298,16 +300,34 @@ def _reason(overview: Any) -> str:
 
 
 def _watch(running: Running, say: Say) -> NoReturn:
-    """Say what dies and what is back, until a signal asks to stop."""
-    told, up = False, _up()
+    """Say what dies and what is back, and start Redis again, until a signal asks to stop."""
+    up, serves, redis_there = _up(), _serves(), True
     while True:
         time.sleep(WATCH_S)
-        if running.redis is not None and not running.redis.alive and not told:
-            told = True
-            say("the embedded Redis has ended; serving goes on from memory")
+        if running.redis is not None:
+            redis_there = _look_after(running.redis, redis_there, say)
         before, up = up, _up() or up
         for line in changes(before, up):
             say(line)
+        earlier, serves = serves, _serves()
+        for line in replaced(earlier, serves):
+            say(line)
+
+
+def _look_after(redis: EmbeddedRedis, was_there: bool, say: Say) -> bool:
+    """Start Redis again where it has ended; whether it is there. Where it does not come up that is said once."""
+    if redis.alive:
+        return True
+    if was_there:
+        say("the embedded Redis has ended: it is started again, and serving goes on from memory meanwhile")
+    try:
+        redis.start()
+    except HoldfastError as error:
+        if was_there:
+            say(f"{error.message}; it is tried again and again")
+        return False
+    say("the embedded Redis serves again")
+    return True
 
 
 def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
@@ -318,6 +338,23 @@ def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
             yield f"{was - n} of {was} process(es) of '{name}' died or hang; what can be is started again"
         elif n > was:
             yield f"{n - was} process(es) of '{name}' serve again: {n} in all"
+
+
+def replaced(before: Mapping[str, Set[int]], now: Mapping[str, Set[int]]) -> Iterator[str]:
+    """What to say of Serve's own processes, each known by its id: they come back as others, perhaps between two looks.
+
+    One that is there no more is told at once, also where no other one is there yet.
+    """
+    for name, pids in now.items():
+        if before.get(name, pids) - pids:
+            yield f"Serve's {name} died; it is started again"
+        if pids - before.get(name, pids):
+            yield f"Serve's {name} is there again"
+
+
+def _serves() -> Mapping[str, Set[int]]:
+    """The processes of Serve that are no deployment's."""
+    return {name: processes.titled(title) for name, title in SERVES.items()}
 
 
 def _up() -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from holdfast.router.guard import Guard
 from holdfast.router.http import caller, json_response
 from holdfast.router.protocol.admin import (
     KeyBody,
-    Rows,
+    RowQuery,
     changed,
     read_change,
     read_days,
@@ -248,7 +248,7 @@ class AdminEndpoints:
 JSON_LINES = "application/jsonl"
 
 
-async def export(asked: Rows, books: Books, tenants: Iterable[str]) -> Response:
+async def export(asked: RowQuery, books: Books, tenants: Iterable[str]) -> Response:
     """Records as JSON lines or CSV. Raises UnavailableError."""
     rows: list[dict[str, Any]] = []
     for tenant in tenants:

@@ -242,7 +242,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             home = place.last_replica if place.bound else self._pins.get(program) or place.last_replica
             ask = Ask(
                 place.tokens,
-                tuple(Prefix(digest, place.prefix_tokens) for digest in place.prefixes),
+                (
+                    *(Prefix(digest, tokens) for digest, tokens in place.histories),
+                    *(Prefix(digest, place.prefix_tokens) for digest in place.prefixes),
+                ),
                 home,
                 place.tokens if home is not None else 0,
                 place.near_replica,

@@ -52,6 +52,8 @@ class Place:
     `last_replica` served the program's last turn, by the program table. A program that has none goes where one of the
     `prefixes` is, digests of what its prompt begins with, longest first, or near its parent, at `near_replica`.
     `tokens` is about how long the prompt is, `prefix_tokens` of them are those that the last of `prefixes` names.
+    `histories` are digests of conversations that are in its prompt, the longest first, each with its length: of its own
+    and, where it branches off another program, of that one's; only this router knows where they are.
     Not `shared`: other routers could not be asked.
     """
 
@@ -62,6 +64,7 @@ class Place:
     prefix_tokens: int = 0
     shared: bool = True
     bound: bool = False
+    histories: tuple[tuple[str, int], ...] = ()
 
 
 ANYWHERE = Place()

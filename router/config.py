@@ -77,6 +77,7 @@ class RouterConfig:
 
     max_body_bytes: int = 32 * 2**20  # a larger request body is refused (413)
     max_in_flight: int = 4096  # requests of all tenants at once; one more is refused (429). Half are shared by weight
+    body_memory: int = 128 * 2**20  # of all bodies being read or parsed at once; more is refused (429). Shared likewise
     body_timeout_s: float = 60.0  # a request body that has not come in this time is refused (408)
     long_body_bytes: int = 2**20  # a longer body is parsed in a process beside the router's
     max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)
@@ -148,6 +149,10 @@ class RouterConfig:
                     raise ConfigError(f"{name} must be names of headers, not {list(value)}", name)
             elif isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
                 raise ConfigError(f"{name} must be positive, not {value}", name)
+        if self.body_memory < 2 * self.max_body_bytes:  # half of it is kept for tenants
+            raise ConfigError(
+                f"body_memory must be twice max_body_bytes or more, not {self.body_memory}", "body_memory"
+            )
 
     def networks(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
         """`proxies`, parsed. Raises ConfigError."""

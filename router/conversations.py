@@ -96,12 +96,15 @@ def conversation(scope: str, prompt: ChatPrompt | RawPrompt) -> Conversation:
 
 
 CHARACTERS = 4  # of a token, about: for placing programs that is exact enough
+HISTORIES = 5  # conversations that are looked for in one: its own, and before its latest replies
+PLAIN = 512  # tokens of a plain prompt that others may begin with as well: it says nothing of where that ends
 FIRST_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What other programs' prompts begin with as well: tools, and the messages before the first of a user.
+    """What other programs' prompts begin with as well: tools, and the messages before the first of a user; of a plain
+    prompt the first `PLAIN` tokens, about, where it is as long.
 
     `tokens` is about its length, `prompt_tokens` about that of the whole prompt.
     """
@@ -114,14 +117,28 @@ class Preamble:
 def preamble(scope: str, prompt: ChatPrompt | RawPrompt) -> Preamble:
     """That of `prompt`. `scope`: what it is never shared across, tenant and model."""
     if isinstance(prompt, RawPrompt):
-        tokens = len(prompt.content) // (CHARACTERS if isinstance(prompt.content, str) else 1)
-        return Preamble("", 0, tokens)
+        each = CHARACTERS if isinstance(prompt.content, str) else 1
+        begins, tokens = prompt.content[: PLAIN * each], len(prompt.content) // each
+        digest = _hash(b"plain", [scope, begins])[:8].hex() if tokens >= PLAIN else ""
+        return Preamble(digest, PLAIN if digest else 0, tokens)
     first = list(takewhile(lambda message: message["role"] in FIRST_ROLES, prompt.messages))
     tools = orjson.dumps(prompt.tools, option=orjson.OPT_SORT_KEYS)
     tokens = (len(tools) + sum(map(_length, first))) // CHARACTERS
     whole = (len(tools) + sum(map(_length, prompt.messages))) // CHARACTERS
     digest = _hash(tools, [scope, [_canonical(message) for message in first]])[:8].hex() if tokens else ""
     return Preamble(digest, tokens, whole)
+
+
+def histories(scope: str, sent: Conversation, tokens: int) -> tuple[tuple[str, int], ...]:
+    """Digests of the conversations that are in one of so many tokens, the longest first, each with about its length:
+    its own, under which a branch off it will look, and those that replies follow, where it may be a branch itself.
+    """
+    if not sent.by_head:
+        return ()
+    lengths = [sent.length, *(each for each in sent.lengths if each < sent.length)][:HISTORIES]
+    return tuple(
+        (_hash(b"history", [scope, sent.digest(each)])[:8].hex(), tokens * each // sent.length) for each in lengths
+    )
 
 
 def placed_by(tenant: str, model: str, cache_salt: str) -> str:

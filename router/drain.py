@@ -11,21 +11,30 @@ from holdfast.replicas.errors import UnavailableError
 
 
 class Drain:
-    """Used on one event loop. Until `begin` it does nothing."""
+    """Used on one event loop. Until `begin` or `bound` it does nothing."""
 
     def __init__(self) -> None:
+        self._closed = False
         self._until: float | None = None
         self._open: set[asyncio.Timeout] = set()
 
     def begin(self, seconds: float) -> None:
         """From now on nothing new; what is still under way so many seconds later is ended then."""
-        self._until = asyncio.get_running_loop().time() + seconds
+        self._closed = True
+        self.bound(seconds)
+
+    def bound(self, seconds: float) -> None:
+        """What is under way so many seconds from now is ended then; until then others may come: they are sent here
+        while the proxy does not know yet that this router stops.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        self._until = until if self._until is None else min(until, self._until)
         for each in self._open:
             each.reschedule(self._until)
 
     def check(self) -> None:
         """Raises UnavailableError where nothing new is let in."""
-        if self._until is not None:
+        if self._closed:
             raise UnavailableError("The server is stopping; another one, or this one anew, may be there soon")
 
     @asynccontextmanager

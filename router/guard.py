@@ -16,7 +16,7 @@ from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
 from holdfast.router.http import answer_headers, caller, read_body
-from holdfast.router.limits import Limiter
+from holdfast.router.limits import BodyMemory, Limiter
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
@@ -25,6 +25,9 @@ from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
 from holdfast.router.watching import watch_accounts, watch_tenants
 
 T = TypeVar("T")
+
+TENANT = "holdfast.tenant"  # where a request's scope keeps whose it is
+NOBODY = Tenant("nobody")
 
 
 class Guard:
@@ -44,7 +47,9 @@ class Guard:
         self._config = config
         self._metrics = metrics
         self._limiter = Limiter(config.max_in_flight)
-        tenants.watch(self._limiter.share)
+        self._bodies = BodyMemory(config.body_memory)
+        for each in (self._limiter, self._bodies):
+            tenants.watch(each.share)
         self._drain = drain
         self._parser = parser
         self._accounts = accounts or Accounts(config)
@@ -64,6 +69,7 @@ class Guard:
         except RefusedError as error:
             self._audit.refused(reason(error), who.address(self._proxies), request.url.path)
             raise
+        request.scope[TENANT] = principal.tenant
         return principal
 
     @contextmanager
@@ -102,11 +108,15 @@ class Guard:
     async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
         """What `parse(body, *arguments)` makes of the request's body; a long one is parsed beside the event loop.
 
-        So `parse` is a function of a module, and all that crosses can be pickled. Raises RefusedError (413, 408), what
-        `parse` raises, or ClientGoneError.
+        So `parse` is a function of a module, and all that crosses can be pickled. Raises RefusedError (413, 408),
+        OverloadedError where the bodies of this tenant, or of all, are too much at once, what `parse` raises, or
+        ClientGoneError.
         """
-        config = self._config
-        body = await read_body(request, config.max_body_bytes, config.body_timeout_s, config.long_body_bytes)
-        if isinstance(body, bytes):
-            return parse(body, *arguments)
-        return await self._parser.call(parse_long, config.max_body_values, parse, arguments, body=body)
+        config, tenant = self._config, request.scope.get(TENANT, NOBODY)
+        with self._bodies.body(tenant.name) as held:
+            most = config.max_body_bytes
+            body = await read_body(request, most, config.body_timeout_s, config.long_body_bytes, held)
+            if isinstance(body, bytes):
+                return parse(body, *arguments)
+            work, told = held.size / tenant.weight, (config.max_body_values, parse, arguments)
+            return await self._parser.call(parse_long, *told, body=body, payer=tenant.name, work=work)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.limit_headers import anthropic_headers, openai_headers
+from holdfast.router.limits import BodyBytes
 from holdfast.router.protocol.errors import ApiError, Refusal, RefusedError, api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
@@ -141,28 +142,32 @@ def _asks(request: Request) -> "Hash | None":
     return asked
 
 
-async def read_body(request: Request, limit: int, patience_s: float, long: int) -> bytes | BinaryIO:
+async def read_body(request: Request, limit: int, patience_s: float, long: int, held: BodyBytes) -> bytes | BinaryIO:
     """The body of `request`; one longer than `long` bytes as a file without a name, in memory, for the caller to close.
+    What has come of it is counted in `held`.
 
     Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where the whole of it has not come after
-    `patience_s`. Trap: to join the parts of 32 MiB takes 25 ms, in which the event loop serves nobody else.
+    `patience_s`; OverloadedError where there is no room for it. Trap: to join the parts of 32 MiB takes 25 ms, in which
+    the event loop serves nobody else.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
+    if declared.isdigit():
+        if int(declared) > limit:
+            raise _too_large(limit)
+        held.expect(int(declared))
     parts: list[bytes] = []
-    size, asked = 0, _asks(request)
+    asked = _asks(request)
     with contextlib.ExitStack() as unread:
         file: BinaryIO | None = None
         try:
             async with asyncio.timeout(patience_s):
                 async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
+                    if held.size + len(part) > limit:
                         raise _too_large(limit)
                     if asked is not None:
                         asked.update(part)
-                    if file is None and size > long:
+                    held.come(len(part))
+                    if file is None and held.size > long:
                         file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
                         file.writelines(parts)
                         parts.clear()

@@ -6,6 +6,8 @@ that. The process ends with the socket, so with its router, however that ends.
 """
 
 import asyncio
+import heapq
+import itertools
 import os
 import pickle
 import socket
@@ -22,6 +24,46 @@ LENGTH = 8  # bytes
 NICE = 10  # who sends little does not wait for a core that reads what somebody else sent
 
 
+class Turns:
+    """Who may go on, one at a time: of those that wait the one whose payer has had least, this turn counted.
+
+    Self-clocked fair queueing (Golestani, 1994): a turn is stamped with the work of its payer at its end, and begins at
+    no less than the stamp of who goes on now; the lowest stamp is next. So a payer that comes once waits for the turn
+    that goes on and no longer ones, however many another has in line.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._count = itertools.count()  # of equal stamps the first to come is next
+        self._stamps: dict[str, float] = {}  # the latest of each payer
+        self._now: float | None = None  # the stamp of who goes on; None: nobody does
+
+    async def take(self, payer: str, work: float) -> None:
+        """Wait for a turn of so much `work`, which is to be given back."""
+        stamp = max(self._stamps.get(payer, 0.0), self._now or 0.0) + work
+        self._stamps[payer] = stamp
+        if self._now is None:
+            self._now = stamp
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._line, (stamp, next(self._count), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was this one's already
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        while self._line:
+            self._now, _, turn = heapq.heappop(self._line)
+            if not turn.done():  # who waited for it has left
+                turn.set_result(None)
+                return
+        self._now = None
+        self._stamps.clear()
+
+
 class ParserProcess:
     """Calls functions of modules in a process beside this one, one after the other.
 
@@ -31,21 +73,28 @@ class ParserProcess:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
 
-    async def call(self, function: Callable[..., T], *arguments: Any, body: BinaryIO | None = None) -> T:
+    async def call(
+        self,
+        function: Callable[..., T],
+        *arguments: Any,
+        body: BinaryIO | None = None,
+        payer: str = "",
+        work: float = 0.0,
+    ) -> T:
         """What `function` returns there. With a `body` it gets all that stands in that file before the `arguments`;
-        the file is closed, whatever happens.
+        the file is closed, whatever happens. `payer` takes its turn, with so much `work`, among all who call.
 
         Raises the HoldfastError that it raises, UnavailableError where the process is lost.
         """
         with ExitStack() as kept:
             if body is not None:
                 kept.enter_context(body)
-            await self._turn.acquire()
+            await self._turns.take(payer, work)
             # A caller that leaves from here on must not leave half a message in the socket, or a result to the next.
             calling = asyncio.ensure_future(self._call(function, arguments, body))
-            kept.callback(self._turn.release)
+            kept.callback(self._turns.give_back)
             ended = kept.pop_all()
             calling.add_done_callback(lambda _: ended.close())
         return await asyncio.shield(calling)

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from hashlib import blake2b
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
+from holdfast.router.ring import Ring
 
 CANDIDATES = 8  # replicas that are looked at of those that hold a prefix
 HOLDERS = 128  # replicas that are remembered for one prefix, the latest
@@ -72,7 +72,8 @@ class Prefix:
 class Ask:
     """A turn that is to be placed: a prompt of so many `tokens`. `home` holds `held` of them for its program.
 
-    A turn of a new program has `prefixes`, longest first, and may be wanted `near` a replica: where its parent is. With
+    It begins with `prefixes`, the longest first, and that of a new program may be wanted `near` a replica: where its
+    parent is, which has what the last of them names. With
     a `name` nothing is known of it that other routers could know, so that name decides, for all of them alike.
     One that is `bound` can be served at its home alone.
     """
@@ -121,6 +122,7 @@ class Placement:
         self._config = config
         self._rng = rng
         self._capacity: dict[str, int] = {}
+        self._ring = Ring()
         self._sent: dict[str, int] = {}
         self._others: dict[str, int] = {}
         self._token_s: dict[str, float] = {}
@@ -138,6 +140,7 @@ class Placement:
             for known in (self._sent, self._others, self._token_s, self._told, self._stamps):
                 known.pop(gone, None)
         self._capacity = dict(capacity)
+        self._ring.keep(capacity.keys())
         for replica_id in capacity:
             self._sent.setdefault(replica_id, 0)
             self._others.setdefault(replica_id, 0)
@@ -223,27 +226,29 @@ class Placement:
     def _place(self, ask: Ask, least: str) -> Choice:
         """A new program's replica: of a bounded number that may suit it the one with the least expected work."""
         if ask.name:
-            return Choice(max(self._capacity, key=lambda each: weight(ask.name, each)), Reason.HASH)
-        prefix = next((each for each in ask.prefixes if self._holders.get(each.digest)), None)
-        holders = {} if prefix is None else self._holders[prefix.digest]
-        length = 0 if prefix is None else prefix.tokens
+            return Choice(self._ring.owner(ask.name), Reason.HASH)
+        known = [(each, holders) for each in ask.prefixes if (holders := self._holders.get(each.digest))]
+
+        def held_at(replica_id: str) -> int:
+            return next((holders[replica_id] or each.tokens for each, holders in known if replica_id in holders), 0)
 
         def cost(choice: Choice) -> tuple[bool, float]:
-            held = 0
-            if choice.replica_id in holders:
-                held = holders[choice.replica_id] or length
-            if choice.reason is Reason.NEAR:
-                held = max(held, *(each.tokens for each in ask.prefixes), 0)
+            held = held_at(choice.replica_id)
+            if choice.reason is Reason.NEAR and ask.prefixes:
+                held = max(held, ask.prefixes[-1].tokens)
             turns = self._turns(choice.replica_id)
             crowd = max(0.0, turns - self._config.crowded_load * self._total / len(self._capacity))
             work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
             return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
 
-        there = [each for each in holders if each in self._capacity]
-        drawn = there if len(there) <= CANDIDATES else self._rng.sample(there, CANDIDATES)
+        drawn: dict[str, None] = {}
+        for _, holders in known:
+            there = [each for each in holders if each in self._capacity and each not in drawn]
+            room = CANDIDATES - len(drawn)
+            drawn |= dict.fromkeys(there if len(there) <= room else self._rng.sample(there, room))
         found = [Choice(ask.near, Reason.NEAR)] if ask.near is not None and ask.near in self._capacity else []
         found += [Choice(each, Reason.PREFIX) for each in drawn]
-        found.append(Choice(least, Reason.PREFIX if least in holders else Reason.LOAD))
+        found.append(Choice(least, Reason.PREFIX if held_at(least) else Reason.LOAD))
         return min(found, key=cost)
 
     def _turns(self, replica_id: str) -> int:
@@ -290,8 +295,3 @@ class Placement:
                 return replica_id
             heapq.heappop(self._order)  # it has changed since, and stands elsewhere as well
         return None
-
-
-def weight(program: str, replica_id: str) -> int:
-    """Rendezvous weight of the pair: equal in every process and release (Thaler and Ravishankar, 1998)."""
-    return int.from_bytes(blake2b(f"{program}\0{replica_id}".encode(), digest_size=8).digest(), "big")

@@ -34,6 +34,7 @@ from holdfast.router.conversations import (
     Standing,
     conversation,
     hint,
+    histories,
     mark_of,
     placed_by,
     preamble,
@@ -399,13 +400,16 @@ class Turns:
         turn, last_replica, near = accepted.turn, begun.program.last_replica, accepted.near
         if turn.session is not None:
             return _at_session(turn.session, begun)
-        begins = preamble(placed_by(accepted.tenant.name, turn.model.name, turn.cache_salt), turn.prompt)
+        scope = placed_by(accepted.tenant.name, turn.model.name, turn.cache_salt)
+        begins = preamble(scope, turn.prompt)
+        sent = accepted.program
+        known = histories(scope, sent, begins.prompt_tokens) if isinstance(sent, Conversation) else ()
         if last_replica is not None:
-            return Place(last_replica, tokens=begins.prompt_tokens)
+            return Place(last_replica, tokens=begins.prompt_tokens, histories=known)
         prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
         parent = await self._programs.look(near) if near else None
         near_replica = None if parent is None else parent.last_replica
-        return Place(None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared)
+        return Place(None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared, histories=known)
 
     async def _settle(self, served: Served, replica_id: str, answer: Answer) -> None:
         """The turn is served, by a replica or from the cache (""). Its client learns of the end after the cluster has:

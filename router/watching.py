@@ -23,7 +23,7 @@ def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: L
         found: dict[tuple[str, ...], float] = {}
         for tenant in directory.tenants:
             label = (metrics.tenant(tenant.name),)
-            found[label] = found.get(label, 0.0) + limiter.in_flight_of(tenant.name)
+            found[label] = found.get(label, 0.0) + limiter.of(tenant.name)
         return found
 
     def allowed() -> Mapping[tuple[str, ...], float]:

@@ -4,6 +4,7 @@
 
     pinned     a program's next turn, whose replica has room
     new        a program whose prompt begins with what a tenth of the replicas hold
+    named      a program of which only the name is known, while Redis is away
     report     what a replica tells, once a second each, with 64 beginnings of prompts: taken in
 
 `sent` and `ended` are counted with each turn, as a router does. Ratios are to the smallest number of replicas.
@@ -47,16 +48,17 @@ def per_turn(made: Placement, ask: Callable[[int], Ask], turns: int) -> float:
     return (time.thread_time() - began) / turns * 1e6
 
 
-def measure(replicas: int, turns: int) -> tuple[float, float, float]:
-    """Pinned, new and report, in microseconds."""
+def measure(replicas: int, turns: int) -> tuple[float, ...]:
+    """Pinned, new, named and report, in microseconds."""
     made, told = fleet(replicas, random.Random(replicas))
     prefixes = (Prefix("shared", 3000),)
     pinned = per_turn(made, lambda i: Ask(8000, home=f"replicas#{i % replicas:06d}", held=8000), turns)
     new = per_turn(made, lambda i: Ask(8000, prefixes), turns)
+    named = per_turn(made, lambda i: Ask(8000, name=f"acme/{i}"), turns)
     began = time.thread_time()
     for i in range(turns):
         made.report(*told[i % replicas])
-    return pinned, new, (time.thread_time() - began) / turns * 1e6
+    return pinned, new, named, (time.thread_time() - began) / turns * 1e6
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def main() -> None:
     asked = parser.parse_args()
     found = {each: measure(each, asked.turns) for each in map(int, asked.replicas.split(","))}
     first = next(iter(found.values()))
-    print("replicas | pinned us | new us | report us")
+    print("replicas | pinned us | new us | named us | report us")
     for replicas, costs in found.items():
         print(replicas, *(f"{us:.1f} ({us / base:.2f})" for us, base in zip(costs, first, strict=True)), sep=" | ")
 

@@ -126,13 +126,18 @@ def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
         assert router.init_args[1:] == (kept, replace(REDIS, namespace=application.namespace(kept)), path)
 
 
-def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch) -> None:
+def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def named(**changes: Any) -> str:
         return application.namespace(replace(Settings(), **changes))
 
     own = named()
     assert own.startswith("holdfast/pocket/")
-    assert named(engine=EngineConfig(model="org/other")).startswith("holdfast/other/")
+    models = [named(engine=EngineConfig(model=each)) for each in ("a/m", "b/m", "/a/m", "/b/m")]
+    assert all(each.startswith("holdfast/m-") for each in models)
+    assert len(set(models)) == 4
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert named(engine=EngineConfig(model="m")) == named(engine=EngineConfig(model=str(tmp_path / "m")))
     assert named(engine=EngineConfig(served_name="mine")).startswith("holdfast/mine/")
     assert named(redis=RedisConfig(namespace="blue")).startswith("blue/pocket/")
     monkeypatch.setattr(application, "version", lambda name: "99.0")

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import resource
 import select
 import socket
 import subprocess
@@ -103,6 +104,21 @@ def test_the_limits_are_the_configurations() -> None:
     assert _limits(Settings(server=Server(connections=9)), files=4096).connections == 9
 
 
+def test_a_server_takes_as_many_files_as_it_is_allowed() -> None:
+    """A shell's soft limit is often 1,024; the hard one is what counts, as far as a server has use for it."""
+    script = (
+        "import resource\n"
+        "from holdfast.cluster import environment\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))\n"
+        "told = environment.machine().files\n"
+        "environment.raise_files()\n"
+        "print(told, *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    told, soft, hard = map(int, subprocess.check_output([sys.executable, "-c", script]).split())
+    assert told == soft == (environment.FILES if hard == resource.RLIM_INFINITY else min(hard, environment.FILES))
+
+
 # ---- a real one ----
 
 
@@ -113,7 +129,7 @@ class Behind(BaseHTTPRequestHandler):
     flooded = threading.Event()  # a client's stream was cut
 
     def do_GET(self) -> None:
-        self.send_response(200)
+        self.send_response(401 if self.path.endswith("/refused") else 200)
         if self.path != "/flood":
             self.send_header("Content-Length", "2")
             self.end_headers()
@@ -324,18 +340,44 @@ def test_a_reader_that_never_reads_is_cut_off(folder: Path, behind: list[int]) -
         assert Behind.flooded.wait(PATIENT)
 
 
-def test_one_address_without_a_key_has_only_so_many_connections(folder: Path, behind: list[int]) -> None:
-    with running(folder, Limits(client_connections=5), behind) as taken, ExitStack() as open_ones:
-        for _ in range(5):
-            open_ones.enter_context(socket.create_connection(("127.0.0.1", taken.fallback)))
-        url = f"http://127.0.0.1:{taken.fallback}/"
-        refused = httpx.get(url, trust_env=False)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert int(refused.headers["retry-after"]) > 0
-        assert httpx.get(url, trust_env=False, headers={"Authorization": "Bearer k"}).status_code == 200
-        other = httpx.HTTPTransport(local_address="127.0.0.2")
-        with httpx.Client(transport=other) as client:
-            assert client.get(url).status_code == 200
+def held(stack: ExitStack, port: int, count: int, address: str) -> int:
+    """How many of so many connections from `address` stay open: those that are refused have ended by themselves."""
+    idle = [
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), source_address=(address, 0)))
+        for _ in range(count)
+    ]
+    httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)  # it comes after them
+    return count - len(select.select(idle, [], [], 0)[0])
+
+
+def asked(port: int, address: str, path: str, **headers: str) -> int:
+    with httpx.Client(transport=httpx.HTTPTransport(local_address=address)) as client:
+        return client.get(f"http://127.0.0.1:{port}{path}", headers=headers).status_code
+
+
+def test_one_address_has_only_so_many_connections_until_a_request_of_it_was_let_in(
+    folder: Path, behind: list[int]
+) -> None:
+    with running(folder, Limits(client_connections=5, connections=40), behind) as taken, ExitStack() as idle:
+        port = taken.fallback
+        assert held(idle, port, 8, "127.0.0.3") == 5
+        with pytest.raises(httpx.TransportError):
+            asked(port, "127.0.0.3", "/v1/models", Authorization="Bearer k")  # whatever key it says it has
+        assert asked(port, "127.0.0.4", "/v1/models") == 200
+        assert held(idle, port, 8, "127.0.0.4") == 8
+        assert asked(port, "127.0.0.5", "/health") == 200  # anybody is told that
+        assert asked(port, "127.0.0.5", "/v1/refused") == 401
+        assert held(idle, port, 8, "127.0.0.5") == 5
+
+
+def test_no_address_but_this_machines_own_has_more_than_half_of_all_connections(
+    folder: Path, behind: list[int]
+) -> None:
+    with running(folder, Limits(client_connections=1000, connections=20), behind) as taken, ExitStack() as idle:
+        assert asked(taken.fallback, "127.0.0.3", "/v1/models") == 200
+        assert held(idle, taken.fallback, 14, "127.0.0.3") == 10
+    with running(folder, Limits(client_connections=2, connections=20), behind) as taken, ExitStack() as idle:
+        assert held(idle, taken.fallback, 14, "127.0.0.1") == 14
 
 
 @pytest.mark.parametrize(
@@ -550,7 +592,7 @@ def test_statistics_and_metrics_listen_where_they_are_told_to(
 
 def test_idle_connections_keep_nobody_out(folder: Path, behind: list[int]) -> None:
     """As many as one address may have, from another one: who comes after them is served, and they go by themselves."""
-    with running(folder, Limits(header_s=0.5, connections=400), behind) as taken:
+    with running(folder, Limits(header_s=0.5, connections=700), behind) as taken:
         url = f"http://127.0.0.1:{taken.fallback}/"
         with ExitStack() as idle:
             clients = [

@@ -104,6 +104,9 @@ def test_config_alone_and_serve_read_the_environment_too(
         assert "HOLDFAST_SERVER__PORT" in capsys.readouterr().err
 
 
+KEYED = f"- name: a\n  key_hashes: ['sha256:{0:064x}']\n"
+
+
 def check(tmp_path: Path, text: str) -> list[tuple[int, str]]:
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -151,6 +154,10 @@ def check(tmp_path: Path, text: str) -> list[tuple[int, str]]:
                 (7, "tenants.2.nam"),
             ],
         ),
+        (f"engine:\n  page_size: 0\ntenants:\n{KEYED}{KEYED}", [(2, "engine.page_size"), (3, "tenants")]),
+        (f"tenants:\n{KEYED}{KEYED}- name: c\n  weight: 0\n", [(1, "tenants"), (7, "tenants.2.weight")]),
+        ("engine:\n  page_size: 0\nserver:\n  host: 0.0.0.0\n", [(2, "engine.page_size"), (4, "server.host")]),
+        ("server:\n  host: 0.0.0.0\ntenants:\n- name: c\n  weight: 0\n", [(5, "tenants.0.weight")]),
         ("server: [1, 2\n", [(2, "")]),
         ("engine:\n  threads: 4\n  threads: 8\n", [(3, "")]),
         ("server:\n  port: 1\n7: {}\n", [(3, "")]),

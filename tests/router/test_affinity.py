@@ -287,6 +287,20 @@ def test_programs_that_begin_alike_are_served_together_until_that_is_too_much_fo
     asyncio.run(live())
 
 
+def test_a_branch_goes_where_the_conversation_that_it_leaves_was_sent() -> None:
+    async def live() -> None:
+        made = affinity()
+        replicas = [replica(name) for name in "abcdefgh"]
+        asked = turn("t/first", 1.0)
+        asked.kwargs[HINT] = Place("f", tokens=3000, histories=(("one", 3000),))
+        assert await first_choice(made, replicas, asked) == "f"
+        made.on_request_routed(asked, ReplicaID("f", DEPLOYMENT), None)
+        branch = Place(tokens=3500, histories=(("other", 3500), ("one", 3000)))
+        assert await first_choice(made, replicas, pending("t/branch", **{HINT: branch})) == "f"
+
+    asyncio.run(live())
+
+
 def test_routers_without_redis_agree_on_the_place_of_a_program() -> None:
     async def live() -> None:
         replicas = [replica(name) for name in "abcdefgh"]

@@ -112,6 +112,20 @@ def test_the_next_turn_carries_the_arrival_and_the_last_replica():
     assert [place.last_replica for place in world.backend.places] == [None, "r1"]
 
 
+def test_a_branch_says_which_conversation_it_leaves():
+    world = World()
+    begun = chat_body()["messages"]
+    said = world.chat().json()["choices"][0]["message"]
+    for more in ("and then?", "and else?"):
+        world.chat(
+            messages=[*begun, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": more}]
+        )
+    first, second, branch = world.backend.places
+    assert (second.last_replica, branch.last_replica) == ("r1", None)
+    assert first.histories[0][0] in dict(branch.histories)
+    assert branch.histories[0][0] != second.histories[0][0]
+
+
 def test_who_goes_past_the_cache_is_told_so():
     world = World()
     for _ in range(2):
@@ -293,6 +307,55 @@ def test_a_place_is_taken_while_the_body_comes():
             return [second.status_code, third.status_code, (await client.get("/v1/models")).status_code]
 
     assert asyncio.run(scenario()) == [429, 200, 200]
+
+
+def test_bodies_that_are_too_much_at_once_are_refused_by_tenant():
+    """What is kept for one tenant another does not get; and all of it is given back."""
+    config = RouterConfig(max_body_bytes=1000, body_memory=2000)
+    world = World(tenants=TenantDirectory([ACME, Tenant("quiet", (hash_key("b"),))]), config=config)
+    whole = orjson.dumps(chat_body(user="x" * 600))
+    path = "/v1/chat/completions"
+
+    async def scenario():
+        held, going_on = asyncio.Event(), asyncio.Event()
+
+        async def slow():
+            yield whole[:500]
+            held.set()
+            await going_on.wait()
+            yield whole[500:]
+
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+
+            async def send(key, content, **headers):
+                return await client.post(path, content=content, headers={**bearer(key), **headers})
+
+            sending = []
+            for _ in range(3):
+                held.clear()
+                sending.append(asyncio.ensure_future(send("a", slow())))
+                await held.wait()
+            declared = await send("a", whole)
+            undeclared = await send("a", pieces(whole))
+            other = await send("b", orjson.dumps(chat_body()))
+            going_on.set()
+            slow_ones = [answer.status_code for answer in await asyncio.gather(*sending)]
+            after = await send("a", whole)
+            return declared, undeclared, other.status_code, slow_ones, after.status_code
+
+    declared, undeclared, other, slow_ones, after = asyncio.run(scenario())
+    for answer in (declared, undeclared):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        assert answer.headers["retry-after"] == "1"
+    assert (other, after) == (200, 200)
+    assert 429 in slow_ones  # each came to more than there is for all of them
+    assert 200 in slow_ones  # and as one was refused, there was room for another
+
+
+async def pieces(whole):
+    for at in range(0, len(whole), 100):
+        yield whole[at : at + 100]
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():

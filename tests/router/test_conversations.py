@@ -5,7 +5,18 @@ from itertools import count
 
 from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, ToolCall
-from holdfast.router.conversations import MOST, REPLIES, Conversations, conversation, mark_of
+from holdfast.router.conversations import (
+    HISTORIES,
+    MOST,
+    PLAIN,
+    REPLIES,
+    Conversations,
+    Preamble,
+    conversation,
+    histories,
+    mark_of,
+    preamble,
+)
 from holdfast.router.programs import ProgramTable
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
@@ -241,3 +252,49 @@ def test_a_tenant_that_begins_without_end_pushes_out_its_own(server):
             assert (await routers.ask(*TASK, said, result(said), tenant="quiet"))[:2] == (key, 1)
 
     asyncio.run(scenario())
+
+
+# ---- placement ----
+
+
+def known(*messages, scope="acme pocket"):
+    sent = conversation("pocket", ChatPrompt(messages, TOOLS))
+    return dict(histories(scope, sent, 1000))
+
+
+def test_a_branch_knows_the_conversation_that_it_leaves():
+    """What it has in common with each turn of the other one is the turn's own history."""
+    said, later = answered()[0], answered()[0]
+    first = known(*TASK)
+    second = known(*TASK, said, result(said))
+    branch = known(*TASK, said, result(said, "other files"))
+    further = known(*TASK, said, result(said), later, result(later, "other"))
+    assert list(branch)[1:] == list(first)
+    assert list(further)[1:] == list(second)
+    assert further[next(iter(second))] == 1000 * 4 // 6
+    assert known(*TASK) == first
+    assert not known(*TASK, scope="other pocket").keys() & first.keys()
+
+
+def test_of_a_long_conversation_few_histories_are_looked_for():
+    messages = list(TASK)
+    for _ in range(20):
+        said = answered()[0]
+        messages += [said, result(said)]
+    found = list(known(*messages).values())
+    assert len(found) == HISTORIES
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 1000
+
+
+def test_plain_prompts_are_placed_by_what_they_begin_with():
+    same = "x" * 4 * PLAIN
+    one, other = (preamble("acme pocket", RawPrompt(same + end)) for end in ("a" * 400, "b"))
+    assert one.digest == other.digest != ""
+    assert (one.tokens, one.prompt_tokens, other.prompt_tokens) == (PLAIN, PLAIN + 100, PLAIN)
+    assert preamble("other pocket", RawPrompt(same)).digest != one.digest
+    assert preamble("acme pocket", RawPrompt(same[1:])) == Preamble("", 0, PLAIN - 1)
+    ids = tuple(range(PLAIN + 5))
+    assert (
+        preamble("acme pocket", RawPrompt(ids)).digest == preamble("acme pocket", RawPrompt(ids[:PLAIN])).digest != ""
+    )

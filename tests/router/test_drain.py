@@ -110,3 +110,23 @@ def test_work_that_begins_late_is_bounded_too():
 
     with pytest.raises(UnavailableError):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "times", [[("bound", 0.0)], [("begin", 100.0), ("bound", 0.0)], [("bound", 0.0), ("begin", 100.0)]]
+)
+def test_a_router_that_serve_stops_serves_what_comes_and_ends_what_outlives_the_earliest_time(times):
+    async def scenario():
+        drain = Drain()
+        for how, seconds in times:
+            getattr(drain, how)(seconds)
+        with pytest.raises(UnavailableError, match="before the answer was complete"):
+            async with drain.bounded():
+                await asyncio.Event().wait()
+        if ("begin", 100.0) in times:
+            with pytest.raises(UnavailableError, match="stopping"):
+                drain.check()
+        else:
+            drain.check()
+
+    asyncio.run(scenario())

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.router.limits import Limiter
+from holdfast.router.limits import BodyMemory, Limiter, Shares
 from holdfast.router.tenants import Tenant
 
 
@@ -36,7 +36,43 @@ def test_whoever_has_less_than_its_part_of_half_is_let_in_whatever_others_send(m
             assert sum(has.values()) + kept >= most, "what is kept for nobody is anybody's"
         else:
             has[name] += 1
-        assert limiter.in_flight == sum(has.values()) <= most
+        assert limiter.total == sum(has.values()) <= most
+
+
+amounts = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.booleans()), max_size=60)
+
+
+@given(st.integers(1, 40), amounts)
+def test_amounts_are_shared_as_places_are(most, calls):
+    shares, taken = Shares(most), {name: [] for name in "abc"}
+    shares.share([Tenant(name) for name in "abc"])
+    part = int(most / 6)
+    for name, amount, gives_back in calls:
+        has = {each: sum(taken[each]) for each in taken}
+        if gives_back and taken[name]:
+            shares.give_back(name, taken[name].pop())
+        else:
+            room = most - sum(has.values())
+            beyond = room - sum(max(0, part - has[other]) for other in has if other != name)
+            assert shares.take(name, amount) == (amount <= room and amount <= max(beyond, part - has[name]))
+            if shares.of(name) > has[name]:
+                taken[name].append(amount)
+        assert shares.total == sum(map(sum, taken.values())) <= most
+
+
+def test_a_body_counts_as_it_comes_and_not_any_more_afterwards():
+    memory = BodyMemory(100)
+    memory.share([Tenant("a"), Tenant("b")])
+    with memory.body("a") as one, memory.body("b") as other:
+        one.come(70)
+        with pytest.raises(OverloadedError, match="request bodies"):
+            one.come(10)  # the rest is kept for the other
+        with pytest.raises(OverloadedError, match="request bodies"):
+            other.expect(31)
+        other.expect(30)
+        assert memory.total == one.size == 70
+        other.come(25)
+    assert memory.total == memory.of("a") == 0
 
 
 def test_alone_a_tenant_has_all_places():

@@ -6,9 +6,11 @@ import signal
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError, UnavailableError
-from holdfast.router.parser_process import ParserProcess
+from holdfast.router.parser_process import ParserProcess, Turns
 from holdfast.router.protocol.body import decode
 
 
@@ -158,3 +160,76 @@ def test_after_its_death_the_next_call_finds_another():
         assert await parser.call(os.getpid) != first
 
     run(scenario)
+
+
+# ---- turns ----
+
+lines = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 32), st.booleans()), min_size=1, max_size=30)
+
+
+async def in_turn(line):
+    """Who of `line` went on, in order: all come while one goes on, who leaves does so before that one ends."""
+    turns, went = Turns(), []
+
+    async def one(index, payer, work):
+        await turns.take(payer, work)
+        went.append(index)
+        turns.give_back()
+
+    await turns.take("first", 1)
+    waiting = [asyncio.ensure_future(one(index, payer, work)) for index, (payer, work, _) in enumerate(line)]
+    await asyncio.sleep(0)
+    for task, (_, _, leaves) in zip(waiting, line, strict=True):
+        if leaves:
+            task.cancel()
+    turns.give_back()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.wait_for(turns.take("last", 1), 1.0)  # nothing is left over
+    return went
+
+
+@given(lines)
+def test_each_goes_on_once_and_before_any_other_payer_has_had_more(line):
+    went = asyncio.run(in_turn(line))
+    assert sorted(went) == [index for index, (_, _, leaves) in enumerate(line) if not leaves]
+    needs, had = dict.fromkeys("abc", 0), dict.fromkeys("abc", 0)
+    ends = []
+    for payer, work, _ in line:
+        needs[payer] += work
+        ends.append(needs[payer])
+    assert [ends[index] for index in went] == sorted(ends[index] for index in went)
+    for index in went:  # of one payer they stay in order
+        assert had[line[index][0]] < ends[index]
+        had[line[index][0]] = ends[index]
+
+
+def test_a_payer_that_comes_once_waits_for_no_longer_ones_of_another_in_line():
+    async def scenario(parser):
+        done = []
+
+        async def one(name, payer, work):
+            await parser.call(os.getpid, payer=payer, work=work)
+            done.append(name)
+
+        await parser.call(os.getpid)
+        many = [asyncio.ensure_future(one(n, "many", 32.0)) for n in range(4)]
+        await asyncio.sleep(0)
+        await one("once", "once", 1.2)
+        await asyncio.gather(*many)
+        return done
+
+    assert run(scenario) == [0, "once", 1, 2, 3]
+
+
+def test_who_leaves_as_its_turn_comes_passes_it_on():
+    async def scenario():
+        turns = Turns()
+        await turns.take("a", 1)
+        left, stays = (asyncio.ensure_future(turns.take(name, 1)) for name in "bc")
+        await asyncio.sleep(0)
+        turns.give_back()
+        left.cancel()
+        await asyncio.wait_for(stays, 1.0)
+        assert left.cancelled()
+
+    asyncio.run(scenario())

@@ -158,6 +158,22 @@ def test_a_child_goes_to_its_parent_while_there_is_room() -> None:
     assert first(made, ask) == Choice("a", Reason.LOAD)
 
 
+def test_a_branch_goes_where_its_history_is_while_that_saves_more_than_the_turns_there_cost() -> None:
+    """It was sent there by this router; no replica tells of it. Short of that, where the shorter beginning is."""
+    made = placement("a", "b", "c", turn_tokens=1000)
+    history, begins = Prefix("history", 6000), Prefix("p", 2500)
+    made.report("b", LoadReport(prefixes={"p": 2500}))
+    made.holds("c", (history, begins))
+    ask = Ask(6500, (Prefix("own", 6500), history, begins))
+    assert first(made, ask) == Choice("c", Reason.PREFIX)
+    send(made, "c", 4)
+    assert first(made, ask) == Choice("b", Reason.PREFIX)
+    send(made, "b", 6)
+    assert first(made, ask) == Choice("c", Reason.PREFIX)
+    send(made, "c", 4)
+    assert first(made, ask) == Choice("a", Reason.LOAD)
+
+
 def test_other_routers_turns_count_as_replicas_tell_of_them() -> None:
     made = placement("a", "b")
     made.sent("b")

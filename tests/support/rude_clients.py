@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 import httpx
 
 TRICKLING, IDLE, POLITE = 20, 4096, 4
+ADDRESSES = 8  # that the idle ones come from: one would not be let in as often
 BODY = 32 * 2**20
 BODIES_S = 0.5  # between two of them
 WARM_S = 3.0  # before a phase counts
@@ -58,7 +59,7 @@ class Rude:
     async def run(self) -> None:
         each = [self.trickle(head("/v1/chat/completions", self.key, 100), "headers") for _ in range(TRICKLING)]
         each += [self.trickle(b"x" * 10_000, "body") for _ in range(TRICKLING)]
-        each += [self.idle() for _ in range(self.n_idle)]
+        each += [self.idle(f"127.0.1.{1 + i % ADDRESSES}") for i in range(self.n_idle)]
         await asyncio.gather(*each, self.bodies())
 
     async def trickle(self, data: bytes, kind: str) -> None:
@@ -77,13 +78,14 @@ class Rude:
                 writer.close()
             await asyncio.sleep(0.5)
 
-    async def idle(self) -> None:
+    async def idle(self, source: str) -> None:
         while True:
             with suppress(OSError):
-                reader, writer = await self._connect("127.0.0.9")
+                reader, writer = await self._connect(source)
                 self.seen["idle connected"] += 1
                 await self._told("idle", asyncio.ensure_future(reader.read(65536)))
                 writer.close()
+            await asyncio.sleep(0.5)
 
     async def bodies(self) -> None:
         body = json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "x" * (BODY - 200)}]}).encode()
@@ -183,10 +185,10 @@ def told(took: list[float]) -> dict[str, float]:
 
 
 def beside(
-    url: str, key: str, limited: str, seconds: float, n_idle: int = IDLE
+    url: str, key: str, limited: str, seconds: float, n_idle: int = IDLE, elsewhere: str = ""
 ) -> tuple[dict[str, float], Counter[str]]:
-    """How long polite requests take beside the rude ones, and what those were told."""
-    with other("rude", url, limited, str(n_idle)) as process:
+    """How long polite requests take beside the rude ones, who may be `elsewhere`, and what those were told."""
+    with other("rude", elsewhere or url, limited, str(n_idle)) as process:
         took = asyncio.run(polite(url, key, seconds))
         return told(took), Counter(json.loads(process.communicate("")[0]))
 
@@ -199,7 +201,7 @@ def measure(url: str, key: str, limited: str, seconds: float, rounds: int = 1) -
         with other("nowhere") as server:
             assert server.stdout is not None  # a pipe
             port = int(server.stdout.readline())
-            found["elsewhere"].append(beside(f"http://127.0.0.1:{port}", key, limited, seconds)[0])
+            found["elsewhere"].append(beside(url, key, limited, seconds, elsewhere=f"http://127.0.0.1:{port}")[0])
             server.communicate("")
         took, answers = beside(url, key, limited, seconds)
         found["beside"].append(took)

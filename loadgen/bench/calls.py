@@ -555,7 +555,7 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
                         encoding.append(time.perf_counter() - began)
                         limits = await threads.run(partial(text.constraints, prompt))
                         text.skeletons(prompt)
-                        text.after_thinking(GenerateRequest("", prompt), encoded, limits.matcher)
+                        text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
                         ended = time.perf_counter()
                         taken.append(ended - began)
                         tokens = await stream

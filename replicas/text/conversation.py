@@ -400,16 +400,16 @@ class CallSkeletons:
     def of(
         self,
         tools: Sequence[Mapping[str, Any]],
-        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]],
+        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]] | None = None,
     ) -> SkeletonSet | None:
-        """The skeletons of `tools`, in OpenAI's format. Those of many are made beside: none until then."""
+        """The skeletons of `tools`, in OpenAI's format. With `begin` those of many are made beside: none until then."""
         if self._form is None:
             return None
         key = blake2b(json.dumps(tools).encode(), digest_size=16).digest()
         found = self._sets.get(key)
         if found is None:
             form, endings = self._form, self._endings
-            if len(tools) < _MANY_TOOLS:
+            if begin is None or len(tools) < _MANY_TOOLS:
                 found = compile_tools(tools, partial(offsets_of, self._tokenizer.backend_tokenizer), endings, form)
             else:
                 found = begin(lambda encoder: compile_tools(tools, encoder.offsets, endings, form))

@@ -110,7 +110,7 @@ def _loop(talk: Talk, runner: asyncio.Runner, read: Read, interactive: bool) -> 
             if text == ANEW:
                 runner.run(talk.anew())
             elif text:
-                talk.messages.append({"role": "user", "content": text})
+                talk.hear(text)
                 while calls := runner.run(talk.turn()):
                     talk.messages += [_result(call, read) for call in calls]
         except EOFError:
@@ -135,6 +135,9 @@ class Talk:
     model: str
     messages: list[Json] = field(default_factory=list)
     program: str = ""
+    _before: int = field(
+        default=0, init=False
+    )  # messages before what the user said last: they stay when its answer fails
 
     def __post_init__(self) -> None:
         self._start()
@@ -149,26 +152,38 @@ class Talk:
         await self._over()
         await self.client.__aexit__(None, None, None)
 
+    def hear(self, text: str) -> None:
+        """Take in what the user says."""
+        self._before = len(self.messages)
+        self.messages.append({"role": "user", "content": text})
+
     async def turn(self) -> list[WrittenCall]:
-        """Ask, show what comes; the calls that wait for their results. Raises UnavailableError: nothing was asked."""
+        """Ask, show what comes; the calls that wait for their results.
+
+        One that was cut is shown and no part of the conversation. Raises UnavailableError: nothing was said since the
+        user spoke, and he did not.
+        """
         shown = Shown(self)
         exchange = await self.client.send(streamed(self._body()), {}, shown.more)
         if exchange.failure:
-            while self.messages and self.messages[-1]["role"] != "assistant":
-                self.messages.pop()
+            del self.messages[self._before :]
             raise UnavailableError(f"{exchange.failure}: {exchange.detail}")
-        said = exchange.answer.said
-        answer: Json = {"role": "assistant", "content": said.text or None}
-        if said.calls:
+        told = exchange.answer
+        calls = [told.call(index) for index in sorted(told.closed)]
+        answer: Json = {"role": "assistant", "content": told.said.text or (None if calls else "")}
+        if calls:
             answer["tool_calls"] = [
                 {"id": each.call_id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-                for each in said.calls
+                for each in calls
             ]
         self.messages.append(answer)
         if shown.wrote:
             self.say("\n")
+        for index in sorted(told.calls.keys() - told.closed):
+            call = told.call(index)
+            self.say(f"{call.name} {call.arguments} (cut off)\n", "red")
         self.note(f"{cost(exchange)}\n")
-        return list(said.calls)
+        return calls
 
     def say(self, text: str, style: str = "") -> None:
         """Show text as it is: what a model writes is neither markup nor a command to the terminal."""
@@ -183,6 +198,7 @@ class Talk:
 
     def _start(self, *, named: bool = True) -> None:
         self.messages = [{"role": "system", "content": self.asked.system}] if self.asked.system else []
+        self._before = len(self.messages)
         self.program = (self.asked.program if named else "") or f"chat-{secrets.token_hex(3)}"
 
     async def _over(self) -> None:

@@ -118,8 +118,8 @@ class Service:
     def load(cls, config: EngineConfig) -> Self:
         """Load the model and start the engine's thread. Takes seconds; raises ConfigError."""
         loaded = _load_in_passing_thread(config)
-        engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
+        engine = Engine(loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost)
         text.prepare()
         name, context = loaded.config.served_name, loaded.config.context_length
         card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
@@ -243,6 +243,11 @@ class Service:
             # What is asked is in `encoded`, and what is answered is text. The session is the program.
             request = replace(request, prompt=_NOTHING, program_id="", program_arrival=0.0)
         limits = await _limits(self._text, self._compiling, request)
+        matcher = self._text.after_thinking(request, encoded, limits.matcher)
+        drawn = request.drawn.tokens if request.drawn is not None else ()
+        if matcher is not None and not all(map(matcher.advance, drawn)):
+            # There it was not followed: its grammar was not compiled in time.
+            matcher, limits = None, replace(limits, matcher=None)
         submit = Submit(
             request.request_id,
             encoded.tokens,
@@ -253,7 +258,7 @@ class Service:
             skeletons=self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
             session_id=turn.session_id,
             keep=turn.keep,
-            matcher=self._text.after_thinking(request, encoded, limits.matcher),
+            matcher=matcher,
             program_turns=request.program_turns,
             answered_turns=request.answered_turns,
             program_end=request.program_end,
@@ -269,7 +274,7 @@ class Service:
             labels=_labels(request, encoded),
         )
         drawing.seed = submit.sampling.seed
-        return Attempt(submit, self._text.reply(request, encoded, limits.declared), spent, drawing)
+        return Attempt(submit, self._text.reply(request, encoded, limits), spent, drawing)
 
     def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
         """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.
@@ -280,7 +285,7 @@ class Service:
         if rewrite is None or not isinstance(ended, Finished):
             return None
         self._text.rewritten += 1
-        reply = self._text.reply(request, encoded)
+        reply = self._text.reply(request, encoded, Constraints(rewrite.matcher))
         reply.feed(rewrite.tokens, rewrite.logprobs)  # the client has what comes out
         first.drawing.withdraw(len(rewrite.tokens))
         submit = first.going_on(rewrite.tokens, rewrite.matcher)
@@ -436,12 +441,11 @@ class Attempt:
     earlier: Finished | None = None
 
     def resumed(self, drawn: Drawn) -> tuple[Attempt, Sequence[Piece]]:
-        """This attempt from behind what another replica has drawn of it, and the pieces of that."""
+        """This attempt from behind what another replica has drawn of it, and the pieces of that. The matcher is there
+        already.
+        """
         pieces = self.reply.feed(drawn.tokens, drawn.logprobs)
-        matcher = self.submit.matcher
-        if matcher is not None and not all(map(matcher.advance, drawn.tokens)):
-            matcher = None  # there it was not followed: its grammar was not compiled in time
-        submit = self.going_on(drawn.tokens, matcher)
+        submit = self.going_on(drawn.tokens, self.submit.matcher)
         if drawn.seed is not None:
             submit = replace(submit, sampling=replace(submit.sampling, seed=drawn.seed))
         if self.reply.done:  # but for its end, which was lost

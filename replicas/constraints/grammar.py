@@ -120,8 +120,9 @@ class CallForm:
 
     Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
     and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
-    pattern of what stands behind a name, `aside` one of what may stand there as well. Without an opener `frame` is a
-    pattern of everything up to the arguments of the first call, in whatever style, with the name as its group.
+    pattern of what stands behind a name, `aside` one of what may stand there as well, and `header` of all that may
+    stand for `middle`. `alone`: a reply has one call. Without an opener `frame` is a pattern of everything up to the
+    arguments of the first call, in whatever style, with the name as its group.
     """
 
     opener: str
@@ -135,6 +136,8 @@ class CallForm:
     tags: TagForm | None = None
     number: str = ""
     aside: str = ""
+    header: str = ""
+    alone: bool = False
     frame: str = ""
 
     @property
@@ -219,6 +222,23 @@ MINIMAX = CallForm(
     tail="\n</tool_calls>",
 )
 
+_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # what a message has in it
+HARMONY = CallForm(
+    opener="<|channel|>commentary to=",
+    before="functions.",
+    middle=" <|constrain|>json<|message|>",
+    header=_TYPED,
+    between="<|call|><|start|>assistant<|channel|>commentary to=",
+    alone=True,
+)
+HARMONY_STARTED = replace(
+    HARMONY,
+    opener="<|start|>assistant to=",
+    middle="<|channel|>commentary <|constrain|>json<|message|>",
+    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
+)
+HARMONY_ANALYSIS = replace(HARMONY, opener="<|channel|>analysis to=")
+
 
 def _tag_form(tool_format: ToolFormat, opener: str, after: str, between: str) -> CallForm:
     tags = TAGS[tool_format]
@@ -253,12 +273,17 @@ _MARKED = {
 class Forms:
     """The forms of one model: `first` for a reply that begins with calls, `triggered` by their opener in a text.
 
-    A text that begins as `bare` does is calls in that form.
+    A text that begins as `bare` does is calls in that form. `begun`: how the prompt ends, which an opener may go on
+    from. A reply that is held to calls or JSON may think before it, from the first text of `thought` to the second,
+    with the third behind that; `answer` stands before JSON.
     """
 
     first: CallForm
     triggered: tuple[CallForm, ...]
     bare: CallForm | None = None
+    begun: str = ""
+    thought: tuple[str, str, str] | None = None
+    answer: str = ""
 
     @property
     def all(self) -> tuple[CallForm, ...]:
@@ -281,6 +306,14 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
             return Forms(first, (PYTHONIC_MARKED,), PYTHONIC)
         case ToolFormat.LLAMA4:
             return Forms(LLAMA4 if knows("<|python_start|>") else LLAMA4_BARE, (LLAMA4,), LLAMA4_BARE)
+        case ToolFormat.HARMONY:
+            return Forms(
+                HARMONY,
+                (HARMONY, HARMONY_STARTED, HARMONY_ANALYSIS),
+                begun="<|start|>assistant",
+                thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+                answer="<|channel|>final<|message|>",
+            )
         case ToolFormat.NONE:
             return None
         case _:
@@ -308,7 +341,7 @@ class CallRules:
             calls = self._any(form) if spelling.free else [self._call(form, i) for i in range(len(self._tools))]
             call = self._grammar.add(f"{name}_one", *calls)
             between = _between(form, spelling) if spelling.free else literal(form.between)
-            more = f"({between} {call})*" if several else ""
+            more = f"({between} {call})*" if several and not form.alone else ""
             begin, end = literal(form.opener + form.head), literal(form.tail)
             if spelling.free:
                 inside = spelling.space if form.opener and not form.opener.endswith("=") else ""
@@ -321,7 +354,9 @@ class CallRules:
         """A plain call."""
         tool = self._tools[index]
         before, middle, after = literal(form.before + tool.name), literal(form.middle), literal(form.after)
-        if form.number:
+        if form.header:
+            middle = f"/{form.header}/"
+        elif form.number:
             middle = f"/{form.number}/ {middle}"
         elif not form.tags:
             before, middle = literal(f"{form.before}{tool.name}{form.middle}"), ""
@@ -340,11 +375,13 @@ class CallRules:
         inside = "" if form.tags else free.space
         aside = f"(/{form.aside}/)?" if form.aside else ""
         number = f"(/{form.number}/)?" if form.number else ""
+        if form.header:
+            middle = f"/{form.header}/"
         begins = " | ".join(
             f"{literal(name)} {number} {aside} {middle} {inside} {rule}"
             for name, rule in zip(names, arguments, strict=True)
         )
-        return [f"{before} ({begins}) {free.space} {after}"]
+        return [f"{before} ({begins}) {free.space if after else ''} {after}"]
 
     def _arguments_rule(self, form: CallForm, index: int) -> str:
         key = (form.keywords, index)
@@ -408,7 +445,8 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     grammar = LarkText()
     starts: list[str] = []
     if rule.json is not None:
-        starts.append(grammar.json("answer", rule.json))
+        answer = grammar.json("answer", rule.json)
+        starts.append(f"{literal(forms.answer)} {answer}" if forms is not None and forms.answer else answer)
     if rule.calls != "none" and rule.tools and forms is not None:
         calls = CallRules(grammar, rule.tools, free=rule.in_text)
         if rule.in_text:
@@ -417,4 +455,7 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
             starts.append(calls.calls(forms.first, rule.parallel))
     if not starts:
         starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
-    return f"start: {' | '.join(starts)}\n{grammar.text}"
+    start = " | ".join(starts)
+    if forms is not None and forms.thought is not None and not rule.in_text:
+        start = f"{grammar.thought('thought', *forms.thought)} ({start})"
+    return f"start: {start}\n{grammar.text}"

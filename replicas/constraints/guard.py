@@ -26,13 +26,16 @@ _LONGEST_BEGINNING = 256  # bytes in which a bare call has come to its arguments
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallWatch:
-    """How calls begin, for one model. `suspects`: the tokens with which an opener may begin or end."""
+    """How calls begin, for one model. `suspects`: the tokens with which an opener may begin or end. `begun`: the
+    beginning of an opener that stands in the prompt.
+    """
 
     vocabulary: Vocabulary
     openers: tuple[bytes, ...]
     suspects: frozenset[int]
     bare: CallForm | None
     frame: re.Pattern[bytes] | None  # of a bare call up to its arguments
+    begun: bytes = b""
 
     @classmethod
     def of(cls, forms: Forms, vocabulary: Vocabulary) -> "CallWatch":
@@ -44,7 +47,7 @@ class CallWatch:
             if any(first in content for first in beginnings) and begins(content, openers)
         }
         frame = re.compile(forms.bare.frame.encode()) if forms.bare is not None else None
-        return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame)
+        return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame, forms.begun.encode())
 
     def opened(self, text: bytes) -> int:
         """Where the first opener in `text` begins; -1 where there is none."""
@@ -94,7 +97,7 @@ class CallGuard:
         self._inner: GuidedMatcher | None = None  # of the call that has begun
         self._refused = False  # a token of this call
         self._failed = False
-        self._tail = b""  # of the text: the beginning of an opener
+        self._tail = watch.begun  # of the text: the beginning of an opener
         self._start: bytes | None = b"" if watch.bare is not None else None  # the text, while a bare call may begin
 
     @property

@@ -30,8 +30,9 @@ from holdfast.replicas.events import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, ReplyReason, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
 from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
 from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
@@ -68,6 +69,13 @@ class Constraints:
     declared: Matcher | None = None
     loose: bool = False
 
+    def guaranteed(self) -> bool:
+        """Whether calls of this reply are whole: not where there is no grammar, or once it was given up."""
+        return self.matcher is not None and not (isinstance(self.matcher, CallGuard) and self.matcher.given_up)
+
+
+FREE = Constraints()
+
 
 class TextSide:
     """Rendering, tokenizing and reading replies for one model.
@@ -95,11 +103,13 @@ class TextSide:
         self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
-        self._thinks = CLOSER in (template or "")
+        self._channels = self.tool_format is ToolFormat.HARMONY
+        self._thinks = CLOSER in (template or "") and not self._channels
         self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
         self._config = config
         # The ids that end a reply.
         self.eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
+        self.eos |= {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
         self._writes_calls = self.tool_format is not ToolFormat.NONE
         self._rules: OrderedDict[bytes, ReplyRule | None] = OrderedDict()  # of prompts with many tools
         self._reading_rules = threading.Lock()
@@ -233,10 +243,10 @@ class TextSide:
         Raises InvalidRequestError, naming the field, for what cannot be followed.
         """
         if not isinstance(prompt, ChatPrompt):
-            return Constraints()
+            return FREE
         rule = self._rule(_callable(prompt))
         if rule is None:
-            return Constraints()
+            return FREE
         try:
             matcher = self._compiler.matcher(rule)
         except InvalidRequestError:
@@ -269,20 +279,21 @@ class TextSide:
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included."""
         thinking = self._thinking(request.prompt, encoded)
-        if matcher is None or thinking is None or len(self._think_ids) < 2:
+        if matcher is None or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
             return matcher
         opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
         ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
         return AfterThinking(matcher, opener, closer, thinking.begun, ends)
 
-    def reply(self, request: GenerateRequest, encoded: Encoded, declared: Matcher | None = None) -> Reply:
-        """A reader for the reply to `request`, whose prompt is `encoded`; `declared` as in `Reply`."""
+    def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:
+        """A reader for the reply to `request`, whose prompt is `encoded` and which the engine holds to `limits`."""
         prompt = request.prompt
         chat = isinstance(prompt, ChatPrompt)
         schemas = _declared(prompt)
         names = frozenset(schemas)
         thinking = self._thinking(prompt, encoded)
-        shown = (self._markers if names else frozenset()) | frozenset(self._think_ids.values() if thinking else ())
+        shown = self._markers if names or isinstance(thinking, ChannelReader) else frozenset[int]()
+        shown |= frozenset(self._think_ids.values() if isinstance(thinking, ThinkingReader) else ())
         hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
         parallel = not isinstance(prompt, ChatPrompt) or prompt.parallel_tool_calls
 
@@ -306,7 +317,7 @@ class TextSide:
                 call_id,
                 early_stop=self._config.early_stop,
                 grace=self._config.call_grace,
-                guaranteed=self._guarantee != "off",
+                guaranteed=limits.guaranteed,
                 schemas=schemas,
             ),
             self.pieces,
@@ -317,7 +328,7 @@ class TextSide:
         forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
         runs_on = request.sampling.ignore_eos
         reason: ReplyReason = "stop" if forced else "tool_calls"
-        return Reply(stages, remember_turn, declared, reason, runs_on, request.sampling.min_tokens)
+        return Reply(stages, remember_turn, limits.declared, reason, runs_on, request.sampling.min_tokens)
 
     def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
         """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""
@@ -335,10 +346,12 @@ class TextSide:
         counts = (self.stopped, self.rewritten, self.unguarded)
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
 
-    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | None:
+    def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | ChannelReader | None:
         """A reader of what a reply to `prompt` thinks; None where it begins with its content."""
-        if not self._thinks or not isinstance(prompt, ChatPrompt) or encoded.text is None:
+        if not isinstance(prompt, ChatPrompt) or encoded.text is None:
             return None
+        if not self._thinks:
+            return ChannelReader() if self._channels else None
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         begin = opening(encoded.text)
@@ -387,7 +400,7 @@ class CallSkeletons:
     def of(
         self,
         tools: Sequence[Mapping[str, Any]],
-        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]],
+        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]] | None = None,
     ) -> SkeletonSet | None:
         """The skeletons of `tools`, in OpenAI's format. Those of many are made beside: none until then."""
         if self._form is None:
@@ -396,7 +409,7 @@ class CallSkeletons:
         found = self._sets.get(key)
         if found is None:
             form, endings = self._form, self._endings
-            if len(tools) < _MANY_TOOLS:
+            if begin is None or len(tools) < _MANY_TOOLS:
                 found = compile_tools(tools, partial(offsets_of, self._tokenizer.backend_tokenizer), endings, form)
             else:
                 found = begin(lambda encoder: compile_tools(tools, encoder.offsets, endings, form))

@@ -22,6 +22,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
 
+_REASONING = "reasoning_content"  # of a message: what was thought before it
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 # What a message says that stands before the middle of a conversation: after it begins what is asked for.
@@ -52,6 +53,9 @@ class Renderer:
         self._cache: OrderedDict[bytes, Rendered] = OrderedDict()
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
         self._parse_arguments = True  # until the template turns out to want text
+        template = tokenizer.chat_template
+        # gpt-oss' templates have a name of their own for it, others none or OpenAI's.
+        self._names_thinking = isinstance(template, str) and ".thinking" in template and _REASONING not in template
         self.hits = 0
         self.misses = 0
 
@@ -83,7 +87,7 @@ class Renderer:
     def _given(self, prompt: ChatPrompt) -> tuple[list[Any], str, bytes]:
         """What the template is given, as text too, and the key of its rendering. Raises as `render`."""
         self._check(prompt)
-        messages = normalised(prompt.messages, self._parse_arguments)
+        messages = self._messages(prompt)
         tools = list(prompt.tools) if prompt.tool_choice != "none" else []
         given = [messages, tools, prompt.template_kwargs]
         plain = _as_json(given)
@@ -109,7 +113,7 @@ class Renderer:
         `render`, also for a template that cannot go on with these messages.
         """
         self._check(prompt)
-        messages = normalised(prompt.messages, self._parse_arguments)
+        messages = self._messages(prompt)
         before = [] if begins else _said_before(messages)
         tools = list(prompt.tools) if begins and prompt.tool_choice != "none" else []
         given = [[*before, *messages], tools, prompt.template_kwargs]
@@ -129,6 +133,10 @@ class Renderer:
     def _after(self, before: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         """What stands after the text of the last of these messages."""
         return self._rendered([before, [], kwargs], "", reply=False).text.partition(_BEFORE)[2]
+
+    def _messages(self, prompt: ChatPrompt) -> list[dict[str, Any]]:
+        messages = normalised(prompt.messages, self._parse_arguments)
+        return list(map(_thinking, messages)) if self._names_thinking else messages
 
     def _check(self, prompt: ChatPrompt) -> None:
         if not self._tokenizer.chat_template:
@@ -267,6 +275,17 @@ def _replaced(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_replaced(item, change) for item in value]
     return value
+
+
+def _thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning as `thinking`; before calls what it says is in there as well, since templates refuse
+    one that has both.
+    """
+    if not (thought := message.get(_REASONING)):
+        return message
+    if message.get("tool_calls") and message["content"]:
+        thought, message = f"{thought}\n\n{message['content']}", {**message, "content": ""}
+    return {key: value for key, value in message.items() if key != _REASONING} | {"thinking": thought}
 
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})

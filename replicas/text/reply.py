@@ -1,14 +1,15 @@
 """One reply on its way from token ids to the pieces a client sees.
 
     ids -> StreamDecoder -> ThinkingReader -> StopStrings -> ToolCallParser -> pieces
-           characters       the reasoning     the text up    text and calls
-                            set apart         to one
+           characters       or ChannelReader  the text up    text and calls
+                            the reasoning     to one
+                            set apart
 
 Each stage passes on what it is sure of and holds the rest back; `Reply.finish` empties them. The log probabilities of
 tokens wait in `WaitingLogprobs` for the text that they come out with.
 
-Not here: the decoder (`decode`), thinking (`thinking`), calls (`calls`), and what makes the stages for a request
-(`conversation`).
+Not here: the decoder (`decode`), thinking (`thinking`, `channels`), calls (`calls`), and what makes the stages for a
+request (`conversation`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,6 +24,7 @@ from holdfast.replicas.events import FinishReason, TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.calls.tracker import Delta, merged
+from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.thinking import ThinkingReader
 from holdfast.replicas.types import TokenIds
@@ -132,7 +134,7 @@ class Stages:
     calls: ToolCallParser
     pieces: Pieces
     hidden: frozenset[int]
-    thinking: ThinkingReader | None = None
+    thinking: ThinkingReader | ChannelReader | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +175,9 @@ class Reply:
         self._skipped = 0  # of these, before the content
         self._reasoning: list[str] = []  # that has not been given out
         self._waiting = WaitingLogprobs(stages.pieces)
-        self.reasoning_tokens = 0  # those up to and with the end of the thinking
+        self.reasoning_tokens = 0  # those up to and with the end of the thinking, less content before it
+        self._thought = 0  # tokens up to there
+        self._told_apart = 0  # tokens of which it is known whether they are thinking
         self.rewrite: Rewrite | None = None
         # With `declared` only: the characters up to and with each token, and their log probabilities.
         self._ends: list[int] = []
@@ -202,7 +206,7 @@ class Reply:
             deltas += self._through(stages.decoder.flush(), last=True)
         deltas += stages.calls.feed(stages.stops.flush())
         ended: ReplyReason = "stop" if self.done else reason
-        deltas += stages.calls.finish()
+        deltas += stages.calls.finish(cut=reason == "length" or stages.stops.stopped)
         deltas = self._with_logprobs(deltas)
         if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
             deltas.append(TextDelta("", rest))
@@ -247,7 +251,7 @@ class Reply:
     @property
     def content(self) -> str:
         """What was generated after the thinking, calls and markup included."""
-        return self._stages.pieces.text(self._tokens[self.reasoning_tokens :])
+        return self._stages.pieces.text(self._tokens[self._thought :])
 
     def _token(self, token: int, logprob: TokenLogprobs | None) -> list[Delta]:
         """One token through all stages."""
@@ -263,8 +267,11 @@ class Reply:
                 self._logprobs.append(logprob)
         may_think = thinking is not None and not thinking.over
         deltas = self._with_logprobs(self._through(text)) if text else []
-        if may_think and thinking is not None and thinking.begun:
-            self.reasoning_tokens = len(self._tokens)
+        if thinking is not None and (thinking.begun or thinking.over):
+            if may_think and thinking.begun:
+                self._thought = len(self._tokens)
+                self.reasoning_tokens += self._thought - self._told_apart
+            self._told_apart = len(self._tokens)
         return deltas
 
     def _through(self, text: str, last: bool = False) -> list[Delta]:
@@ -278,7 +285,7 @@ class Reply:
             if reasoning:
                 self._reasoning.append(reasoning)
             self._skipped = thinking.skipped
-            if thinking.begun:  # its tokens have no log probabilities
+            if thinking.begun or self._skipped:  # its tokens have no log probabilities, nor has markup
                 self._waiting.take(self._skipped if thinking.over else None)
         stops = self._stages.stops
         safe = stops.skip(text) if len(self._tokens) <= self._least else stops.feed(text)[0]

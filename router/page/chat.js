@@ -11,6 +11,7 @@ const EXAMPLE = {
 
 export class Chat {
   #messages = [];
+  #before = 0; // messages before what the user said last: they stay when its answer fails
   #tools = []; // cards
   #program = "";
   #stop = null; // of the answer that comes now
@@ -50,11 +51,18 @@ export class Chat {
     $("send").disabled = false;
   }
 
+  /** The conversation without what was said last, and what came of it: calls and results stand together or not at all. */
+  #forget() {
+    this.#messages.length = this.#before;
+    this.#free();
+  }
+
   async #say() {
     if (this.#stop) return this.#stop.abort();
     const text = $("words").value.trim() || (this.#messages.length ? "" : $("words").placeholder);
     if (!text || $("send").disabled) return;
     $("words").value = "";
+    this.#before = this.#messages.length;
     this.#messages.push({ role: "user", content: text });
     $("log").append(el("li", { className: "user" }, el("p", {}, text)));
     await this.#turn();
@@ -63,7 +71,7 @@ export class Chat {
   /** One turn, and those after it as long as it calls tools. */
   async #turn() {
     const tools = this.#declared();
-    if (!tools) return;
+    if (!tools) return this.#forget();
     const item = $("log").appendChild(el("li", { className: "assistant" }));
     const reply = new Reply(item);
     this.#stop = new AbortController();
@@ -83,18 +91,18 @@ export class Chat {
     } catch (error) {
       item.append(el("p", { className: "error" }, error.name === "AbortError" ? "stopped" : error.message));
       if (!(error instanceof ApiError) && error.name !== "AbortError") console.error(error);
-      this.#messages.pop();
-      return this.#free();
+      return this.#forget();
     }
+    const calls = reply.ended();
     this.#messages.push(reply.message);
-    if (!reply.calls.length) return this.#free();
+    if (!calls.length) return this.#free();
     this.#stop = null;
     $("send").textContent = "Send";
     $("send").disabled = true; // until its tools have answered
     const program = this.#program;
-    const results = await Promise.all(reply.calls.map((call) => call.answered));
+    const results = await Promise.all(calls.map((call) => call.answered));
     if (program !== this.#program) return;
-    reply.calls.forEach((call, index) => this.#messages.push({ role: "tool", tool_call_id: call.id, content: results[index] }));
+    calls.forEach((call, index) => this.#messages.push({ role: "tool", tool_call_id: call.id, content: results[index] }));
     await this.#turn();
   }
 
@@ -128,7 +136,6 @@ export class Chat {
         return null;
       }
     });
-    if (!right) this.#messages.pop();
     return right ? told : null;
   }
 }
@@ -167,8 +174,14 @@ class Reply {
     this.#timing = chunk.timing ?? this.#timing;
   }
 
+  /** The answer is over: the calls that can be answered. Others were cut, and are no part of the conversation. */
+  ended() {
+    this.calls.filter((call) => !call.closed).forEach((call) => call.cut());
+    return (this.calls = this.calls.filter((call) => call.closed));
+  }
+
   get message() {
-    const message = { role: "assistant", content: this.#text?.textContent ?? null };
+    const message = { role: "assistant", content: this.#text?.textContent ?? (this.calls.length ? null : "") };
     if (this.calls.length) message.tool_calls = this.calls.map((call) => call.message);
     return message;
   }
@@ -200,6 +213,7 @@ class Reply {
 
 /** A call: shown as it is written, to be answered once it has closed. */
 class Call {
+  closed = false;
   #arguments = el("span");
   #sign = el("span", { className: "sign" }, "being written…");
   #box;
@@ -220,7 +234,13 @@ class Call {
     this.#arguments.append(text);
   }
 
+  cut() {
+    this.#box.classList.add("cut");
+    this.#sign.textContent = "cut off: it cannot be answered";
+  }
+
   close(ms) {
+    this.closed = true;
     this.#box.classList.add("closed");
     this.#sign.textContent = `closed after ${duration(ms / 1e3)}`;
     const words = el("input", { placeholder: `what ${this.name} gives back`, ariaLabel: `Result of ${this.name}` });

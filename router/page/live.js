@@ -5,10 +5,10 @@ import { pauseAfter, state } from "./programs.js";
 import { axis, drawOverview, drawRows, fitted, left, rowHeight } from "./timeline.js";
 
 const FRAME_MS = 50; // between two pictures: what moves a pixel or two in that time looks smooth
-const COLOURS = ["queue", "computed", "cached", "decode", "tools", "pinned", "failed", "idle", "ink", "faint", "line", "raised"];
+const COLOURS = ["queue", "computed", "cached", "answered", "decode", "tools", "pinned", "failed", "idle", "ink", "faint", "line", "raised"];
 const LEGEND = [
   ["queue", "queue"], ["computed", "prefill, computed"], ["cached", "prefill, found in the cache"], ["decode", "decode"],
-  ["tools", "tool runs"], ["pinned", "pinned"], ["failed", "failed"],
+  ["tools", "tool runs"], ["pinned", "pinned"], ["answered", "answered from the response cache"], ["failed", "failed"],
 ];
 const STATES = [
   ["all", "programs", () => true],

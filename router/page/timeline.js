@@ -87,7 +87,7 @@ function drawProgram(context, program, axis, y, height, colours) {
   for (const turn of program.turns) {
     if (!seen(turn.arrived, turn.ended)) continue;
     if (turn.outcome === "completed") drawStages(box, turn, turn.ended, colours);
-    else box(turn.outcome === "cached" ? colours.cached : colours.failed, turn.arrived, turn.ended, [0, 1], 2 * LEAST);
+    else box(turn.outcome === "cached" ? colours.answered : colours.failed, turn.arrived, turn.ended, [0, 1], 2 * LEAST);
   }
   for (const turn of program.running.values()) drawStages(box, turn, axis.now, colours);
 }

@@ -1,5 +1,6 @@
 """`holdfast chat`: on a terminal of our own and in a pipe, against a router with a real engine."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,14 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_backend import FakeBackend, World
+from fake_backend import HELLO, FakeBackend, FakeTurns, World, called
+from rich.console import Console
 from service_backend import ServiceBackend, engine_served
 from terminal import Terminal
 
-from holdfast.loadgen.talk import read_tools
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.talk import Asked, Talk, read_tools
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.errors import ConfigError, UnavailableError
+from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOL = {
@@ -86,6 +89,50 @@ def test_a_pipe_gets_answers_and_nothing_else(url: str, tools: str) -> None:
     assert call == 'get_weather {"city": "Paris"}'
     assert "21" in answer
     assert "\x1b" not in done.stdout
+
+
+def test_a_call_that_was_cut_is_shown_and_not_asked_for_and_what_failed_was_not_said() -> None:
+    whole = [ToolCallDelta(i, f"c{i}", "f", "{}", closed=True) for i in range(2)]
+    cut = ToolCallDelta(1, "c9", "g", '{"a')
+    backend = FakeTurns(
+        called(whole[0], cut, reason="length"), HELLO, called(cut, reason="length"), called(*whole), (ValueError("no"),)
+    )
+    with World(backend).served() as address:
+        done = piped("one\nits result\ntwo\nthree\nr0\nr1\n", "--url", address)
+    first, second, third = done.stdout.splitlines()[:2], done.stdout.splitlines()[2:4], done.stdout.splitlines()[4:6]
+    assert first == ["f {}", 'g {"a (cut off)']
+    assert second == ["Hello!", 'g {"a (cut off)']
+    assert third == ["f {}", "f {}"]
+    assert done.returncode == 1
+    asked = [[(m["role"], m.get("content")) for m in request.prompt.messages] for request in backend.requests]
+    calls = [m.get("tool_calls") for m in backend.requests[-1].prompt.messages if m["role"] == "assistant"]
+    assert [[call["id"] for call in each or ()] for each in calls] == [["c0"], [], [], ["c0", "c1"]]
+    assert asked[3][:2] == [("user", "one"), ("assistant", None)]
+    assert asked[3][2:5] == [("tool", "its result"), ("assistant", "Hello!"), ("user", "two")]
+    assert asked[3][5:] == [("assistant", ""), ("user", "three")]
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was_before_the_user_spoke() -> None:
+    whole = [ToolCallDelta(i, f"c{i}", "f", "{}", closed=True) for i in range(2)]
+    backend = FakeTurns(HELLO, called(*whole), (ValueError("no"),), HELLO)
+
+    async def main(address: str) -> None:
+        async with ChatClient(address, 60.0) as client:
+            talk = Talk(client, Console(quiet=True), Asked(), "pocket")
+            talk.hear("one")
+            assert await talk.turn() == []
+            before = list(talk.messages)
+            talk.hear("two")
+            talk.messages += [{"role": "tool", "tool_call_id": c.call_id, "content": "1"} for c in await talk.turn()]
+            with pytest.raises(UnavailableError):
+                await talk.turn()
+            assert talk.messages == before
+            talk.hear("three")
+            assert await talk.turn() == []
+            assert [m["role"] for m in talk.messages] == ["user", "assistant"] * 2
+
+    with World(backend).served() as address:
+        asyncio.run(main(address))
 
 
 def test_what_a_model_writes_is_no_command_to_the_terminal() -> None:

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+from chat_templates import HARMONY
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -88,6 +89,13 @@ def llama3_like() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", chat_template=LLAMA3
     )
+
+
+@pytest.fixture(scope="session")
+def harmony_like() -> Any:
+    marks = ["start", "end", "message", "channel", "constrain", "return", "call"]
+    tokenizer = _byte_level([f"<|{mark}|>" for mark in marks], [])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|return|>", chat_template=HARMONY)
 
 
 @pytest.fixture(scope="session")

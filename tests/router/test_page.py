@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from browser import CHROMIUM, Browser, Page
-from fake_backend import FakeBackend, World
+from fake_backend import HELLO, FakeBackend, FakeTurns, World, called
 from service_backend import ServiceBackend, engine_served
 from starlette.requests import Request
 
 from holdfast.replicas.activity import PIN
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import ToolCallDelta
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -88,6 +89,56 @@ def test_a_chat_whose_call_one_answers_is_in_the_timeline_with_its_pause(browser
     page.until("document.querySelectorAll('.figure strong').length == 3")
     assert str(cached) == words(page, ".figure strong")
     assert page.faults == []
+
+
+def test_a_call_that_was_cut_waits_for_nobody_and_what_failed_was_not_said(browser: Browser) -> None:
+    whole = [ToolCallDelta(i, f"c{i}", "f", "{}", closed=True) for i in range(2)]
+    cut = ToolCallDelta(1, "c9", "g", '{"a')
+    backend = FakeTurns(
+        called(whole[0], cut, reason="length"),
+        HELLO,
+        called(cut, reason="length"),
+        called(*whole),
+        (ValueError("no"),),
+        HELLO,
+    )
+
+    def say(text: str) -> None:
+        page.until("!document.getElementById('send').disabled")
+        page.write("#words", text)
+        page.enter()
+
+    def answers(number: int) -> None:
+        page.until(f"document.querySelectorAll('#log li.assistant small, #log .error').length == {number}")
+
+    with World(backend).served() as address:
+        page = browser.page()
+        page.open(f"{address}/#try")
+        page.until("document.getElementById('model').options.length == 1")
+        say("one")
+        page.until("document.querySelector('.call.closed form') && document.querySelector('.call.cut')")
+        assert "cut off" in words(page, ".call.cut")
+        assert page.run("document.querySelectorAll('.call form').length") == 1
+        page.write(".call form input", "its result")
+        page.enter()
+        answers(2)
+        say("two")
+        answers(3)
+        say("three")
+        for result in ("r0", "r1"):
+            page.until("document.querySelector('.call form')")
+            page.write(".call form input", result)
+            page.enter()
+        answers(5)
+        say("four")
+        answers(6)
+    asked = [[(m["role"], m.get("content")) for m in request.prompt.messages] for request in backend.requests]
+    begun = [("user", "one"), ("assistant", None), ("tool", "its result"), ("assistant", "Hello!")]
+    assert asked[3] == [*begun, ("user", "two"), ("assistant", ""), ("user", "three")]
+    assert asked[4] == [*asked[3], ("assistant", None), ("tool", "r0"), ("tool", "r1")]
+    assert asked[5] == [*asked[3][:-1], ("user", "four")]
+    calls = [m.get("tool_calls") or () for m in backend.requests[4].prompt.messages if m["role"] == "assistant"]
+    assert [[call["id"] for call in each] for each in calls] == [["c0"], [], [], ["c0", "c1"]]
 
 
 def painted(page: Page) -> int:

@@ -31,14 +31,14 @@ def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
     return ToolCallParser(format, **settings)
 
 
-def collected(chunks: list[str], reader: ToolCallParser) -> tuple[str, list[list[str]]]:
-    """The text, and name and arguments of every call that was sent; checks the order of the deltas, and that a call is
-    told to be closed with the text that closes it, once.
+def collected(chunks: list[str], reader: ToolCallParser, *, cut: bool = False) -> tuple[str, list[list[str]]]:
+    """The text, and name and arguments of every call that was sent, of a reply that is `cut` behind the last chunk;
+    checks the order of the deltas, and that a call is told to be closed with the text that closes it, once.
     """
     text, calls = "", []
     ids: list[str] = []
     closed: dict[str, str] = {}  # arguments by the id of the call
-    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish() for chunk in [*chunks, None]):
+    for deltas in (reader.feed(chunk) if chunk is not None else reader.finish(cut=cut) for chunk in [*chunks, None]):
         for delta in deltas:
             if isinstance(delta, TextDelta):
                 assert delta.text
@@ -113,6 +113,8 @@ def call_texts(
                 for i, (name, arguments) in enumerate(calls)
             ]
             return joined("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", texts)
+        case ToolFormat.HARMONY:
+            return harmony_texts(calls, style, variant)
         case ToolFormat.MINIMAX:
             return joined("<tool_calls>\n", "\n", "\n</tool_calls>", objects)
         case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2:
@@ -125,6 +127,19 @@ def call_texts(
             texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
             opener, closer = ("<|python_start|>[", "]<|python_end|>") if variant % 2 else ("[", "]")
             return joined(opener, ", ", closer, texts)
+
+
+def harmony_texts(calls: list[Call], style: Any, variant: int) -> list[str]:
+    """As `call_texts`: a message a call, whose last end is most often no text."""
+    texts = []
+    for index, (name, arguments) in enumerate(calls):
+        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        if variant % 2:
+            header = f" to=functions.{name}<|channel|>commentary json<|message|>"
+        start = "<|start|>assistant" if index or variant % 2 else ""
+        ends = index + 1 < len(calls) or variant % 2
+        texts.append(f"{start}{header}{style(arguments)}{'<|call|>' if ends else ''}")
+    return texts
 
 
 def as_read(format: ToolFormat, arguments: dict[str, Any]) -> dict[str, Any]:

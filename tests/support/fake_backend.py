@@ -23,6 +23,7 @@ from holdfast.replicas.requests import (
     ModelCard,
     Piece,
     RawPrompt,
+    ReplyReason,
     SessionCall,
     SessionState,
     TextDelta,
@@ -55,6 +56,11 @@ CALL: tuple[tuple[Piece, ...], ...] = (
     (ToolCallDelta(0, arguments='{"city":'), ToolCallDelta(0, arguments='"Oslo"}', closed=True)),
     (Completed("tool_calls", USAGE, DONE.timing),),
 )
+
+
+def called(*calls: ToolCallDelta, reason: ReplyReason = "tool_calls") -> tuple[tuple[Piece, ...], ...]:
+    """A script of these calls."""
+    return (calls, (Completed(reason, USAGE, DONE.timing),))
 
 
 class FakeBackend:
@@ -265,3 +271,17 @@ def chat_body(**changes: object) -> dict[str, object]:
     """A small valid chat body; a value of None takes the field out."""
     body = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], **changes}
     return {name: value for name, value in body.items() if value is not None}
+
+
+class FakeTurns(FakeBackend):
+    """Replies with one script after another, and with the last one again."""
+
+    def __init__(self, *scripts: Sequence[Sequence[Piece] | Exception]) -> None:
+        super().__init__(scripts[0])
+        self._scripts = list(scripts)
+
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        self.script = self._scripts.pop(0) if self._scripts else self.script
+        async with contextlib.aclosing(super().stream(request, place)) as batches:
+            async for batch in batches:
+                yield batch

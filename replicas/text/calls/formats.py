@@ -29,6 +29,7 @@ class ToolFormat(StrEnum):
     GLM = "glm"  # a name, then <arg_key> and <arg_value>, in <tool_call>: GLM 4.5 to 4.7
     MINIMAX = "minimax"  # {"name": ..., "arguments": ...}, one a line, in <tool_calls>: MiniMax M1
     MINIMAX_M2 = "minimax_m2"  # <invoke name=...> and a <parameter name=...> for each argument: MiniMax M2
+    HARMONY = "harmony"  # messages in channels, a call one to functions.name: gpt-oss
     NONE = "none"  # the model has no tool calls: everything is text
 
 
@@ -66,9 +67,13 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
     ),
     ToolFormat.MINIMAX: frozenset({"<tool_calls>", "</tool_calls>"}),
     ToolFormat.MINIMAX_M2: frozenset({"<minimax:tool_call>", "</minimax:tool_call>"}),
+    ToolFormat.HARMONY: frozenset({"<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"}),
     ToolFormat.NONE: frozenset(),
 }
 """Tokens that the reader of a format has to see even where the vocabulary calls them special."""
+
+ENDS: Mapping[ToolFormat, frozenset[str]] = {ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"})}
+"""Tokens that end a reply in a format, beside those that the model says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ _SIGNS = (
     ("<｜tool▁sep｜>", ToolFormat.DEEPSEEK_V31),
     ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),
     ("<minimax:tool_call>", ToolFormat.MINIMAX_M2),
-    ("<|channel|>", ToolFormat.NONE),  # channels are not read
+    ("<|channel|>", ToolFormat.HARMONY),
     ("[TOOL_CALLS]", ToolFormat.MISTRAL),
     ("<|python_start|>", ToolFormat.PYTHONIC),
     ("func_name1(params_name1", ToolFormat.PYTHONIC),

@@ -36,8 +36,8 @@ from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, 
 class ToolCallParser:
     """Reads one reply: text in, text and calls out, see `tracker`. How the text is cut never matters.
 
-    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed`: what a marker
-    begins is a call. `schemas` are those of the tools' arguments, by name.
+    `call_id` gives the id of the call with that index, where the model gives it none. `guaranteed` tells
+    whether what a marker begins is sure to be a call. `schemas` are those of the tools' arguments, by name.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ToolCallParser:
         *,
         early_stop: bool = True,
         grace: int = 16,
-        guaranteed: bool = False,
+        guaranteed: Callable[[], bool] = lambda: False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         limits = CallLimits(declared_names, parallel, early_stop, grace, guaranteed, schemas or {})
@@ -97,9 +97,10 @@ class ToolCallParser:
         self._read += position
         return self._taken()
 
-    def finish(self) -> list[Delta]:
-        """The reply is over: what was held back. Call once."""
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The reply is over: what was held back. `cut`: it was not the model that ended it. Call once."""
         scan, self._scan = self._scan, None
+        self._tracker.cut = cut
         if scan is None:
             return []
         try:
@@ -173,7 +174,7 @@ def _prose(tracker: Tracker, char: str, markers: tuple[str, ...]) -> Scan:
         else:
             tracker.say(char)
             char = yield run
-    tracker.release()
+    tracker.end_text()
     return char
 
 
@@ -542,6 +543,51 @@ def _minimax_m2_call(tracker: Tracker, char: str) -> Scan:
     return _tagged(tracker, char, _MINIMAX, _MINIMAX.close)
 
 
+def _harmony(tracker: Tracker, char: str) -> Scan:
+    """``<|channel|>commentary to=functions.name`` and the rest of the message."""
+    char = yield from _name(tracker, char, [])
+    return (yield from _harmony_addressed(tracker, char, in_channel=True))
+
+
+def _harmony_started(tracker: Tracker, char: str) -> Scan:
+    """``<|start|>assistant`` before either of the two."""
+    char = yield from _expect(tracker, char, "assistant")
+    if char != "<":
+        return (yield from _harmony_addressed(tracker, char))
+    char = yield from _expect(tracker, char, "<|channel|>")
+    return (yield from _harmony(tracker, char))
+
+
+def _harmony_addressed(tracker: Tracker, char: str, in_channel: bool = False) -> Scan:
+    """``to=functions.name``, its channel where that stands behind it, and a message of JSON up to ``<|call|>``.
+
+    That ends a reply; should another message follow, it may be a call as well.
+    """
+    name: list[str] = []
+    char = yield from space(char, tracker.hold)
+    char = yield from _expect(tracker, char, "to=")
+    char = yield from _name(tracker, char, name)
+    if not in_channel:
+        char = yield from _expect(tracker, char, "<|channel|>")
+        char = yield from _name(tracker, char, [])
+    found: list[str] = []
+    while found != ["<|message|>"]:  # what may stand before it is the type of the content
+        found.clear()
+        char = yield from space(char, tracker.hold)
+        char = yield from _name(tracker, char, [])
+        char = yield from space(char, tracker.hold)
+        char = yield from _word(tracker, char, "<|constrain|>", "<|message|>", found=found)
+    char = yield from space(char, tracker.hold)
+    char = yield from _named(tracker, char, "".join(name).removeprefix("functions."))
+    char = yield from space(char, tracker.hold)
+    char = yield from _word(tracker, char, "<|call|>", "<|start|>", found=found)
+    if found[-1] == "<|call|>":
+        tracker.end_markup()
+        return char
+    tracker.begin_call()
+    return (yield from _harmony_started(tracker, char))
+
+
 def _llama4_marked(tracker: Tracker, char: str) -> Scan:
     """Objects in ``<|python_start|>`` and ``<|python_end|>``."""
     return _objects(tracker, char, "<|python_end|>")
@@ -618,6 +664,7 @@ def _python_call(tracker: Tracker, char: str) -> Scan:
         char = yield
     if char != "(" or not name:
         raise NotACallError(char)
+    tracker.expect_call(name)
     source: list[str] = []
     closers: list[str] = []
     stand_ins: dict[str, str] = {}  # by the keyword that each stands for
@@ -696,4 +743,7 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.GLM: Reader({"<tool_call>": _glm}),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
     ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}),
+    ToolFormat.HARMONY: Reader(
+        {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
+    ),
 }

@@ -10,7 +10,8 @@ Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they 
   nothing of it is sent.
 - A call that was sent stays one, and no character of it is text. Where its JSON breaks, its arguments stay unfinished,
   it is never in `calls`, and what follows is text. Where the reply ends in it (cut by `max_tokens`), that is all.
-- Where calls are guaranteed a marker is never text: a call that is cut before it could be sent is left out.
+- Where calls are guaranteed no part of one is text: a call that is cut before it could be sent is left out, and so is
+  what may have begun one where the reply is cut.
 - White space between calls, and one line end before the first, are markup: chat templates write them again.
 - After a closed call another one may begin within a grace of white space. Any other text asks for the end of
   the reply (`stopped`) and is dropped. With `parallel` False the first closed call does.
@@ -32,16 +33,16 @@ Delta: TypeAlias = TextDelta | ToolCallDelta
 class CallLimits:
     """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
 
-    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped. `guaranteed`:
-    what a marker begins is a call, so one that is cut before it is sent is nothing, and no text. `schemas`: of the
-    tools' arguments, for formats that do not tell a text from a number.
+    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped. `guaranteed`
+    tells, at any time, whether what a marker begins is sure to be a call, so that one that is cut before it is sent is
+    nothing, and no text. `schemas`: of the tools' arguments, for formats that do not tell a text from a number.
     """
 
     declared: frozenset[str]
     parallel: bool
     early_stop: bool
     grace: int
-    guaranteed: bool = False
+    guaranteed: Callable[[], bool] = lambda: False
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -50,6 +51,7 @@ class OpenCall:
     """The call being read. `sent`: the client has its id and name, so it stays a call."""
 
     begun: bool = False  # its first character has been read
+    expected: str | None = None  # the name, of a call that is not known for one before its end
     name: str | None = None
     arguments: list[str] = field(default_factory=list)  # as valid JSON
     complete: bool = False  # the arguments have closed
@@ -81,6 +83,7 @@ class Tracker:
         self.call = OpenCall()
         self.n_sent = 0  # calls, closed or not
         self.stopped = False  # nothing that follows would be sent
+        self.cut = False  # the reply ended before the model had ended it
         self.opener = ""  # the marker that began the calls being read
         self._opened = 0  # where it began
         self._limits = limits
@@ -151,6 +154,10 @@ class Tracker:
         elif self.opener or call.complete:
             self._ask()
 
+    def expect_call(self, name: str) -> None:
+        """A call of `name` has begun, if it is one: that is known at its end."""
+        self.call.expected = name
+
     def begin_arguments(self, streamed: bool) -> None:
         """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""
         if self.call.name in self._limits.declared:
@@ -205,13 +212,20 @@ class Tracker:
         """The text goes on as no call does, or ends inside of one."""
         if found.undecided:
             self.hold(found.undecided)
-        ended = not found.unread
-        cut = self._limits.guaranteed and (self.opener or self._after_call)
-        if ended and (cut or self.call.sent or (self._after_call and not self.call.begun)):
-            self._held.clear()
+        if not found.unread:
+            begun = self.opener or self._after_call or {self.call.name, self.call.expected} & self._limits.declared
+            left_out = (begun or self.cut) and self._limits.guaranteed()
+            if left_out or self.call.sent or (self._after_call and not self.call.begun):
+                self._held.clear()
         if self.call.sent and self.call.complete:
             self._count_call()
         self.call = OpenCall()
+        self.release()
+
+    def end_text(self) -> None:
+        """The reply is over, and what is held may have been going to be a marker."""
+        if self.cut and self._limits.guaranteed():
+            self._held.clear()
         self.release()
 
     def end(self) -> None:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.conversation import FREE, TextSide
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get_weather", "search")]
 ASK = {"role": "user", "content": "the weather in Paris"}
@@ -132,12 +133,38 @@ def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
     qwen_like: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     coder = copy(qwen_like)
-    coder.chat_template = qwen_like.chat_template.replace("<tool_call></tool_call>", "<|channel|>commentary to=f")
+    coder.chat_template = qwen_like.chat_template.replace("tool_call>", "action>")
     TextSide(qwen_like, EngineConfig())
     TextSide(coder, EngineConfig(), "none")
     assert not caplog.records
     assert TextSide(coder, EngineConfig()).tool_format is ToolFormat.NONE
     assert "come as text" in caplog.text
+
+
+class TooLarge:
+    """The grammar of a call that grows beyond its limits as the call begins."""
+
+    finished, failed, complete = False, True, False
+
+    def copy(self) -> "TooLarge":
+        return self
+
+    def take(self, tokens: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("guard", ["none", "followed", "given up"])
+def test_a_marker_in_prose_is_text_where_no_grammar_makes_a_call_of_it(side: TextSide, guard: str) -> None:
+    ask, text = request(), "Models write <tool_call>"
+    limits = side.constraints(ask.prompt) if guard != "none" else FREE
+    reply = side.reply(ask, side.encode(ask.prompt), limits)
+    if guard == "given up":
+        assert isinstance(limits.matcher, CallGuard)
+        limits.matcher.calls = TooLarge()  # type: ignore[assignment]
+        assert all(map(limits.matcher.advance, ids_of(side, text)))
+    deltas = reply.feed(ids_of(side, text + "<|im_end|>"))
+    tail, reason = reply.finish("stop")
+    assert (said([*deltas, *tail]), reason) == ("Models write " if guard == "followed" else text, "stop")
 
 
 def test_tool_choice_none_leaves_calls_as_text(side: TextSide) -> None:

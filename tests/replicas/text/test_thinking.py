@@ -137,7 +137,7 @@ def test_an_undeclared_bare_call_after_thinking_is_written_again_from_its_place(
     ask = request()
     before = f"<think>\n{THOUGHT}</think>\n\n"
     text = before + '{"name": "rm", "parameters": {}}'
-    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt).declared)
+    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt))
     for token in side.tokenizer.encode(text, add_special_tokens=False):
         if not reply.done:
             reply.feed([token])

@@ -1,11 +1,20 @@
 """Which format a model's calls have."""
 
-import pytest
+import json
+from copy import copy
+from typing import Any
 
+import pytest
+from chat_templates import TEMPLATES as WHOLE
+
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
-from holdfast.replicas.text.calls.readers import READERS
+from holdfast.replicas.text.calls.readers import READERS, ToolCallParser
+from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.render import Renderer
 
 TEMPLATES = [
     ("<tools></tools> <tool_call>\n", ToolFormat.HERMES),
@@ -23,11 +32,44 @@ TEMPLATES = [
     ("<tool_calls>\n", ToolFormat.MINIMAX),
     ('<|python_start|> Respond in the format {"name": function name, "parameters": ...}', ToolFormat.LLAMA4),
     ("<|python_start|>[", ToolFormat.PYTHONIC),
-    ("<|channel|>commentary", ToolFormat.NONE),
+    ("<|channel|>commentary", ToolFormat.HARMONY),
     ("answer with <function=name>{...}</function>", ToolFormat.LLAMA3_FUNCTION),
     ("{{ message.content }}", ToolFormat.NONE),
     (None, ToolFormat.NONE),
 ]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_template_shows_the_format_of_the_calls_that_it_writes(name: str, qwen_like: Any) -> None:
+    format, template = WHOLE[name]
+    assert detect_format(template) is format
+    tokenizer = copy(qwen_like)
+    tokenizer.chat_template = template
+    assert TextSide(tokenizer, EngineConfig()).tool_format is format
+    arguments = {"city": "Oslo", "days": [1, 2]}
+    function = {"name": "f", "arguments": json.dumps(arguments)}
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "functions.f:0", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "functions.f:0", "content": "none"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    written = Renderer(tokenizer).render(ChatPrompt(messages, tools)).text.rpartition("Rain?")[2]
+    if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4, ToolFormat.PYTHONIC):  # whose replies begin with them
+        begins = [written.find(marker) for marker in (*READERS[format].marked, *READERS[format].bare)]
+        written = written[min(begin for begin in begins if begin >= 0) :]
+    reader = ToolCallParser(format, frozenset({"f"}), True, str)
+    reader.feed(written)
+    assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == [("f", arguments)]
+
+
+def test_there_is_a_whole_template_for_every_format() -> None:
+    assert {format for format, _ in WHOLE.values()} == set(ToolFormat) - {ToolFormat.NONE}
 
 
 @pytest.mark.parametrize(("template", "format"), TEMPLATES)

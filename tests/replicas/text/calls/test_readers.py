@@ -43,6 +43,13 @@ GOOD = [
         f"{WEATHER}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
     (
+        ToolFormat.HARMONY,
+        f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{WEATHER}<|call|>",
+    ),
+    (ToolFormat.HARMONY, f" to=functions.f<|channel|>commentary json<|message|>{WEATHER}"),
+    (ToolFormat.HARMONY, f"<|start|>assistant<|channel|>analysis to=functions.f code<|message|>{WEATHER}<|call|>"),
+    (ToolFormat.HARMONY, f"<|channel|>commentary to=f<|message|>{WEATHER}<|call|>"),
+    (
         ToolFormat.QWEN3_CODER,
         "<tool_call>\n<function=f>\n<parameter=city>\nOslo\n</parameter>\n"
         '<parameter=days>\n[1, {"a": "}]{"}]\n</parameter>\n</function>\n</tool_call>',
@@ -125,7 +132,7 @@ def test_where_calls_are_guaranteed_one_that_is_cut_is_no_text() -> None:
     for format, text in GOOD:
         begins = text.find("f")
         if text[0] in "<[" and format is not ToolFormat.PYTHONIC and not text.startswith("<function"):
-            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=True))
+            said, _ = collected(["Hi. " + text[:begins]], parser(format, guaranteed=lambda: True))
             assert said == "Hi. ", text
             assert read(format, "Hi. " + text[:begins])[0] != "Hi. "
 
@@ -140,6 +147,10 @@ TWO = [
     (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]search{}'),
     (ToolFormat.MISTRAL, '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS][{"name": "search", "arguments": {}}]'),
     (ToolFormat.PYTHONIC, "[f(a=1), search()]"),
+    (ToolFormat.HARMONY, '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a": 1}<|call|><|start|>'
+     "assistant to=functions.search<|channel|>commentary<|message|>{}"),
+    (ToolFormat.HARMONY, '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|start|>'
+     "assistant<|channel|>commentary to=functions.search<|message|>{}"),
 ]  # fmt: skip
 
 

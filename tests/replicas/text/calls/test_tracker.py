@@ -1,4 +1,7 @@
-"""Wherever a reply is cut: what is not whole is text as it was written, or a call in progress, and never both."""
+"""Wherever a reply is cut: what is not whole is text as it was written, or a call in progress, and never both.
+
+Where calls are guaranteed no character of one is text: it is a call in progress, or nothing.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import READERS
 
 DECLARED = st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS)
 PROSE = st.sampled_from(["I look.", "I look.\n", "a < b,\n\n", "é日 [1] {x} ", "<tool is\n", "It's \n\n"])
@@ -75,10 +79,17 @@ def prose_of(parts: list[Part], before_call: bool) -> str:
     return text
 
 
-@settings(max_examples=500, deadline=None)
+def sure(format: ToolFormat, text: str) -> str:
+    """`text` without an end that one of the format's markers may go on from."""
+    lengths = [n for marker in READERS[format].marked for n in range(1, len(marker)) if text.endswith(marker[:n])]
+    return text[: len(text) - max(lengths, default=0)]
+
+
+@pytest.mark.parametrize("guaranteed", [False, True])
+@settings(max_examples=300, deadline=None)
 @given(replies(), st.data())
 def test_what_is_not_whole_is_text_or_a_call_in_progress(
-    reply: tuple[ToolFormat, list[Part]], data: st.DataObject
+    guaranteed: bool, reply: tuple[ToolFormat, list[Part]], data: st.DataObject
 ) -> None:
     format, parts = reply
     text = "".join(part.text for part in parts)
@@ -87,12 +98,14 @@ def test_what_is_not_whole_is_text_or_a_call_in_progress(
     assert [[call.name, call.arguments] for call in full.calls] == calls, "all have closed"
 
     cut = data.draw(st.integers(0, len(text)))
-    said, sent = collected(chunked(text[:cut], data), reader := parser(format, early_stop=False))
+    reader = parser(format, early_stop=False, guaranteed=lambda: guaranteed)
+    said, sent = collected(chunked(text[:cut], data), reader, cut=True)
     whole, partial = whole_parts(parts, cut)
     closed = sum(part.call for part in whole)
     assert [call.arguments for call in reader.calls[:closed]] == [arguments for _, arguments in calls[:closed]]
     if not partial.call:
-        tail = "" if whole and whole[-1].call and partial.text.isspace() else partial.text
+        tail = sure(format, partial.text) if guaranteed else partial.text
+        tail = "" if whole and whole[-1].call and tail.isspace() else tail
         assert said == prose_of(whole, before_call=False) + tail
         assert sent == calls[:closed]
     elif len(sent) > closed:
@@ -101,6 +114,8 @@ def test_what_is_not_whole_is_text_or_a_call_in_progress(
         assert name == calls[closed][0]
         assert calls[closed][1].startswith(arguments)
         assert len(sent) == closed + 1
+    elif guaranteed:
+        assert said == prose_of(whole, before_call=False), "no call, and nothing of it is text"
     elif not separates(format, partial.text) or not (whole and whole[-1].call):
         assert said == prose_of(whole, before_call=False) + partial.text, "no call, and all of it is text as written"
     else:
@@ -157,3 +172,20 @@ def test_early_stop_only_ends_the_reply_sooner(reply: tuple[ToolFormat, list[Par
 )  # fmt: skip
 def test_replies_that_end_early(format: ToolFormat, text: str, said: str | None, sent: list[list[str]]) -> None:
     assert collected([text], parser(format, early_stop=False)) == (text if said is None else said, sent)
+    guaranteed = parser(format, early_stop=False, guaranteed=lambda: True)
+    assert collected([text], guaranteed, cut=True) == ("", sent)
+
+
+def test_what_the_model_ends_itself_is_cut_short_only_where_it_has_begun_a_call() -> None:
+    for format, text, said in (
+        (ToolFormat.LLAMA3, '{"na', '{"na'),
+        (ToolFormat.LLAMA3, '{"name": "Bob", ', '{"name": "Bob", '),
+        (ToolFormat.LLAMA3, '{"name": "f", ', ""),
+        (ToolFormat.PYTHONIC, "[f", "[f"),
+        (ToolFormat.PYTHONIC, "[f(", ""),
+        (ToolFormat.PYTHONIC, "[g(", "[g("),
+        (ToolFormat.HERMES, "a <tool_c", "a <tool_c"),
+        (ToolFormat.HERMES, "a <tool_call>", "a "),
+    ):
+        assert collected([text], parser(format, guaranteed=lambda: True)) == (said, []), text
+        assert collected([text], parser(format)) == (text, []), text

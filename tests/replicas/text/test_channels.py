@@ -1,0 +1,222 @@
+"""Replies in channels: reasoning, content and calls are told apart, however the reply is cut, and prose stays prose."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from call_grammars import allowed
+from call_texts import chunked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.constraints.guard import CallGuard
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    GenerateRequest,
+    JsonOutput,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+)
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.channels import ChannelReader
+from holdfast.replicas.text.conversation import FREE, TextSide
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+ASK = [{"role": "user", "content": "the weather in Paris"}]
+THOUGHT = "<|channel|>analysis<|message|>We call commentary to=functions.f.<|end|>"
+NEXT = "<|start|>assistant"
+CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Oslo"}<|call|>'
+FINAL = "<|channel|>final<|message|>It rains."
+
+
+def read(text: str, *pieces: str) -> tuple[str, str]:
+    reader = ChannelReader()
+    told = [*map(reader.feed, pieces or (text,)), reader.flush()]
+    reasoning, content = ("".join(each[index] for each in told) for index in (0, 1))
+    assert reader.skipped == len("".join(pieces) or text) - len(content)
+    return reasoning, content
+
+
+TEXT = st.lists(
+    st.sampled_from(["a < b", "it", '"', "\\", "<|", "|>", "<|end|>", "<|x|>", " to=f", "\n", "é日", " "])
+).map("".join)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["analysis", "commentary", "final"]), TEXT), max_size=4), st.data())
+def test_messages_are_told_apart_however_they_are_cut(messages: list[tuple[str, str]], data: st.DataObject) -> None:
+    """And what looks like markers in them is text: a message ends where another one begins, or the reply does."""
+    written = [f"<|channel|>{channel}<|message|>{said}<|end|>" for channel, said in messages]
+    thoughts, content = (
+        "\n\n".join(said for channel, said in messages if said and (channel == "analysis") is thought)
+        for thought in (True, False)
+    )
+    text = NEXT.join(written)
+    assert read(text, *chunked(text, data)) == (thoughts, content)
+
+
+def test_a_header_in_a_text_begins_a_message_and_half_a_header_none() -> None:
+    assert read(f"{THOUGHT}{NEXT}{FINAL}") == ("We call commentary to=functions.f.", "It rains.")
+    assert read(f"I look.{FINAL}") == ("", "I look.\n\nIt rains.")
+    assert read("Write <|channel|> for it, then <|end|> or <|start|>.") == (
+        "",
+        "Write <|channel|> for it, then <|end|> or <|start|>.",
+    )
+    assert read("Hello") == ("", "Hello")
+    assert read(CALL) == ("", CALL)
+    assert read(f" to=functions.f<|channel|>commentary json<|message|>{{}}{NEXT}{FINAL}")[1].endswith("{}It rains.")
+    strings = CALL.replace("Oslo", f'\\"{NEXT}{FINAL}')
+    assert read(strings) == ("", strings), "in the strings of a call nothing begins"
+
+
+@pytest.fixture
+def side(harmony_like: Any) -> TextSide:
+    return TextSide(harmony_like, EngineConfig())
+
+
+def request(**options: Any) -> GenerateRequest:
+    return GenerateRequest("r", ChatPrompt(ASK, TOOLS, **options), Sampling())
+
+
+def ids_of(side: TextSide, text: str) -> list[int]:
+    return side.tokenizer.encode(text, add_special_tokens=False)
+
+
+def told(
+    side: TextSide, ask: GenerateRequest, text: str, reason: Any = "stop", guarded: bool = True
+) -> tuple[Any, ...]:
+    """Reasoning, content, calls and why it ended, of a reply that the engine ended behind `text`."""
+    reply = side.reply(ask, side.encode(ask.prompt), side.constraints(ask.prompt) if guarded else FREE)
+    deltas = [delta for token in ids_of(side, text) for delta in reply.feed([token])]
+    tail, ended = reply.finish(reason)
+    deltas += tail
+    calls: list[list[str]] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta) and delta.name is not None:
+            calls.append([delta.name, ""])
+        if isinstance(delta, ToolCallDelta):
+            calls[-1][1] += delta.arguments
+    said = ["".join(d.text for d in deltas if isinstance(d, kind)) for kind in (ReasoningDelta, TextDelta)]
+    return said[0], said[1], calls, ended
+
+
+def test_special_tokens_reach_the_readers_and_no_client(side: TextSide) -> None:
+    assert side.tool_format is ToolFormat.HARMONY
+    ids = {text: ids_of(side, text) for text in ("<|call|>", "<|return|>", "<|end|>")}
+    assert side.eos == {*ids["<|call|>"], *ids["<|return|>"]}
+    thought = "We call commentary to=functions.f."
+    call = [["f", '{"city": "Oslo"}']]
+    assert told(side, request(), f"{THOUGHT}{NEXT}{CALL}") == (thought, "", call, "tool_calls")
+    preamble = f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}"
+    assert told(side, request(), f"{THOUGHT}{NEXT}{preamble}{CALL}") == (thought, "I look.", call, "tool_calls")
+    for ask in (request(), GenerateRequest("r", ChatPrompt(ASK), Sampling()), request(tool_choice="none")):
+        assert told(side, ask, f"{THOUGHT}{NEXT}{FINAL}<|return|>") == (thought, "It rains.", [], "stop")
+    undeclared = CALL.replace("functions.f", "functions.rm").removesuffix("<|call|>")
+    assert told(side, request(), undeclared, guarded=False) == ("", undeclared, [], "stop")
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_reply_cut_at_any_token_shows_no_markup_where_calls_are_guarded(side: TextSide, guarded: bool) -> None:
+    ids = ids_of(side, f"{THOUGHT}{NEXT}{CALL}")
+    for cut in range(len(ids)):
+        text = side.detokenize(ids[:cut])
+        reasoning, content, calls, reason = told(side, request(), text, "length", guarded)
+        assert "We call commentary to=functions.f.".startswith(reasoning)
+        assert (reason, [name for name, _ in calls]) == ("length", ["f"] if "{" in text else [])
+        header = text.removeprefix(f"{THOUGHT}{NEXT}")
+        begun = header is not text and " to=" in header and not calls and not guarded
+        assert content == (NEXT + header if begun else ""), "a call that is cut before it could be sent"
+
+
+def test_reasoning_counts_as_such_and_has_no_log_probabilities(side: TextSide) -> None:
+    ask = request()
+    reply = side.reply(ask, side.encode(ask.prompt))
+    preamble = f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}"
+    texts = [preamble + THOUGHT.removesuffix("<|end|>"), f"<|end|>{NEXT}{FINAL}"]
+    deltas = []
+    for text in texts:
+        ids = ids_of(side, text)
+        deltas += reply.feed(ids, [TokenLogprobs(token, -1.0) for token in ids])
+    entries = [each.token for delta in deltas if isinstance(delta, TextDelta) for each in delta.logprobs]
+    assert "".join(entries) == "I look.It rains."
+    thought = len(ids_of(side, THOUGHT.partition("<|message|>")[2].removesuffix("<|end|>")))
+    assert thought <= reply.reasoning_tokens <= thought + len(ids_of(side, f"<|end|>{NEXT}<|channel|>final<|message|>"))
+    assert reply.content == "It rains."
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT + NEXT])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        "<|channel|>analysis to=functions.f code<|message|>",
+        " to=functions.f<|channel|>commentary json<|message|>",
+    ],
+)
+def test_a_call_is_guarded_wherever_its_address_stands(side: TextSide, header: str, thought: str) -> None:
+    guard = side.constraints(ChatPrompt(ASK, TOOLS)).matcher
+    assert isinstance(guard, CallGuard)
+    for begins, arguments, fits in (
+        (header, '{"city": "Oslo", "days": 3}', True),
+        (header, '{"city": "Oslo", "days": "3"}', False),
+        (header.replace("functions.f", "functions.rm"), "{}", False),
+        (header.replace("functions.f", "f"), '{"city": "Oslo"}', False),
+        (header.partition(" to=")[0] + "<|message|>to=functions.rm" if header[0] == "<" else "To=f", "", True),
+    ):
+        ids = ids_of(side, thought + begins + arguments)
+        assert (guard.accepts(ids) == len(ids)) is fits, begins
+
+
+def test_a_forced_call_and_json_may_be_thought_about_and_are_then_the_only_thing(side: TextSide) -> None:
+    required = ChatPrompt(ASK, TOOLS, "required")
+    answer = ChatPrompt(
+        ASK, output=JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}}, strict=True)
+    )
+    for prompt, good, bad in (
+        (required, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Oslo"}', FINAL),
+        (
+            replace(required, forced_tool="f"),
+            '<|channel|>commentary to=functions.f<|message|>{"city": ""}',
+            "It rains.",
+        ),
+        (answer, '<|channel|>final<|message|>{"a": 1}', FINAL),
+    ):
+        for thought in ("", THOUGHT + NEXT):
+            for text, fits in ((good, True), (bad, False)):
+                matcher = side.constraints(prompt).matcher
+                assert matcher is not None
+                ids = ids_of(side, thought + text)
+                assert (matcher.accepts(ids) == len(ids)) is fits, thought + text
+                if fits:
+                    for token in ids:
+                        matcher.advance(token)
+                    assert set(allowed(matcher)) <= side.eos
+    ask = GenerateRequest("r", answer, Sampling())
+    assert told(side, ask, f'{THOUGHT}{NEXT}<|channel|>final<|message|>{{"a": 1}}')[1] == '{"a": 1}'
+
+
+def test_what_was_thought_is_given_back_by_the_templates_own_name(side: TextSide) -> None:
+    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}]
+    turn = {"role": "assistant", "content": None, "reasoning_content": "Look it up.", "tool_calls": called}
+    result = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    text = side.renderer.render(ChatPrompt([*ASK, turn, result], TOOLS)).text
+    assert f"<|start|>assistant<|channel|>analysis<|message|>Look it up.<|end|>{NEXT} to=functions.f<|channel|>" in text
+    assert text.endswith(
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"rain"<|end|><|start|>assistant'
+    )
+    both = side.renderer.render(ChatPrompt([*ASK, {**turn, "content": "I look."}, result], TOOLS)).text
+    assert "<|message|>Look it up.\n\nI look.<|end|>" in both
+    with pytest.raises(InvalidRequestError, match="content and thinking"):
+        side.renderer.render(
+            ChatPrompt([*ASK, {**turn, "content": "I look.", "thinking": "a", "reasoning_content": None}, result])
+        )

@@ -542,7 +542,10 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
     """
     with TemporaryDirectory() as folder:
         random_model(Path(folder), VOCABULARIES[1])
-        loaded = load_runner(replace(_CONFIG, model=folder, context_length=1 << 18))
+        loaded = load_runner(replace(_CONFIG, model=folder))
+        loaded = replace(
+            loaded, config=replace(loaded.config, context_length=1 << 18)
+        )  # no turn with these is computed
         numbers = count()
         async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
             threads = CompilerThreads()

@@ -1,4 +1,4 @@
-"""What guaranteed calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--turns N] [--parts NAMES]``.
+"""What guaranteed calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--parts NAMES] [--models NAMES]``.
 
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
   and 128,000. Two of three begin a call, the others as the model likes. What must not be is counted: calls to
@@ -55,8 +55,9 @@ from holdfast.replicas.text.conversation import Encoded, TextSide
 FORMATS = tuple(each for each in ToolFormat if each is not ToolFormat.NONE)
 PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
+MODELS = ("pocket", *map(str, VOCABULARIES))
 _CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
-_MAX_TOKENS = 96
+_MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
 _BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
 
@@ -404,8 +405,8 @@ async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: 
             found.changed += sides["off"][1][name] != sides["schema"][1][name]
 
 
-async def run_law(turns: int) -> Law:
-    """The law over all models and formats."""
+async def run_law(turns: int, wanted: Sequence[str] = MODELS) -> Law:
+    """The law over the `wanted` models and all formats; `turns` are those of all models."""
     found = Law()
     with TemporaryDirectory() as folder:
         models: list[tuple[str, str]] = [("pocket", "pocket")]
@@ -414,14 +415,16 @@ async def run_law(turns: int) -> Law:
             random_model(path, vocabulary)
             models.append((f"random, {vocabulary:,} tokens", str(path)))
         each = -(-turns // (len(models) * len(FORMATS)))
-        for label, model in models:
+        for (label, model), name in zip(models, MODELS, strict=True):
+            if name not in wanted:
+                continue
             loaded = load_runner(replace(_CONFIG, model=model))
             for tool_format in FORMATS:
                 one = Law()
                 await law(loaded, tool_format, each, one)
                 print(f"{label:24} {tool_format:16} {_told(one)}", flush=True)
-                for name in Law.__slots__:
-                    setattr(found, name, getattr(found, name) + getattr(one, name))
+                for count_ in Law.__slots__:
+                    setattr(found, count_, getattr(found, count_) + getattr(one, count_))
             del loaded
     print(f"{'all':24} {'':16} {_told(found)}")
     return found
@@ -539,7 +542,10 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
     """
     with TemporaryDirectory() as folder:
         random_model(Path(folder), VOCABULARIES[1])
-        loaded = load_runner(replace(_CONFIG, model=folder, context_length=1 << 18))
+        loaded = load_runner(replace(_CONFIG, model=folder))
+        loaded = replace(
+            loaded, config=replace(loaded.config, context_length=1 << 18)
+        )  # no turn with these is computed
         numbers = count()
         async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
             threads = CompilerThreads()
@@ -637,6 +643,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="holdfast.loadgen.bench.calls")
     parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
+    parser.add_argument("--models", default=",".join(MODELS), help="of the law")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args(arguments)
     wanted = options.parts.split(",")
@@ -644,7 +651,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     held = True
     if "law" in wanted:
-        held = asyncio.run(run_law(options.turns)).holds
+        held = asyncio.run(run_law(options.turns, options.models.split(","))).holds
     if "time" in wanted:
         asyncio.run(run_time(options.rounds))
     if "ready" in wanted:

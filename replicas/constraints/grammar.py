@@ -120,7 +120,7 @@ class CallForm:
 
     Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
     and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
-    pattern of what stands behind a name, `aside` one of what may stand there as well, `header` one of all that may
+    pattern of what stands behind a name, `aside` one of what may stand there as well, and `header` of all that may
     stand for `middle`. `alone`: a reply has one call. Without an opener `frame` is a pattern of everything up to the
     arguments of the first call, in whatever style, with the name as its group.
     """
@@ -383,11 +383,13 @@ class CallRules:
         inside = "" if form.tags else free.space
         aside = f"(/{form.aside}/)?" if form.aside else ""
         number = f"(/{form.number}/)?" if form.number else ""
+        if form.header:
+            middle = f"/{form.header}/"
         begins = " | ".join(
             f"{literal(name)} {number} {aside} {middle} {inside} {rule}"
             for name, rule in zip(names, arguments, strict=True)
         )
-        return [f"{before} ({begins}) {free.space} {after}"]
+        return [f"{before} ({begins}) {free.space if after else ''} {after}"]
 
     def _arguments_rule(self, form: CallForm, index: int) -> str:
         key = (form.keywords, index)

@@ -151,7 +151,9 @@ class CallGuard:
         if self._inner is None and self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens):
             return len(tokens)
         if self._inner is not None:  # copying a matcher takes longer than a step of it
-            stand = self._inner.accepts(tokens)
+            n_known = len(self._watch.vocabulary.tokens)  # the library fails at one that it does not know
+            known = next((i for i, token in enumerate(tokens) if token >= n_known), len(tokens))
+            stand = self._inner.accepts(tokens[:known])
             if stand == len(tokens) or not (self._inner.failed or self._inner.completes(tokens[:stand])):
                 return stand
         ahead = self.copy()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+DEEPEST = 32  # schemas in schemas that are read here; what is deeper is left to the library as it is
 _STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -70,18 +71,24 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _VALUES = frozenset({"const", "enum", "required", "dependentRequired", "dependencies"})
 
 
-def without_annotations(schema: Any) -> Any:
-    """`schema` with nothing in it that only people read: what it allows is the same."""
+def without_annotations(schema: Any, depth: int = DEEPEST) -> Any:
+    """`schema` with nothing in it that only people read, down to some depth: what it allows is the same."""
+    if not depth:
+        return schema
     if isinstance(schema, Mapping):
         return {
-            key: value if key in _VALUES else _each(value) if key in _NAMED else without_annotations(value)
+            key: value
+            if key in _VALUES
+            else _each(value, depth)
+            if key in _NAMED
+            else without_annotations(value, depth - 1)
             for key, value in schema.items()
             if key not in _ANNOTATIONS
         }
-    return [without_annotations(each) for each in schema] if isinstance(schema, (list, tuple)) else schema
+    return [without_annotations(each, depth - 1) for each in schema] if isinstance(schema, (list, tuple)) else schema
 
 
-def _each(named: Any) -> Any:
+def _each(named: Any, depth: int) -> Any:
     if not isinstance(named, Mapping):
         return named
-    return {name: without_annotations(schema) for name, schema in named.items()}
+    return {name: without_annotations(schema, depth - 1) for name, schema in named.items()}

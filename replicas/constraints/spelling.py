@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from holdfast.replicas.constraints.lark import LarkText, Schema, literal
+from holdfast.replicas.constraints.lark import DEEPEST, LarkText, Schema, literal
 
 Member: TypeAlias = tuple[str, bool]
 """The right-hand side of a member of an object, and whether it must be there."""
@@ -110,6 +110,7 @@ class Spelling:
         self.free = free
         self._grammar = grammar
         self._known: dict[tuple[str, ...], str] = {}
+        self._depth = 0
 
     def terminal(self, name: str) -> str:
         """One of the terminals that stand between values."""
@@ -132,10 +133,13 @@ class Spelling:
         key = (dialect.name, str(schema.strict), text, root)
         if key not in self._known:
             name = self._known[key] = f"v{len(self._known)}"
+            self._depth += 1
             try:
                 self._grammar.add(name, *self._alternatives(schema, node, dialect))
             except _LeftToLibraryError:
                 self._grammar.json(name, schema.part(node) if root else Schema(node, schema.strict, schema.field))
+            finally:
+                self._depth -= 1
         return self._known[key]
 
     def members(self, members: Sequence[Member], comma: str, end: str, other: str = "") -> str:
@@ -188,6 +192,8 @@ class Spelling:
 
     def _alternatives(self, schema: Schema, node: Mapping[str, Any], dialect: Dialect) -> list[str]:
         """The right-hand sides of a value's rule."""
+        if self._depth > DEEPEST:
+            raise _LeftToLibraryError
         if "$ref" in node:
             return [self._referred(schema, node, dialect)]
         if "const" in node or "enum" in node:

@@ -201,6 +201,22 @@ def test_what_only_people_read_is_no_part_of_a_grammar(hermes: Compiler) -> None
     assert hermes.compiled == 2
 
 
+def test_a_schema_of_any_depth_is_followed_or_refused(hermes: Compiler) -> None:
+    """One that is nested deeper than anybody reads it is left to the library."""
+    for depth in (20, 60):
+        schema: dict[str, Any] = {"type": "string", "maxLength": 3}
+        call = '"a"'
+        for _ in range(depth):
+            schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+            call = f'{{"a": {call}}}'
+        rule = asks(tools=[tool("f", schema)])
+        assert rule is not None
+        guard = hermes.matcher(rule)
+        text = f'<tool_call>\n{{"name": "f", "arguments": {call}}}\n</tool_call>'
+        ids, wrong = hermes._vocabulary.encode(text), hermes._vocabulary.encode(text.replace('"a"}', '"abcd"}'))
+        assert (guard.accepts(ids), guard.accepts(wrong) < len(wrong)) == (len(ids), True)
+
+
 def test_matchers_of_one_grammar_are_independent(hermes: Compiler) -> None:
     rule = asks(tools=[tool("f")], tool_choice="required")
     assert rule is not None

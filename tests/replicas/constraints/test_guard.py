@@ -238,6 +238,9 @@ def test_a_token_that_the_vocabulary_lacks_is_text_and_no_part_of_a_call(qwen_li
     assert guard.advance(beyond)
     for token in words.encode("<tool_call>"):
         assert guard.advance(token)
+    begins = list(words.encode("\n{"))
+    assert guard.accepts([*begins, beyond]) == len(begins)
+    assert guard.accepts(begins) == len(begins), "and it goes on"
     assert not guard.advance(beyond)
 
 

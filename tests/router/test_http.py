@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from holdfast.router import http
 from holdfast.router.config import RouterConfig
+from holdfast.router.limits import BodyBytes, BodyMemory
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 from holdfast.router.usage import RETRY_S, SEEN_S
 
@@ -157,7 +158,7 @@ def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, othe
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": [(name, value)], "query_string": b""}
         request = Request(scope, receive)
-        whole = await http.read_body(request, 10, PATIENT, long)
+        whole = await http.read_body(request, 10, PATIENT, long, BodyBytes(BodyMemory(64), "acme"))
         if not isinstance(whole, bytes):
             whole.close()
         return http.retry_of(request)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.replicas.constraints.given import GivenTokens
+from holdfast.replicas.constraints.matcher import GivenTokens
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.service import Service
 from holdfast.replicas.text.conversation import Constraints

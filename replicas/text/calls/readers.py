@@ -678,7 +678,7 @@ def _python_call(tracker: Tracker, char: str) -> Scan:
         char = yield
     if char != "(" or not name:
         raise NotACallError(char)
-    tracker.expect_call(name)
+    tracker.begin_call(name)
     source: list[str] = []
     closers: list[str] = []
     stand_ins: dict[str, str] = {}  # by the keyword that each stands for

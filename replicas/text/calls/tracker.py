@@ -131,9 +131,12 @@ class Tracker:
         self.opener, self._opened = marker, self._held_from
         self.begin_call()
 
-    def begin_call(self) -> None:
-        """What is held, and what follows, may be a call, and not only what stands between calls."""
-        self.call.begun = True
+    def begin_call(self, name: str | None = None) -> None:
+        """What is held, and what follows, may be a call, and not only what stands between calls.
+
+        `name`: the call's, where it is known for one at its end only.
+        """
+        self.call.begun, self.call.expected = True, name
 
     def markup(self, text: str) -> None:
         """Text of a call that is none of its arguments; once the call is sent it is nothing."""
@@ -153,10 +156,6 @@ class Tracker:
                 self._send_call()
         elif self.opener or call.complete:
             self._ask()
-
-    def expect_call(self, name: str) -> None:
-        """A call of `name` has begun, if it is one: that is known at its end."""
-        self.call.expected = name
 
     def begin_arguments(self, streamed: bool) -> None:
         """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""

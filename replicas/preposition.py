@@ -52,6 +52,7 @@ class PrePositioning:
         shown = {
             "role": "assistant",
             "content": answer.text,
+            **({"reasoning_content": answer.reasoning} if answer.reasoning and _shows_thoughts(prompt) else {}),
             "tool_calls": [
                 {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.tool_calls
@@ -90,3 +91,12 @@ class PrePositioning:
             del self._tasks[program]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pre-positioning failed", exc_info=error)
+
+
+def _shows_thoughts(prompt: ChatPrompt) -> bool:
+    """Whether the client sends back what the model thinks: as it did with the last reply; before the first one, yes.
+
+    Then nothing of the branch differs from what was drawn, and at worst nothing is gained.
+    """
+    replies = (message for message in reversed(prompt.messages) if message.get("role") == "assistant")
+    return next(("reasoning_content" in message for message in replies), True)

@@ -312,12 +312,13 @@ def _error(status: int, anthropic: bool) -> dict[str, Any]:
 
 
 def _event(kinds: Any) -> dict[str, Any]:
-    """An event of a stream; its data has one of these forms."""
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": _schema_of(kinds)}
-    done = "" if kinds is events.MessageEvent else ". Behind the last one stands [DONE]"
+    """An event of a stream; its data has one of these forms, or ends the stream."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": _schema_of(kinds)}
+    if kinds is not events.MessageEvent:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     return {
         "type": "object",
-        "description": f"An event: `data` is JSON{done}",
+        "description": "An event: `data` is JSON" + ("; the last one says [DONE]" if "anyOf" in data else ""),
         "properties": {"event": {"type": "string"}, "data": data},
         "required": ["data"],
     }

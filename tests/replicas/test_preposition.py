@@ -121,3 +121,29 @@ def test_it_waits_a_moment_and_is_left_where_others_wait(busy: bool) -> None:
         return done
 
     assert asyncio.run(main()) == ([] if busy else ["three/ahead"])
+
+
+@pytest.mark.parametrize(
+    ("last_reply", "sent"), [(None, True), ({}, False), ({"reasoning_content": "I thought before."}, True)]
+)
+def test_thoughts_are_part_of_the_next_prompt_where_the_client_sends_them_back(last_reply: Any, sent: bool) -> None:
+    """As it did with the last reply; before the first one they are taken to come, which is what has been drawn."""
+
+    async def main() -> list[GenerateRequest]:
+        done: list[GenerateRequest] = []
+
+        async def compute(request: GenerateRequest) -> None:
+            done.append(request)
+
+        ahead = PrePositioning(0.0, lambda: EMPTY, compute)
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        if last_reply is not None:
+            messages += [{"role": "assistant", "content": "y", **last_reply}, {"role": "user", "content": "z"}]
+        thought = replace(CALLED, reasoning="Rain?", tool_calls=(ToolCall("c", "get_weather", "{}"),))
+        ahead.turn_ended(turn("one", messages), thought)
+        await asyncio.wait(ahead._tasks.values())
+        return done
+
+    (coming,) = asyncio.run(main())
+    assert isinstance(coming.prompt, ChatPrompt)
+    assert coming.prompt.messages[-1].get("reasoning_content") == ("Rain?" if sent else None)

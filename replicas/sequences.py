@@ -112,10 +112,14 @@ class Sequence:
     seen: TokenCounts | None = None  # of `tokens`, as far as whoever asks has counted
     request_id: str = field(init=False)
     matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
+    background: bool = field(init=False)  # nobody waits for it: it takes what all others leave
+    batch: bool = field(init=False)  # it takes what interactive requests leave
 
     def __post_init__(self) -> None:
         self.request_id = self.submit.request_id
         self.matcher = self.submit.matcher
+        self.background = self.submit.background is not None
+        self.batch = self.submit.priority is Priority.BATCH and not self.background
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":
@@ -129,16 +133,6 @@ class Sequence:
     @property
     def sampling(self) -> Sampling:
         return self.submit.sampling
-
-    @property
-    def batch(self) -> bool:
-        """It takes what interactive requests leave."""
-        return self.submit.priority is Priority.BATCH and self.submit.background is None
-
-    @property
-    def background(self) -> bool:
-        """Nobody waits for it: it takes what all others leave."""
-        return self.submit.background is not None
 
     @property
     def tokens(self) -> TokenIds:

@@ -356,7 +356,7 @@ class Budget:
 
     def committed(self, running: Iterable[Sequence]) -> int:
         """The cells that all these may come to need beyond what they have computed. Work ahead has no claim to any."""
-        reserve, those = self.reserve, [s for s in running if s.submit.background is None]
+        reserve, those = self.reserve, [s for s in running if not s.background]
         return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in those])
 
     def admits(self, committed: int, need: int, *, alone: bool) -> bool:

@@ -334,14 +334,17 @@ class Scheduler:
 
     def _share(self, step: Step, seconds: float) -> None:
         """What each tenant, and each class, had of a step: the sequences of a step share it by their tokens."""
-        each = seconds / sum(len(chunk.tokens) for chunk in step.plan.chunks)
-        served, batch = self._stats.served_s, 0
+        tokens: dict[str, int] = {}
+        batch = 0
         for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
             n, scope = len(chunk.tokens), sequence.submit.scope
-            if scope not in served and len(served) >= _TENANTS:
-                scope = _OTHERS
-            served[scope] = served.get(scope, 0.0) + each * n
-            batch += n if sequence.batch else 0
+            tokens[scope] = tokens.get(scope, 0) + n
+            if sequence.batch:
+                batch += n
+        each, served = seconds / sum(tokens.values()), self._stats.served_s
+        for scope, n in tokens.items():
+            counted = scope if scope in served or len(served) < _TENANTS else _OTHERS
+            served[counted] = served.get(counted, 0.0) + each * n
         wanted = batch > 0 or self._waiting.waiting[Priority.BATCH] > 0
         if wanted or self._classes.due:
             self._classes.serve(seconds - each * batch, each * batch, wanted=wanted)
@@ -413,10 +416,12 @@ class Scheduler:
 
     def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
-        guarded = sequence.matcher is not None and not sequence.matcher.given_up
+        matcher = sequence.matcher
+        guarded = matcher is not None and not matcher.given_up
         kept, reason = sequence.append(drawn.tokens, now)
         n = len(kept)
-        self._stats.unguarded += guarded and sequence.matcher is not None and sequence.matcher.given_up
+        if guarded and matcher is not None and matcher.given_up:
+            self._stats.unguarded += 1
         if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
             self._stats.refused += reason is None
@@ -428,7 +433,8 @@ class Scheduler:
         if not n:
             return None
         self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
-        check_grammar(sequence)
+        if matcher is not None:
+            check_grammar(sequence)
         return reason
 
 

@@ -30,21 +30,31 @@ SPARE_S = 0.5  # that a word counts longer here than in the store, so that it is
 class Heartbeats:
     """Programs whose clients say every now and then that they are there; `over` ends those whose clients do not.
 
+    `run` tells a program's present run from its others, "" for a program that is not known yet. A word counts for the
+    run in which it was said: whoever takes a name again without saying anything is not ended by it.
+
     The router that heard of a program last ends it. What the others heard stands in the store as long as it counts;
     while the store is away nobody knows that, and a program is left to its pin's time.
     """
 
-    def __init__(self, store: Store, over: Callable[[str, str], Awaitable[object]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        over: Callable[[str, str], Awaitable[object]],
+        run: Callable[[str], Awaitable[str]],
+    ) -> None:
         self._store = store
         self._over = over
+        self._run = run
         self._timers: Lru[asyncio.TimerHandle] = Lru(MOST, share=SHARE)
         self._background = Background()
 
     async def heard(self, tenant: str, key: str, within_s: float) -> None:
         """The client of a program is there, and says so again in `within_s` seconds."""
         await self._store.set(_heard(key), b"1", within_s)
+        run = await self._run(key)
         self.forget(key)
-        timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key)
+        timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key, run)
         self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
 
     def forget(self, key: str) -> None:
@@ -54,13 +64,15 @@ class Heartbeats:
             timer.cancel()
             self._timers.remove(key)
 
-    def _silent(self, tenant: str, key: str) -> None:
+    def _silent(self, tenant: str, key: str, run: str) -> None:
         if key in self._timers:
             self._timers.remove(key)
-            self._background.start(self._end(tenant, key))
+            self._background.start(self._end(tenant, key, run))
 
-    async def _end(self, tenant: str, key: str) -> None:
+    async def _end(self, tenant: str, key: str, run: str) -> None:
         if await self._store.get(_heard(key)) is not None or self._store.degraded:
+            return
+        if run and await self._run(key) != run:
             return
         try:
             await self._over(tenant, key)
@@ -83,7 +95,7 @@ class ProgramEndpoints:
         self._guard = guard
         self._programs = programs
         self._latencies = latencies
-        self._heartbeats = Heartbeats(store, self._over)
+        self._heartbeats = Heartbeats(store, self._over, self._run)
 
     async def end(self, request: Request) -> Response:
         """A program is over: nothing is kept for it, and its name is free.
@@ -111,6 +123,10 @@ class ProgramEndpoints:
         await self._backend.end_program(tenant, key)  # first: where it fails, the program can be ended again
         self._heartbeats.forget(key)
         return await self._programs.forget(key)
+
+    async def _run(self, key: str) -> str:
+        program = await self._programs.look(key)
+        return "" if program is None else f"{program.life}/{program.arrival}"
 
     async def tool_latency(self, request: Request) -> Response:
         """The caller's own tools, and all tenants' together."""

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 
@@ -252,10 +253,14 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
     async def over(tenant: str, key: str) -> None:
         ended.append((tenant, key))
 
-    def made(store: MemoryStore) -> Heartbeats:
-        return Heartbeats(store, over)
+    async def run(key: str) -> str:
+        return runs.get(key, "")
 
-    made.ended = ended
+    def made(store: MemoryStore) -> Heartbeats:
+        return Heartbeats(store, over, run)
+
+    runs: dict[str, str] = {}
+    made.ended, made.runs = ended, runs
     return made
 
 
@@ -271,6 +276,39 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
 
     asyncio.run(main())
     assert heartbeats.ended == [("t", "t/gone")]
+
+
+def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats):
+    async def main():
+        router = heartbeats(MemoryStore(10, 1000))
+        heartbeats.runs.update({"t/again": "first", "t/same": "first"})
+        await router.heard("t", "t/again", 0.1)
+        await router.heard("t", "t/same", 0.1)
+        heartbeats.runs["t/again"] = "second"
+        await asyncio.sleep(0.3)
+
+    asyncio.run(main())
+    assert heartbeats.ended == [("t", "t/same")]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeypatch, anew):
+    monkeypatch.setattr("holdfast.router.program_endpoints.SPARE_S", 0.05)
+    world = make()
+
+    async def main():
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            await client.post("/v1/chat/completions", json=chat_body(program_id="p"))
+            await client.post("/v1/programs/p/heartbeat", json={"within_s": 0.1})
+            if anew:
+                world.now += 1.0
+                await client.post("/v1/chat/completions", json=chat_body(program_id="p", program_end=True))
+                await client.post("/v1/chat/completions", json=chat_body(program_id="p"))
+            await asyncio.sleep(0.4)
+
+    asyncio.run(main())
+    assert world.backend.ended_programs == ([] if anew else [("default", "default/p")])
 
 
 def test_what_another_router_heard_counts(heartbeats):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -62,7 +62,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
-from holdfast.replicas.preposition import PrePositioning
+from holdfast.replicas.preposition import OWN, PrePositioning
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
     AddQuestion,
@@ -190,7 +190,8 @@ class Service:
         Closing the generator early aborts the request. With the pieces come, into `drawing`, the tokens they are of.
         """
         opens = request.session is not None and request.session.opens
-        with self.questions.others():
+        # What is computed ahead unasked takes nothing from standing questions: both wait for idle steps.
+        with nullcontext() if request.background is OWN else self.questions.others():
             async with aclosing(self.sessions.opening(request) if opens else self._stream(request, drawing)) as stream:
                 async for pieces in stream:
                     yield pieces

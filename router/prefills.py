@@ -4,12 +4,14 @@ What a handle stands for is kept in the store, as long as the replica keeps its 
 where its replica has died the next request computes what is missing.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import orjson
 from starlette.requests import Request
@@ -99,6 +101,7 @@ class PrefillEndpoints:
         self._config = config
         self._drain = drain
         self._background = Background()
+        self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
 
     async def create(self, request: Request) -> Response:
         """Compute what the next prompt of a program is sure to begin with; it is kept under a handle.
@@ -131,12 +134,16 @@ class PrefillEndpoints:
     async def extend(self, request: Request) -> Response:
         """More has become known: compute that as well, under the same handle."""
         async with self._admitted(request) as admission:
-            before = await self._find(request, admission.principal.tenant)
+            tenant = admission.principal.tenant
+            known = await self._find(request, tenant)
             messages, keep_s = await self._guard.read(request, read_extension)
-            check_results(before.messages, messages)
-            keep_s = before.keep_s if keep_s is None else self._keep_s(keep_s)
-            longer = replace(before, messages=[*before.messages, *messages], keep_s=keep_s)
-            return await self._compute(request, admission, longer)
+            # One after the other: results of tools that ran at once come at once.
+            async with self._extending.setdefault(known.id, asyncio.Lock()):
+                before = await self._find(request, tenant)
+                check_results(before.messages, messages)
+                keep_s = before.keep_s if keep_s is None else self._keep_s(keep_s)
+                longer = replace(before, messages=[*before.messages, *messages], keep_s=keep_s)
+                return await self._compute(request, admission, longer)
 
     async def show(self, request: Request) -> Response:
         async with self._guard.entered(request) as tenant:

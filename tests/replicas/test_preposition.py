@@ -147,3 +147,26 @@ def test_thoughts_are_part_of_the_next_prompt_where_the_client_sends_them_back(l
     (coming,) = asyncio.run(main())
     assert isinstance(coming.prompt, ChatPrompt)
     assert coming.prompt.messages[-1].get("reasoning_content") == ("Rain?" if sent else None)
+
+
+def test_it_takes_nothing_from_standing_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests give up what is asked ahead; work of the engine's own accord does not."""
+
+    async def main() -> int:
+        service = Service.load(CONFIG)
+        wanted: list[None] = []
+        others = service.questions.others
+
+        def counted() -> Any:
+            wanted.append(None)
+            return others()
+
+        monkeypatch.setattr(service.questions, "others", counted)
+        try:
+            await conversation(service, 2, 0.0)
+            assert service.engine.stats.ahead_computed > 0
+        finally:
+            await service.close()
+        return len(wanted)
+
+    assert asyncio.run(main()) == 2

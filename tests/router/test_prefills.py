@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 from service_backend import ServiceBackend
@@ -11,6 +12,7 @@ from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Completed, Errored
+from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -118,6 +120,28 @@ def test_it_is_extended_and_a_chat_goes_on_from_it():
     turn = world.backend.requests[-1]
     assert turn.prompt.messages == [*second.prompt.messages, result("Rome")]
     assert (turn.prompt.tools, turn.program_id) == ((TOOL,), first.program_id)
+
+
+def test_results_that_come_at_once_are_all_in_it():
+    class Slow(FakeBackend):
+        async def generate(self, request, place=ANYWHERE):
+            await asyncio.sleep(0.02)
+            return await super().generate(request, place)
+
+    world = World(Slow(make().backend.script))
+
+    async def both() -> None:
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            made = (await client.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
+            at = f"/v1/prefills/{made['id']}/extend"
+            told = await asyncio.gather(
+                *(client.post(at, json={"messages": [result(city)]}) for city in ("Oslo", "Rome"))
+            )
+            assert [each.status_code for each in told] == [200, 200]
+
+    asyncio.run(both())
+    assert world.backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
 
 
 def test_it_is_released_once():
@@ -232,8 +256,6 @@ def turns(config: EngineConfig, *calls: tuple[str, str, dict[str, Any]]) -> tupl
     """The answers to these requests, and what the engine has counted; an id in a path stands for the first answer's."""
 
     async def run() -> tuple[list[Any], Any]:
-        import httpx
-
         backend = ServiceBackend(config)
         world = World(backend, config=RouterConfig(response_cache=False))
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
@@ -285,8 +307,6 @@ def test_the_chat_that_names_the_handle_is_the_same_chat():
     (plain,), _ = turns(CONFIG, chat(FULL))
 
     async def both() -> Any:
-        import httpx
-
         backend = ServiceBackend(CONFIG)
         world = World(backend, config=RouterConfig(response_cache=False))
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))

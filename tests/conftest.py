@@ -9,6 +9,7 @@ Files come in an order that keeps two cores busy and leaves no long one for the 
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ settings.load_profile("shared machine")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Who is started in the background by a shell ignores Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

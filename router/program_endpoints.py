@@ -53,12 +53,16 @@ class Heartbeats:
         """The client of a program is there, and says so again in `within_s` seconds."""
         await self._store.set(_heard(key), b"1", within_s)
         run = await self._run(key)
-        self.forget(key)
+        self._stop(key)
         timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key, run)
         self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
 
-    def forget(self, key: str) -> None:
-        """The program is over, or heard of once more."""
+    async def over(self, key: str) -> None:
+        """The program is over, and what was heard of it counts no more, here or elsewhere."""
+        self._stop(key)
+        await self._store.delete(_heard(key))
+
+    def _stop(self, key: str) -> None:
         timer = self._timers.get(key, time.monotonic())
         if timer is not None:
             timer.cancel()
@@ -121,7 +125,7 @@ class ProgramEndpoints:
     async def _over(self, tenant: str, key: str) -> bool:
         """End a program; False where it is unknown. Raises UnavailableError where a replica does not answer."""
         await self._backend.end_program(tenant, key)  # first: where it fails, the program can be ended again
-        self._heartbeats.forget(key)
+        await self._heartbeats.over(key)
         return await self._programs.forget(key)
 
     async def _run(self, key: str) -> str:

@@ -271,7 +271,7 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
         await router.heard("t", "t/there", 0.1)
         await router.heard("t", "t/there", 60.0)
         await router.heard("t", "t/ended", 0.1)
-        router.forget("t/ended")
+        await router.over("t/ended")
         await asyncio.sleep(0.4)
 
     asyncio.run(main())
@@ -309,6 +309,18 @@ def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeyp
 
     asyncio.run(main())
     assert world.backend.ended_programs == ([] if anew else [("default", "default/p")])
+
+
+def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
+    async def main():
+        store = MemoryStore(10, 1000)
+        router = heartbeats(store)
+        await router.heard("t", "t/p", 60.0)
+        assert await store.get("heard/t/p") is not None
+        await router.over("t/p")
+        assert await store.get("heard/t/p") is None
+
+    asyncio.run(main())
 
 
 def test_what_another_router_heard_counts(heartbeats):

@@ -63,6 +63,7 @@ class Heartbeats:
         await self._store.delete(_heard(key))
 
     def _stop(self, key: str) -> None:
+        """The program's timer runs no more."""
         timer = self._timers.get(key, time.monotonic())
         if timer is not None:
             timer.cancel()

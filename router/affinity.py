@@ -313,7 +313,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # `on_request_completed`.
         if _turn(pending_request) is not None:
             self._placement.holds(replica_id.unique_id, self._ask(pending_request).prefixes)
-            self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
+            turns = self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
+            if turns is not None:
+                self._placement.ongoing(replica_id.unique_id, turns)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         # Trap: also called for broadcasts, which take no slot, and of a rejected request perhaps after the next try.
@@ -324,7 +326,6 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # would look idle; what a replica says when it accepts, less what has ended since, does not age.
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         self._gate.told(replica_id.unique_id, num_ongoing_requests)
-        self._placement.ongoing(replica_id.unique_id, num_ongoing_requests)
 
     def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
         super().decrement_queue_len_cache(replica_id)

@@ -83,7 +83,7 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
 
 
 def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
-    """Routers count what is in hand; with a prompt ahead for each program that pauses an idle replica looked crowded."""
+    """Routers count what is in hand; with a prompt ahead for each program in a pause an idle replica looked crowded."""
     world = make(max_sequences=2, session_rows=1)
     for name in ("a", "b", "c"):
         world.ahead(name, words(1, 80), name)

@@ -127,7 +127,7 @@ class Replica:
         """What this replica has to do and what would be lost with it, polled by Serve for `cluster.autoscaling`."""
         now = self.service.engine.occupancy()
         return {
-            "requests": now.running + now.waiting,
+            "requests": sum(now.turns),
             "waiting_tokens": now.tokens_waiting,
             "cell_pressure": (now.cells_held + now.cells_pinned) / now.cells_total,
             "pinned_programs": now.pins,

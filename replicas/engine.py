@@ -115,9 +115,10 @@ class Engine:
     def load(self) -> LoadReport:
         """What those who place programs are to know. Any thread may ask."""
         now = self.occupancy()
+        running, waiting = now.turns
         return LoadReport(
-            running=now.running,
-            waiting=now.waiting,
+            running=running,
+            waiting=waiting,
             tokens_waiting=now.tokens_waiting,
             cells_total=now.cells_total,
             cells_free=now.cells_free,

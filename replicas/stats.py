@@ -157,12 +157,20 @@ class Occupancy:
     cells_host_total: int = 0  # room in host memory; 0: no second tier
     tokens_waiting: int = 0  # in the prompts of the `waiting`; some of them may be found in the cache
     start_gap_s: float = 0.0  # between two starts while somebody waits, as learned; 0: not known yet
+    ahead_running: int = 0  # of the `running`, work ahead, which nobody waits for
+    ahead_waiting: int = 0  # of the `waiting`, likewise
+
+    @property
+    def turns(self) -> tuple[int, int]:
+        """The running and the waiting without work ahead. Read beside the engine's thread, they may be late by one."""
+        return max(0, self.running - self.ahead_running), max(0, self.waiting - self.ahead_waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a replica tells of itself about once a second, for those who place programs. Small: it goes to all of them.
 
+    `running` and `waiting` are without work ahead: that gives way to whoever comes, so it crowds nobody out.
     `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them.
     `seconds_per_token`: to compute one more token of a prompt, as learned; 0 where it is not known yet.
     """

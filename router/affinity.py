@@ -47,6 +47,7 @@ DEADLINE = "_holdfast_deadline"  # attribute of a pending request: when its answ
 LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
 KNOWN_S = 2.0  # within which a router learns of a replica that others know
 REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
+LATE_S = 1.0  # a look that comes so late says that this process stood still: what was told meanwhile is yet to be read
 
 
 class Pins:
@@ -272,13 +273,15 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             result = replica.try_send_request(pending_request, with_rejection=with_rejection)
             call = Call(replica, result)
             self._calls.add(call)
-            # Trap: a call that does not stream is told to be accepted when it is over.
-            within_s = self._config.accept_s if pending_request.metadata.is_streaming else None
             accepted, following = result.get_rejection_response, result.__anext__
+
+            def left_s() -> float:
+                return self._acceptance_s(call)
 
             async def until_accepted() -> Any:
                 try:
-                    return await call.heard(accepted, within_s)
+                    # Trap: a call that does not stream is told to be accepted when it is over.
+                    return await call.heard(accepted, left_s if pending_request.metadata.is_streaming else None)
                 except ActorUnavailableError:
                     vars(pending_request).setdefault(LOST, time.monotonic())
                     fleet.FLEET.pass_by(call.replica_id, self._config.silent_s if call.lost else REFUSED_S)
@@ -289,6 +292,16 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             return result
 
         return Sending(replica, send)
+
+    def _acceptance_s(self, call: Call) -> float:
+        """For how long a call may yet go unaccepted: as long as nothing at all is heard of its replica, or `silent_s`.
+
+        One that tells how it is is there, and late: on a busy machine replicas that were would all be passed by, one
+        after the other, and each time their programs would move.
+        """
+        accept_s, now = self._config.accept_s, time.monotonic()
+        heard = max(call.at, now - fleet.FLEET.quiet_s(call.replica_id))
+        return min(heard + accept_s, call.at + max(accept_s, self._config.silent_s)) - now
 
     def _lose_silent(self) -> None:
         """End the calls of replicas that are silent, but for streams that bring something all the same."""
@@ -313,7 +326,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # `on_request_completed`.
         if _turn(pending_request) is not None:
             self._placement.holds(replica_id.unique_id, self._ask(pending_request).prefixes)
-            self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
+            turns = self._gate.accepted(replica_id.unique_id, pending_request.metadata.internal_request_id)
+            if turns is not None:
+                self._placement.ongoing(replica_id.unique_id, turns)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         # Trap: also called for broadcasts, which take no slot, and of a rejected request perhaps after the next try.
@@ -324,7 +339,6 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         # would look idle; what a replica says when it accepts, less what has ended since, does not age.
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         self._gate.told(replica_id.unique_id, num_ongoing_requests)
-        self._placement.ongoing(replica_id.unique_id, num_ongoing_requests)
 
     def decrement_queue_len_cache(self, replica_id: ReplicaID) -> None:
         super().decrement_queue_len_cache(replica_id)
@@ -379,11 +393,27 @@ class Call:
         self._result = result
         self._bound: asyncio.Timeout | None = None
 
-    async def heard(self, coming: Callable[[], Awaitable[Any]], within_s: float | None = None) -> Any:
-        """What comes next of it; raises ActorUnavailableError where nothing does in time, or the call is lost."""
-        self._bound = asyncio.timeout(0.0 if self.lost else within_s)
+    async def heard(self, coming: Callable[[], Awaitable[Any]], left_s: Callable[[], float] | None = None) -> Any:
+        """What comes next of it; raises ActorUnavailableError where nothing does while there is time left, or the call
+        is lost.
+        """
+        loop = asyncio.get_running_loop()
+        self._bound = asyncio.timeout(0.0 if self.lost else None)
+        timer: asyncio.TimerHandle | None = None
+
+        def look(due: float, left_s: Callable[[], float]) -> None:
+            nonlocal timer
+            now = loop.time()
+            left = LATE_S if now - due > LATE_S else left_s()
+            if left > 0:
+                timer = loop.call_at(now + left, look, now + left, left_s)
+            else:
+                self.lose()
+
         try:
             async with self._bound:
+                if left_s is not None:
+                    look(loop.time(), left_s)
                 found = await coming()
         except TimeoutError:
             if not self._bound.expired():
@@ -391,6 +421,9 @@ class Call:
             self.lost = True
             self._result.cancel()
             raise ActorUnavailableError("the replica does not answer", self._actor.binary()) from None
+        finally:
+            if timer is not None:
+                timer.cancel()
         self.at = time.monotonic()
         return found
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -68,6 +69,11 @@ class Fleet:
         """What a replica told last."""
         known = self._reports.get(replica_id)
         return known[1] if known else None
+
+    def quiet_s(self, replica_id: str) -> float:
+        """Seconds since a replica told how it is; infinite where it never did."""
+        known = self._reports.get(replica_id)
+        return self._clock() - known[0] if known else math.inf
 
     def keep(self, replica_ids: set[str]) -> None:
         """These are the replicas there are: what others told is forgotten."""

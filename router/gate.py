@@ -146,9 +146,12 @@ class Gate:
         """A replica has said how many calls it has."""
         self._ask(replica_id, self._slots.told(replica_id, ongoing, asyncio.get_running_loop().time()))
 
-    def accepted(self, replica_id: str, request_id: str) -> None:
-        """A replica has said how many calls it has, now that it has taken this request."""
+    def accepted(self, replica_id: str, request_id: str) -> int | None:
+        """A replica has said how many calls it has, now that it has taken this request: the number, where it is of now
+        and not of when a request began that is over.
+        """
         self._ask(replica_id, self._slots.accepted(replica_id, request_id, asyncio.get_running_loop().time()))
+        return self._slots.said(replica_id)
 
     def ended(self, replica_id: str) -> None:
         """One request fewer than the replica said."""

@@ -36,8 +36,8 @@ class PlacementConfig:
     crowded_load: float = 1.5  # turns above so many times the mean of all replicas count more the more there are
     move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
     report_s: float = 1.0  # between two reports of a replica to the routers
-    silent_s: float = 6.0  # a replica that reports nothing for so long is passed by
-    accept_s: float = 3.0  # a replica that has not accepted a call in this time is passed by for silent_s
+    silent_s: float = 6.0  # a replica that reports nothing, or accepts no call, for so long is passed by
+    accept_s: float = 3.0  # a replica that neither accepts a call nor reports for so long is passed by for silent_s
     no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused, or one of a lower class
     max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise

@@ -85,6 +85,10 @@ class Slots:
         enough = self._ongoing.get(replica_id, 0) >= self._capacity.get(replica_id, 0)
         return self._close(replica_id, now) if enough else None
 
+    def said(self, replica_id: str) -> int | None:
+        """How many calls a replica has by what it said last, less what has ended since; None: that is not known."""
+        return self._ongoing.get(replica_id)
+
     def ended(self, replica_id: str) -> None:
         """One request fewer than the replica said: it takes another."""
         self._closed.pop(replica_id, None)

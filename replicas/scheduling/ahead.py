@@ -28,18 +28,21 @@ class WorkAhead:
         self._stats = stats
         self._most = programs
         self._live: dict[Owner, list[Sequence]] = {}
+        self._n = 0  # of them: other threads ask, too
         self._done: OrderedDict[Owner, tuple[int, int]] = OrderedDict()  # positions: the first, and behind the last
 
     def __len__(self) -> int:
-        return sum(map(len, self._live.values()))
+        return self._n
 
     def begin(self, sequence: Sequence) -> None:
         self._live.setdefault(_program(sequence), []).append(sequence)
+        self._n += 1
 
     def end(self, sequence: Sequence) -> None:
         program = _program(sequence)
         live = self._live[program]
         live.remove(sequence)
+        self._n -= 1
         if not live:
             del self._live[program]
 

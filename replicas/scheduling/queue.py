@@ -329,6 +329,11 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def ahead(self) -> int:
+        """How much work waits that nobody waits for."""
+        return len(self._entries) - sum(self.waiting[each] for each in Priority)
+
     def __iter__(self) -> Iterator[Sequence]:
         """Every waiting sequence, in no particular order."""
         return (sequence for _, sequence in self._entries.values())

@@ -103,7 +103,7 @@ class Scheduler:
         return [*self._running, *self.admission]
 
     def occupancy(self) -> Occupancy:
-        cells = self._cache.stats
+        cells, ahead_waiting = self._cache.stats, self._waiting.ahead
         return Occupancy(
             running=len(self._running),
             waiting=len(self.admission),
@@ -120,6 +120,8 @@ class Scheduler:
             cells_raised=self._cache.tree.queue.raised * self._config.page_size,
             tokens_waiting=self.admission.tokens,
             start_gap_s=self.admission.forecast.gap_s,
+            ahead_running=len(self.ahead) - ahead_waiting,
+            ahead_waiting=ahead_waiting,
         )
 
     # ---- planning a step ----

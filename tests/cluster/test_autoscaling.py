@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from holdfast.cluster import scale_down
 from holdfast.cluster.autoscaling import Demand, wanted
 from holdfast.replicas.actor import Replica
+from holdfast.replicas.stats import Occupancy
 
 TARGETS = {"ongoing_requests": 32, "waiting_tokens": 1000, "cell_pressure": 0.8, "pinned_programs": 64}
 IDLE = {"requests": 0.0, "waiting_tokens": 0.0, "cell_pressure": 0.0, "pinned_programs": 0.0, "pinned_cells": 0.0}
@@ -88,9 +89,10 @@ def test_the_policy_tells_what_each_replica_would_lose() -> None:
 
 
 def test_a_replica_says_what_the_policy_asks_for() -> None:
-    occupancy = SimpleNamespace(
-        running=3, waiting=2, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4
-    )
+    occupancy = Occupancy(
+        running=5, waiting=3, rows_taken=5, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4,
+        cells_free=10, cells_tree=40, ahead_running=2, ahead_waiting=1,
+    )  # fmt: skip
     engine = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(occupancy=lambda: occupancy)))
     told = Replica.record_autoscaling_stats(engine)  # type: ignore
     assert told == {

@@ -590,16 +590,40 @@ class TestWaiting:
         asyncio.run(live())
 
 
-def test_what_replicas_have_in_hand_decides_for_requests_without_a_program() -> None:
+def test_what_replicas_say_that_they_have_decides_for_new_programs() -> None:
     async def live() -> None:
         made = affinity()
         a, b = replica("a"), replica("b")
         await first_choice(made, [a, b], pending(""))
-        made.on_new_queue_len_info(a.replica_id, 3)
-        made.on_new_queue_len_info(b.replica_id, 2)
+        accepted = []
+        for each, says in ((a, 3), (b, 2)):  # those of other routers among them
+            made.on_request_routed(turn(f"t/{each.replica_id.unique_id}", 1.0), each.replica_id, None)
+            request = turn(f"t/{each.replica_id.unique_id}", 1.0)
+            assert (await made._choose_replica_for_request(request)).replica_id == each.replica_id
+            made.on_new_queue_len_info(each.replica_id, says)
+            made.on_request_routed(request, each.replica_id, None)
+            accepted.append(request)
         assert await first_choice(made, [a, b], pending("")) == "b"
-        made.on_new_queue_len_info(a.replica_id, 1)
-        assert await first_choice(made, [a, b], pending("")) == "a"
+        made.on_request_completed(a.replica_id, accepted[0].metadata.internal_request_id)
+        made.on_request_completed(b.replica_id, accepted[1].metadata.internal_request_id)
+        assert await first_choice(made, [a, b], pending("")) == "b"
+
+    asyncio.run(live())
+
+
+def test_what_a_replica_said_when_a_request_came_that_is_over_says_nothing_of_now() -> None:
+    """Serve hands it on with the answer, where that does not stream: a replica long idle looked as busy as it was."""
+
+    async def live() -> None:
+        made = affinity()
+        a, b = replica("a"), replica("b")
+        await first_choice(made, [a, b], pending(""))
+        request = turn("t/p", 1.0)
+        home = (await made._choose_replica_for_request(request)).replica_id
+        made.on_request_completed(home, request.metadata.internal_request_id)
+        made.on_new_queue_len_info(home, 4)
+        made.on_request_routed(request, home, None)
+        assert made._placement.balance == 1.0  # nothing is in hand anywhere
 
     asyncio.run(live())
 

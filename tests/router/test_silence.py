@@ -106,6 +106,30 @@ def test_a_replica_that_does_not_accept_is_passed_by(says: Callable[[], Awaitabl
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_replica_that_tells_how_it_is_may_be_late_to_accept(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """It is there. One that does not accept for `silent_s` is passed by all the same."""
+    reporting = Fleet(lambda: 0.0)  # what it told is never old
+    monkeypatch.setattr(fleet, "FLEET", reporting)
+
+    async def work() -> None:
+        accepted: asyncio.Queue[str] = asyncio.Queue()
+        made, _ = router(accepted.get, accept_s=0.01, silent_s=60.0 if late else 0.1, report_s=0.01)
+        reporting.tell("a", LoadReport())
+        _, result = await sent_to(made, turn())
+        waiting = asyncio.ensure_future(result.get_rejection_response())
+        assert not (await asyncio.wait({waiting}, timeout=0.05))[0]
+        if late:
+            accepted.put_nowait("accepted")
+            assert await waiting == "accepted"
+        else:
+            with pytest.raises(ActorUnavailableError):
+                await waiting
+        assert (await sent_to(made, turn()))[0] == ("a" if late else "b")
+
+    asyncio.run(work())
+
+
 def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Fleet) -> None:
     async def work() -> None:
         made, _ = router(nothing, accept_s=0.01, silent_s=0.2, report_s=0.01)

@@ -82,6 +82,25 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
     assert (world.engine.stats.ahead_used, world.engine.stats.ahead_wasted) == (24, 0)
 
 
+def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
+    """Routers count what is in hand; with a prompt ahead for each program in a pause an idle replica looked crowded."""
+    world = make(max_sequences=2, session_rows=1)
+    for name in ("a", "b", "c"):
+        world.ahead(name, words(1, 80), name)
+    world.step()
+    now = world.engine.occupancy()
+    assert now.running + now.waiting == 3
+    assert (world.engine.load().running, world.engine.load().waiting) == (0, 0)
+    for name in ("turn", "another", "last"):
+        world.submit(name, words(2, 30), program=name)
+    world.step()
+    load = world.engine.load()
+    assert (load.running + load.waiting, load.waiting > 0) == (3, True)
+    world.run()
+    now = world.engine.occupancy()
+    assert (now.running, now.waiting, now.ahead_running, now.ahead_waiting) == (0, 0, 0, 0)
+
+
 def test_another_branch_of_its_program_leaves_it_alone():
     world = make()
     world.ahead("ahead", words(1, 80), "p", "h")

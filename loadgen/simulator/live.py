@@ -2,6 +2,9 @@
 
     python -m holdfast.loadgen.simulator.live URL --workload preambles --programs 120 --rate 1 --scale 0.1
 
+Where the server is `tests/support/serve_placements.py`, `--placement` says how it is to place them; several take
+turns, with texts of their own in every run, and the mean over runs is printed with the least and the most.
+
 Texts are words, about as many as the simulated tokens times `scale`. Tools and sub-agents are waited for as in the
 simulator. Replies are the server's own, of at most so many tokens, so programs get shorter where it ends them early.
 """
@@ -14,7 +17,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen.chat import ChatClient, streamed
@@ -30,7 +34,7 @@ Messages = list[dict[str, Any]]
 
 class Live:
     """Sends programs to one server. Lengths are times `scale`, tools take times `tools`; `keys`: a tenant's name is its
-    API key.
+    API key. A run's programs have names, and texts, that begin with `run`.
     """
 
     def __init__(self, client: ChatClient, model: str, scale: float, tools: float, run: str, *, keys: bool) -> None:
@@ -42,6 +46,8 @@ class Live:
         self._keys = keys
         self._began = time.perf_counter()
         self._replicas: dict[str, int] = {}
+        self._homes: dict[str, str] = {}
+        self.moves = 0  # turns that went elsewhere than the one before
         self.served: list[Served] = []
         self.failed: list[str] = []
 
@@ -82,6 +88,8 @@ class Live:
             self.failed.append(f"{exchange.failure}: {exchange.detail}")
             return None
         answer = exchange.answer
+        self.moves += self._homes.get(self._name(program), exchange.replica) != exchange.replica
+        self._homes[self._name(program)] = exchange.replica
         self.served.append(
             Served(
                 tenant=program.tenant,
@@ -102,15 +110,57 @@ class Live:
         return f"{self._run} {about} " + filler(f"{self._run}/{about}", max(1, round(tokens * self._scale)))
 
 
-async def send(url: str, crowd: Crowd, seed: int, scale: float, tools: float, *, keys: bool) -> Live:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How programs are sent."""
+
+    scale: float
+    tools: float
+    keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run told."""
+
+    placement: str
+    seed: int
+    told: dict[str, float | None]
+    failed: list[str]
+
+
+async def send(url: str, crowd: Crowd, seed: int, options: Options, placement: str) -> Run:
     """Send all programs and wait for their ends. Raises UnavailableError where the server tells of no model."""
     async with ChatClient(url, timeout_s=600.0) as client:
         models = (await client.get("/v1/models"))["data"]
         if not models:
             raise UnavailableError(f"{url} serves no model")
-        live = Live(client, models[0]["id"], scale, tools, f"{seed}-{time.time_ns():x}", keys=keys)
+        run = f"{placement}.{seed}-{time.time_ns():x}" if placement else f"{seed}-{time.time_ns():x}"
+        live = Live(client, models[0]["id"], options.scale, options.tools, run, keys=options.keys)
         await asyncio.gather(*(live.program(program) for program in crowd.draw(seed)))
-        return live
+    told: dict[str, float | None] = {}
+    if live.served:
+        seconds = max(turn.asked + turn.seconds for turn in live.served)
+        told |= {"turns": len(live.served), "replicas": live.replicas, "moves": live.moves}
+        told |= {"computed": sum(turn.prompt - turn.cached for turn in live.served)}
+        told |= asdict(figures(live.served, seconds, live.replicas))
+    return Run(placement, seed, told, live.failed)
+
+
+SHOWN = ("hit", "computed", "moves", "most_in_hand", "p50_s", "p99_s", "first_p50_s", "first_p99_s")
+
+
+def table(runs: Sequence[Run]) -> str:
+    """A Markdown table: means over a placement's runs, and in brackets the least and the most."""
+    lines = [f"| placement | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
+    for placement in dict.fromkeys(run.placement for run in runs):
+        cells = []
+        for name in SHOWN:
+            values = [run.told[name] or 0.0 for run in runs if run.placement == placement and run.told]
+            mean = sum(values) / max(1, len(values))
+            cells.append(f"{mean:.3g} ({min(values, default=0.0):.3g} to {max(values, default=0.0):.3g})")
+        lines.append(f"| {placement} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,23 +168,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="live", description="Programs of simulate-placement, sent to a server.")
     parser.add_argument("url")
     parser.add_argument("--workload", choices=tuple(CROWDS), default="agents")
+    parser.add_argument("--placement", action="append", default=[], help="may come several times")
     parser.add_argument("--programs", type=int, default=60, help="in all (default: 60)")
     parser.add_argument("--rate", type=float, default=1.0, help="programs a second (default: 1)")
     parser.add_argument("--scale", type=float, default=0.1, help="of all lengths (default: 0.1)")
     parser.add_argument("--tools", type=float, default=1.0, help="times what tools take (default: 1)")
-    parser.add_argument("--seed", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--seed", type=int, default=100, help="of the first round (default: 100)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all placements by turns (default: 1)")
     parser.add_argument("--keys", action="store_true", help="tenants' names are their API keys")
-    options = parser.parse_args(argv)
-    crowd = Crowd(options.workload, options.programs, options.rate)
-    live = asyncio.run(send(options.url, crowd, options.seed, options.scale, options.tools, keys=options.keys))
-    if live.served:
-        seconds = max(turn.asked + turn.seconds for turn in live.served)
-        found = figures(live.served, seconds, live.replicas)
-        told = {"turns": len(live.served), "replicas": live.replicas} | asdict(found)
-        print(json.dumps(told, indent=1))
-    for failed in live.failed[:5]:
-        print(failed, file=sys.stderr)
-    return 1 if live.failed else 0
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
+    asked = parser.parse_args(argv)
+    crowd = Crowd(asked.workload, asked.programs, asked.rate)
+    options = Options(asked.scale, asked.tools, asked.keys)
+    placements = asked.placement or [""]
+    runs: list[Run] = []
+    for number in range(asked.rounds):
+        at = number % len(placements)
+        for placement in placements[at:] + placements[:at]:
+            runs.append(asyncio.run(send(asked.url, crowd, asked.seed + number, options, placement)))
+            print(json.dumps({"placement": placement, "seed": asked.seed + number} | runs[-1].told), flush=True)
+            for failed in runs[-1].failed[:5]:
+                print(failed, file=sys.stderr)
+            if asked.json is not None:
+                told = {"workload": asked.workload, "runs": [asdict(run) for run in runs]}
+                asked.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if len(runs) > 1:
+        print(table(runs))
+    return 1 if any(run.failed for run in runs) else 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One turn: `first_s` to its first token and `seconds` to its end, on replica number `replica`."""
+    """One turn: `first_s` to its first token and `seconds` to its end, on replica number `replica`. One that was
+    waited for no longer has no `prompt`.
+    """
 
     tenant: str
     asked: float

@@ -1,7 +1,8 @@
 """Ways to place programs on many replicas, side by side: one row a run, and a table of ratios to the router's own.
 
 What is looked at is the time from the first third of the arrivals to the last of them: before that caches are empty,
-behind it replicas have nothing to do.
+behind it replicas have nothing to do. A run is over when the turns that came in this time are; some that take
+very long are cut short, and what is told of their seconds is too little.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Row(Figures):
     replicas: int
     placement: str
     seed: int
-    turns: int
+    turns: int  # that are looked at
+    cut: int  # of them, those that were not waited for to their end
     busy: float  # share of the time that replicas compute
     most_busy: float  # the busiest replica's time over the mean
     busy_cv: float  # standard deviation of the busy times over their mean
@@ -83,14 +85,16 @@ def run(crowd: Crowd, machine: Profile, replicas: int, placement: str, seed: int
         )
         simulation.run(programs)
     took = time.process_time() - began
-    found = figures([turn for turn in turns if window[0] <= turn.asked <= window[1]], window[1] - window[0], replicas)
+    looked = [turn for turn in turns if window[0] <= turn.asked <= window[1]]
+    found = figures(looked, window[1] - window[0], replicas)
     busy = np.array([site.busy_s for site in simulation.sites])
     return Row(
         workload=crowd.kind,
         replicas=replicas,
         placement=placement,
         seed=seed,
-        turns=len(turns),
+        turns=len(looked),
+        cut=sum(not turn.prompt for turn in looked),
         busy=float(busy.mean()) / (window[1] - window[0]),
         most_busy=float(busy.max() / busy.mean()),
         busy_cv=float(busy.std() / busy.mean()),

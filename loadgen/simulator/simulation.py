@@ -25,6 +25,7 @@ from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import TokenIds
 
 STALE_S = 1.0
+BEHIND_S = 300.0  # that turns of a window are waited for, behind it
 PARTS = 10  # replicas tell how they are by tenths, one after the other
 
 
@@ -120,7 +121,8 @@ class Simulation:
     """One run of programs on replicas, which are all of one kind; `machine` makes each one's.
 
     `routing` places turns. In the `window`, from one moment to another, it is counted how long each site is busy.
-    `served` is told of every turn.
+    `served` is told of every turn. A run is over once every turn that came in the window is, or `BEHIND_S` behind it:
+    then `served` is told of those that are not, as if they ended there without a token.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[..., None], Any]] = []
         self._numbers = count()
         self._runs: dict[str, Run] = {}
+        self._open: dict[str, Run] = {}  # whose present turn came in the window
         self._book = LatencyBook()
         self._latencies, self._written = ToolLatencies(self._book.snapshot()), float("-inf")
         self._now = 0.0
@@ -163,12 +166,14 @@ class Simulation:
             for part in range(PARTS):
                 self._at(self._routing.every * part / PARTS, self._publish, range(part, len(self.sites), PARTS))
         told = 0
-        while self._heap:
+        while self._heap and not self._over():
             self._now, _, what, about = heapq.heappop(self._heap)
             what(about)
             while told < len(self._done):
                 told += 1
                 ended()
+        for run in self._open.values():
+            self._tell_served(run, self._now, self._now, prompt=0, cached=0)
         replicas = [site.replica for site in self.sites]
         counts = Counts.of([replica.engine.stats for replica in replicas], sum(replica.steps for replica in replicas))
         return Outcome(sorted(self._done, key=lambda done: done.number), counts)
@@ -209,6 +214,10 @@ class Simulation:
 
     # ---- what follows ----
 
+    def _over(self) -> bool:
+        behind = self._now - self._window[1]
+        return behind > 0 and (not self._open or behind > BEHIND_S)
+
     def _at(self, when: float, what: Callable[..., None], about: Any) -> int:
         number = next(self._numbers)
         heapq.heappush(self._heap, (max(when, self._now), number, what, about))
@@ -227,6 +236,8 @@ class Simulation:
 
     def _send(self, run: Run) -> None:
         run.asked = self._now
+        if self._window[0] <= self._now <= self._window[1]:
+            self._open[run.program.name] = run
         submit = run.submit(self._clients.exact)
         near = None if run.parent is None else (run.parent.program.name, run.parent.home)
         asked = Asked(run.program, run.at, run.length, run.home, near, self._now)
@@ -262,9 +273,8 @@ class Simulation:
         assert run.home is not None
         run.ended = timing.finished
         run.bubble_s += timing.scheduled - timing.arrived
-        if self._served is not None:
-            first_s, seconds = timing.first_token - run.asked, timing.finished - run.asked
-            self._served(Served(run.program.tenant, run.asked, first_s, seconds, usage.prompt, usage.cached, run.home))
+        self._open.pop(name, None)
+        self._tell_served(run, timing.first_token, timing.finished, usage.prompt, usage.cached)
         run.length += turn.reply
         run.prompt += usage.prompt
         run.cached += usage.cached
@@ -298,6 +308,12 @@ class Simulation:
     def _goes_on(self, site: Site, run: Run, when: float) -> None:
         self._at(when, self._return, run)
         heapq.heappush(site.returns, when)
+
+    def _tell_served(self, run: Run, first: float, ended: float, prompt: int, cached: int) -> None:
+        if self._served is not None:
+            assert run.home is not None
+            first_s, seconds = first - run.asked, ended - run.asked
+            self._served(Served(run.program.tenant, run.asked, first_s, seconds, prompt, cached, run.home))
 
     def _tell(self, site: Site) -> None:
         """Let a replica know the tools, where what it knows is too old."""

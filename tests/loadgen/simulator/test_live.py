@@ -3,7 +3,8 @@
 import json
 import threading
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
 from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
@@ -59,3 +60,25 @@ def test_a_server_that_fails_is_told_of(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     assert "http: 503" in captured.err
     assert json.loads(captured.out)["turns"] == 1
+
+
+def test_placements_take_turns_and_are_named_by_their_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stub_server(answering) as stub:
+        asked = ["--programs", "2", "--rate", "1000", "--scale", "0.002", "--tools", "0", "--rounds", "2"]
+        ways = ["--placement", "ours", "--placement", "prefix"]
+        assert main([stub.url, *asked, *ways, "--json", str(tmp_path / "runs.json")]) == 0
+        sent = [each for each in stub.asked if each.method == "POST"]
+    ways_sent = [each.headers["x-program-id"].partition(".")[0] for each in sent]
+    assert [way for way, _ in groupby(ways_sent)] == ["ours", "prefix", "ours"], (
+        "the second round begins with the other"
+    )
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [(run["placement"], run["seed"]) for run in runs] == [
+        ("ours", 100), ("prefix", 100), ("prefix", 101), ("ours", 101)
+    ]  # fmt: skip
+    assert all(run["told"]["computed"] == 29 * run["told"]["turns"] and run["told"]["moves"] == 0 for run in runs)
+    assert "| prefix | 0.0333 (0.0333 to 0.0333) |" in capsys.readouterr().out
+    texts = {each.body["messages"][0]["content"] for each in sent}
+    assert len(texts) == 4, "no run finds what another has left"

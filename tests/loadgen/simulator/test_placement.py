@@ -9,6 +9,7 @@ import pytest
 from holdfast.cluster.cli import MISUSE, main
 from holdfast.loadgen.simulator.crowds import CROWDS, Crowd
 from holdfast.loadgen.simulator.machines import profile
+from holdfast.loadgen.simulator.outcome import Served
 from holdfast.loadgen.simulator.placement import CELLS, RATES, engine, run
 from holdfast.loadgen.simulator.routing import ROUTINGS, routing
 from holdfast.loadgen.simulator.simulation import Simulation
@@ -39,7 +40,6 @@ def test_every_program_and_sub_agent_ends_once(name: str) -> None:
 @pytest.mark.parametrize("kind", CROWDS)
 def test_ours_finds_more_cached_than_who_does_not_look(kind: str) -> None:
     ours, blind = (run(crowd(kind), MACHINE, 4, name, 0) for name in ("ours", "round-robin"))
-    assert ours.turns == blind.turns
     assert ours.hit > blind.hit + 0.05
     assert ours.p99_s < blind.p99_s
     assert ours.most_in_hand < blind.most_in_hand
@@ -48,6 +48,31 @@ def test_ours_finds_more_cached_than_who_does_not_look(kind: str) -> None:
 def test_the_same_again() -> None:
     first, second = (run(crowd("preambles"), MACHINE, 4, "ours-4-routers", 3) for _ in range(2))
     assert replace(first, took_s=0.0) == replace(second, took_s=0.0)
+
+
+def test_a_run_ends_with_the_turns_of_its_window_which_are_what_they_are_in_a_whole_one() -> None:
+    programs = list(crowd("fan-out", 16).draw(0))
+    window = programs[4].arrived, programs[-1].arrived
+    told: list[list[Served]] = []
+    for asked in (window, (0.0, float("inf"))):
+        told.append([])
+        simulation = Simulation(MACHINE, engine(MACHINE), 4, window=asked, served=told[-1].append)
+        simulation.run(programs)
+    ended, whole = ([turn for turn in turns if window[0] <= turn.asked <= window[1]] for turns in told)
+    assert ended == whole
+    assert len(told[0]) < len(told[1])
+
+
+def test_turns_that_take_too_long_are_told_of_with_the_time_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (crowd("agents", 30), MACHINE, 4, "prefix", 0)
+    row = run(*asked)
+    assert row.cut == 0
+    monkeypatch.setattr("holdfast.loadgen.simulator.simulation.BEHIND_S", 5.0)
+    cut = run(*asked)
+    assert cut.turns == row.turns
+    assert 0 < cut.cut < cut.turns
+    assert cut.p99_s < row.p99_s
+    assert 0 < cut.hit < 1
 
 
 def test_others_than_the_hot_tenant_are_told_of() -> None:

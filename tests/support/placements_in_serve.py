@@ -1,0 +1,79 @@
+"""A request router that places a turn as the program's id says, so that one server compares ways to place.
+
+A program called `round-robin.NAME` is placed by round robin, and so on: the ways of `simulator.routing`, each with its
+own memory. Programs with other ids go where they always do. The others than ours count turns as the router itself does.
+`serve_placements` starts a server with it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+from holdfast.router.affinity import AffinityRouter, _payer, _turn
+from holdfast.router.placement import Ask, Choice, Reason
+from holdfast.router.ring import Ring
+
+BOUND = 1.25  # times the mean
+
+
+class Ways:
+    """Where a turn of `program` goes, of `turns` in hand by replica."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._rng = random.Random(0)
+        self._ring = Ring()
+        self._sent: dict[str, str] = {}
+        self.by_name: dict[str, Callable[[str, Ask, dict[str, int]], str]] = {
+            "round-robin": self.round_robin,
+            "two-choices": self.two_choices,
+            "consistent-hash": self.consistent_hash,
+            "bounded-hash": self.bounded_hash,
+            "prefix": self.prefix,
+        }
+
+    def round_robin(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+        self._next += 1
+        return sorted(turns)[self._next % len(turns)]
+
+    def two_choices(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+        return min(self._rng.sample(sorted(turns), min(2, len(turns))), key=turns.__getitem__)
+
+    def consistent_hash(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+        self._ring.keep(turns.keys())
+        return self._ring.owner(program)
+
+    def bounded_hash(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+        self._ring.keep(turns.keys())
+        room = ceil(BOUND * (sum(turns.values()) + 1) / len(turns))
+        tries = (self._ring.owner(f"{program}/{i}" if i else program) for i in range(1 << 20))
+        return next(each for each in tries if turns[each] < room)
+
+    def prefix(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+        known = [prefix.digest for prefix in ask.prefixes]
+        there = (self._sent[each] for each in known if self._sent.get(each) in turns)
+        chosen = next(there, None) or min(turns, key=turns.__getitem__)
+        self._sent |= dict.fromkeys(known, chosen)
+        return chosen
+
+
+class Switched(AffinityRouter):
+    """Our request router, but for programs that ask for another way."""
+
+    def initialize_state(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_state(*args, **kwargs)
+        self._ways = Ways().by_name
+
+    async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:
+        program = str(pending_request.metadata.session_id)
+        way = self._ways.get(program.rpartition("/")[2].partition(".")[0])
+        if way is None or _turn(pending_request) is None or not self._by_id:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        turns = {each: self._placement._turns(each) for each in self._by_id}
+        choice = Choice(way(program, self._ask(pending_request), turns), Reason.LOAD)
+        request_id = pending_request.metadata.internal_request_id
+        assert self._gate.take(choice.replica_id, request_id, _payer(pending_request)), "replicas take all that comes"
+        return self._watched(self._by_id[choice.replica_id])

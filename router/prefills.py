@@ -7,7 +7,7 @@ where its replica has died the next request computes what is missing.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from holdfast.replicas.errors import HoldfastError, InvalidRequestError, Overloa
 from holdfast.replicas.events import PartialPrefill, Sampling, Usage
 from holdfast.replicas.requests import Errored, GenerateRequest
 from holdfast.router.accounts import Admission, Served
-from holdfast.router.backend import Backend, Place
+from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
@@ -33,16 +33,16 @@ from holdfast.router.identity import program_named, shown_program, unnamed_progr
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
-from holdfast.router.protocol.messages import check_results
 from holdfast.router.protocol.prefills import (
     Prefill,
+    check_extension,
     prefill_deleted_reply,
     prefill_reply,
     read_extension,
     read_prefill,
 )
 from holdfast.router.seal import Seal
-from holdfast.router.store import Store
+from holdfast.router.store import Put, Store, version_of
 from holdfast.router.tenants import Tenant
 
 
@@ -54,22 +54,29 @@ class StoredPrefills:
         self._config = config
         self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
 
-    async def keep(self, tenant: str, prefill: Prefill) -> None:
-        """Raises OverloadedError where the tenant has put as much as it may."""
-        key, value = _key(tenant, prefill.id), orjson.dumps(asdict(prefill))
+    async def keep(self, tenant: str, prefill: Prefill) -> bool:
+        """Put it in the place of the version that it was made of. False, and nothing is put: another stands there by
+        now, or none. Raises OverloadedError where the tenant has put as much as it may.
+        """
+        key, value = _key(tenant, prefill.id), orjson.dumps(asdict(replace(prefill, version="")))
         value = self._seal.close(key, value) if self._seal else value
-        most = self._config.prefill_tenant_bytes
-        if not await self._store.set_shared(key, value, prefill.keep_s, f"prefills/{tenant}", most):
+        owner, most = f"prefills/{tenant}", self._config.prefill_tenant_bytes
+        put = await self._store.set_shared(key, value, prefill.keep_s, owner, most, prefill.version)
+        if put is Put.FULL:
             raise OverloadedError("so much is computed ahead for you that no more can be kept")
+        return put is Put.DONE
 
-    async def find(self, tenant: str, prefill_id: str, field: str | None = None) -> Prefill:
-        """Raises RefusedError (404), which names `field`, where it is not there or another tenant's."""
+    async def find(self, tenant: str, prefill_id: str, field: str | None = None, live_s: float = 0.0) -> Prefill:
+        """With `live_s` it lives so long from now on, whatever it was made with. Raises RefusedError (404), which names
+        `field`, where it is not there or another tenant's.
+        """
         key = _key(tenant, prefill_id)
-        value = await self._store.get(key)
+        value = (await self._store.renew([key], live_s))[0] if live_s else await self._store.get(key)
         try:
             if value is None:
                 raise ValueError("not there")
-            return Prefill(**orjson.loads(self._seal.open(key, value) if self._seal else value))
+            prefill = Prefill(**orjson.loads(self._seal.open(key, value) if self._seal else value))
+            return replace(prefill, version=version_of(value))
         except (ValueError, TypeError):  # another version's, or with another key: as good as absent
             message = f"Prefill with id '{prefill_id}' not found: released, expired, or never made"
             raise RefusedError(Refusal.NO_PREFILL, message, field) from None
@@ -136,14 +143,20 @@ class PrefillEndpoints:
         async with self._admitted(request) as admission:
             tenant = admission.principal.tenant
             known = await self._find(request, tenant)
-            messages, keep_s = await self._guard.read(request, read_extension)
-            # One after the other: results of tools that ran at once come at once.
+            messages, asked_s = await self._guard.read(request, read_extension)
+            keep_s = None if asked_s is None else self._keep_s(asked_s)
+
+            async def longer() -> Prefill:
+                before = await self._stored.find(tenant.name, known.id, live_s=keep_s or known.keep_s)
+                check_extension(before, messages)
+                return replace(
+                    before, messages=[*before.messages, *messages], keep_s=before.keep_s if keep_s is None else keep_s
+                )
+
+            # Results of tools that ran at once come at once. In one router each waits for the one before it; what
+            # another router adds meanwhile is found as this is stored, and then it is computed once more behind that.
             async with self._extending.setdefault(known.id, asyncio.Lock()):
-                before = await self._find(request, tenant)
-                check_results(before.messages, messages)
-                keep_s = before.keep_s if keep_s is None else self._keep_s(keep_s)
-                longer = replace(before, messages=[*before.messages, *messages], keep_s=keep_s)
-                return await self._compute(request, admission, longer)
+                return await self._compute(request, admission, await longer(), longer)
 
     async def show(self, request: Request) -> Response:
         async with self._guard.entered(request) as tenant:
@@ -174,12 +187,21 @@ class PrefillEndpoints:
                     await admission.charge_call()
                 raise
 
-    async def _compute(self, request: Request, admission: Admission, prefill: Prefill) -> Response:
-        """The end is booked by its outcome; what was done for one that is cut off is asked."""
+    async def _compute(
+        self,
+        request: Request,
+        admission: Admission,
+        prefill: Prefill,
+        again: Callable[[], Awaitable[Prefill]] | None = None,
+    ) -> Response:
+        """Compute it and keep it; `again` makes it anew of what stands in its place by then.
+
+        The end is booked by its outcome; what was done for one that is cut off is asked.
+        """
         tenant, began = admission.principal.tenant, time.monotonic()
         await admission.charge(1, prompt_tokens(prefill.prompt))
         answer_headers(request).standing = admission.standing
-        request_id = f"{prefill.id}/{secrets.token_hex(4)}"
+        request_id = ""  # the latest
         used: Usage | None = None
         retry = retry_of(request)
 
@@ -209,43 +231,29 @@ class PrefillEndpoints:
         meter.on_end = booked
         try:
             meter.asks(prefill.model)
-            known = await self._programs.look(prefill.program)
-            begins = preamble(placed_by(tenant.name, prefill.model, prefill.cache_salt), prefill.prompt)
-            command = GenerateRequest(
-                request_id=request_id,
-                prompt=prefill.prompt,
-                sampling=Sampling(max_tokens=0),
-                scope=tenant.name,
-                program_id=prefill.program,
-                program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
-                weight=tenant.weight,
-                cache_salt=prefill.cache_salt,
-                prefixes=(begins.digest,) if begins.digest else (),
-                background=PartialPrefill(prefill.id, prefill.keep_s),
-            )
-            last = prefill.replica or (known.last_replica if known is not None else None)
-            prefixes = () if last else command.prefixes
-            place = Place(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
-            async with self._drain.bounded():
-                routed = await until_disconnect(request.receive, self._backend.generate(command, place))
-            answer_headers(request).replica = routed.replica_id or "none"
-            if isinstance(routed.reply, Errored):
-                raise ReplyError(routed.reply.error, routed.reply.usage)
-            used = usage = routed.reply.usage
-            meter.used(usage)
-            done = replace(
-                prefill,
-                replica=routed.replica_id,
-                tokens=usage.prompt,
-                cached=usage.cached,
-                complete=routed.reply.reason == "length",
-                expires=int(time.time() + prefill.keep_s),
-            )
-            try:
-                await self._stored.keep(tenant.name, done)
-            except OverloadedError:
-                await self._backend.release(tenant.name, done.id)
-                raise
+            while True:
+                request_id = f"{prefill.id}/{secrets.token_hex(4)}"
+                routed = await self._generate(request, tenant, prefill, request_id)
+                answer_headers(request).replica = routed.replica_id or "none"
+                if isinstance(routed.reply, Errored):
+                    raise ReplyError(routed.reply.error, routed.reply.usage)
+                used = usage = routed.reply.usage
+                meter.used(usage)
+                done = replace(
+                    prefill,
+                    replica=routed.replica_id,
+                    tokens=usage.prompt,
+                    cached=usage.cached,
+                    complete=routed.reply.reason == "length",
+                    expires=int(time.time() + prefill.keep_s),
+                )
+                try:
+                    if await self._stored.keep(tenant.name, done) or again is None:
+                        break
+                    prefill = await again()
+                except (OverloadedError, RefusedError):  # there is no room for it, or nobody comes back for it
+                    await self._backend.release(tenant.name, done.id)
+                    raise
             await self._programs.placed(prefill.program, routed.replica_id)
             meter.end(Outcome.COMPLETED)
             await admission.booked()
@@ -253,6 +261,28 @@ class PrefillEndpoints:
         except BaseException as error:
             meter.failed(error)
             raise
+
+    async def _generate(self, request: Request, tenant: Tenant, prefill: Prefill, request_id: str) -> Routed:
+        """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
+        known = await self._programs.look(prefill.program)
+        begins = preamble(placed_by(tenant.name, prefill.model, prefill.cache_salt), prefill.prompt)
+        command = GenerateRequest(
+            request_id=request_id,
+            prompt=prefill.prompt,
+            sampling=Sampling(max_tokens=0),
+            scope=tenant.name,
+            program_id=prefill.program,
+            program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
+            weight=tenant.weight,
+            cache_salt=prefill.cache_salt,
+            prefixes=(begins.digest,) if begins.digest else (),
+            background=PartialPrefill(prefill.id, prefill.keep_s),
+        )
+        last = prefill.replica or (known.last_replica if known is not None else None)
+        prefixes = () if last else command.prefixes
+        place = Place(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
+        async with self._drain.bounded():
+            return await until_disconnect(request.receive, self._backend.generate(command, place))
 
     async def _find(self, request: Request, tenant: Tenant) -> Prefill:
         return await self._stored.find(tenant.name, request.path_params["prefill_id"])

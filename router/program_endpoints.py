@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,24 +26,34 @@ from holdfast.router.tool_latency import ToolLatencies
 log = logging.getLogger(__name__)
 
 MOST = 65_536  # programs that live by their clients' word, of one router; the tenant with most of them loses its oldest
-SPARE_S = 0.5  # that a word counts longer here than in the store, so that it is gone there when it is looked for
+SPARE_S = 0.5  # how long after its time a missing word is looked for; it stands in the store a little longer
+
+
+@dataclass(frozen=True, slots=True)
+class RunId:
+    """Which run of a program: the one that began at `arrival` in its `life`, the `first` one of that or a later one."""
+
+    life: str
+    arrival: float
+    first: bool = field(compare=False)
 
 
 class Heartbeats:
     """Programs whose clients say every now and then that they are there; `over` ends those whose clients do not.
 
-    `run` tells a program's present run from its others, "" for a program that is not known yet. A word counts for the
-    run in which it was said: whoever takes a name again without saying anything is not ended by it.
+    `run` tells a program's present run, None where it has had no turn. A word counts for the run in which it was said,
+    one that comes before the first turn for the first run: whoever takes a name again without saying anything is not
+    ended by it.
 
-    The router that heard of a program last ends it. What the others heard stands in the store as long as it counts;
-    while the store is away nobody knows that, and a program is left to its pin's time.
+    The router that heard of a program last ends it: the latest word stands in the store a little longer than it counts,
+    and goes with its program. While the store is away nobody knows, and a program is left to its pin's time.
     """
 
     def __init__(
         self,
         store: Store,
         over: Callable[[str, str], Awaitable[object]],
-        run: Callable[[str], Awaitable[str]],
+        run: Callable[[str], Awaitable[RunId | None]],
     ) -> None:
         self._store = store
         self._over = over
@@ -51,10 +63,10 @@ class Heartbeats:
 
     async def heard(self, tenant: str, key: str, within_s: float) -> None:
         """The client of a program is there, and says so again in `within_s` seconds."""
-        await self._store.set(_heard(key), b"1", within_s)
-        run = await self._run(key)
+        run, word = await self._run(key), secrets.token_bytes(8)
+        await self._store.set(_heard(key), word, within_s + 3 * SPARE_S)
         self._stop(key)
-        timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key, run)
+        timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key, word, run)
         self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
 
     async def over(self, key: str) -> None:
@@ -69,15 +81,16 @@ class Heartbeats:
             timer.cancel()
             self._timers.remove(key)
 
-    def _silent(self, tenant: str, key: str, run: str) -> None:
+    def _silent(self, tenant: str, key: str, word: bytes, run: RunId | None) -> None:
         if key in self._timers:
             self._timers.remove(key)
-            self._background.start(self._end(tenant, key, run))
+            self._background.start(self._end(tenant, key, word, run))
 
-    async def _end(self, tenant: str, key: str, run: str) -> None:
-        if await self._store.get(_heard(key)) is not None or self._store.degraded:
-            return
-        if run and await self._run(key) != run:
+    async def _end(self, tenant: str, key: str, word: bytes, run: RunId | None) -> None:
+        if await self._store.get(_heard(key)) != word or self._store.degraded:
+            return  # there is a later one, or the program that it was said of is over
+        now = await self._run(key)
+        if now != run and not (run is None and now is not None and now.first):
             return
         try:
             await self._over(tenant, key)
@@ -129,9 +142,11 @@ class ProgramEndpoints:
         await self._heartbeats.over(key)
         return await self._programs.forget(key)
 
-    async def _run(self, key: str) -> str:
+    async def _run(self, key: str) -> RunId | None:
         program = await self._programs.look(key)
-        return "" if program is None else f"{program.life}/{program.arrival}"
+        if program is None or not program.came:  # there may be a record without a turn, of work ahead
+            return None
+        return RunId(program.life, program.arrival, program.came <= max(program.run_turns, 1))
 
     async def tool_latency(self, request: Request) -> Response:
         """The caller's own tools, and all tenants' together."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,13 +32,18 @@ T = TypeVar("T")
 CONNECTIONS = 32
 
 # What an owner has put since the first value of its window; the window is as long as values live. Beyond the allowance
-# nothing is put. KEYS: the value's, the count's. ARGV: the value, milliseconds, the allowance in bytes.
+# nothing is put, and nothing where something else stands by now than what the caller has seen. KEYS: the value's, the
+# count's. ARGV: the value, milliseconds, the allowance in bytes, the version that the caller has seen or "".
 SET_SHARED = """
+if ARGV[4] ~= '' then
+  local there = redis.call('GET', KEYS[1])
+  if not there or redis.sha1hex(there) ~= ARGV[4] then return {'changed'} end
+end
 local used = redis.call('INCRBY', KEYS[2], #ARGV[1])
 if used == #ARGV[1] then redis.call('PEXPIRE', KEYS[2], ARGV[2]) end
-if used > tonumber(ARGV[3]) then return {0} end
+if used > tonumber(ARGV[3]) then return {'full'} end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return {1}
+return {'done'}
 """
 
 # KEYS: values. ARGV: for how many milliseconds they live on.
@@ -68,6 +74,19 @@ AT_ONCE = 128  # leases of one script
 SCANNED = 1000  # keys that one step of a search looks at
 
 
+class Put(Enum):
+    """What became of a value: it is there, its owner has no room for it, or another than the known one stands there."""
+
+    DONE = "done"
+    FULL = "full"
+    CHANGED = "changed"
+
+
+def version_of(value: bytes) -> str:
+    """What tells a value from all others that may stand in its place."""
+    return hashlib.sha1(value).hexdigest()
+
+
 class Store(Protocol):
     """Bytes under string keys, each with a time to live in seconds. No method raises for a lost server."""
 
@@ -84,8 +103,11 @@ class Store(Protocol):
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
-        """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`: False."""
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
+        """Put `value`, unless that makes it more than `most` bytes that `owner` has put in the last `ttl_s`.
+
+        With the `version` of a value only where that stands there now: of several that change it one does.
+        """
         ...
 
     async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
@@ -131,9 +153,13 @@ class MemoryStore:
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
-        self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value), owner, most)
-        return key in self._values
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
+        now = self._clock()
+        there = self._values.get(key, now) if version else None
+        if version and (there is None or version_of(there) != version):
+            return Put.CHANGED
+        self._values.put(key, value, now + ttl_s, len(key) + len(value), owner, most)
+        return Put.DONE if key in self._values else Put.FULL
 
     async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
         value = await self.get(key)
@@ -262,11 +288,11 @@ class RedisStore:
         if not await self._guarded(work):
             await self._fallback.set(key, value, ttl_s)
 
-    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
-        done = await self.script(SET_SHARED, [key, f"put/{owner}"], [value, _milliseconds(ttl_s), most])
+    async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
+        done = await self.script(SET_SHARED, [key, f"put/{owner}"], [value, _milliseconds(ttl_s), most, version])
         if done is None:
-            return await self._fallback.set_shared(key, value, ttl_s, owner, most)
-        return bool(done[0])
+            return await self._fallback.set_shared(key, value, ttl_s, owner, most, version)
+        return Put(done[0].decode())
 
     async def delete(self, key: str) -> None:
         async def work() -> bool:

@@ -31,6 +31,7 @@ from holdfast.router.protocol.body import (
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import ApiError, api_error
+from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import Effort, tool_choice
 from holdfast.router.protocol.responses import OPEN, Content, ResponsesBody
@@ -183,9 +184,10 @@ class MessagesBody(SamplingBody, CountBody):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     program_id: Identifier | None = None
     program_end: bool = False
+    kv_hints: KvHints | None = None  # as in a chat; messages are those that blocks become
 
 
-HARMLESS = ("background", "include", "kv_hints", "max_tool_calls", "previous_response_id", "prompt_cache_key")
+HARMLESS = ("background", "include", "max_tool_calls", "previous_response_id", "prompt_cache_key")
 FOREIGN = frozenset({*ChatBody.model_fields, *CompletionBody.model_fields, *ResponsesBody.model_fields})
 FOREIGN -= {*MessagesBody.model_fields, *HARMLESS, "stream_options"}
 """Fields that change an answer in other formats: whoever sends one here does not mean it to be passed over."""
@@ -444,7 +446,9 @@ def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Tu
     )
     plain = with_defaults(plain, card)
     sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")
-    return replace(build_turn(plain, prompt, card, sampling), fits=True)
+    hints = read_hints(body.kv_hints)
+    check_ranges(hints, len(prompt.messages))
+    return replace(build_turn(plain, prompt, card, sampling), fits=True, hints=hints)
 
 
 # ---- the answer ----

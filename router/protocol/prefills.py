@@ -1,6 +1,6 @@
 """`/v1/prefills`: the beginning of a prompt that is to be computed before its end is known; bodies and replies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -48,6 +48,7 @@ class Prefill:
     """What a handle stands for. `tokens` of the prompt are sure, whatever comes next; `cached` of them were there.
 
     Not `complete`: time or cells ran out, and a part of them is computed. Times are in seconds since the epoch.
+    `version` is that of what stands in the store, "" where it is new.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Prefill:
     cached: int = 0
     complete: bool = False
     cache_salt: str = ""
+    version: str = ""
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -88,10 +90,27 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
 
 def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
     """The messages that a request body adds to a handle's, and for how long it wants them kept. Raises
-    InvalidRequestError; whether they answer calls is for `check_results` to say.
+    InvalidRequestError; whether they answer calls is for `check_extension` to say.
     """
     body = validate(ExtendBody, decode(raw))
     return plain_messages(body.messages, go_on=True), body.keep_s
+
+
+def check_extension(prefill: Prefill, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidRequestError for a result among `messages` of no call there, or of one whose result it has."""
+    check_results(prefill.messages, messages)
+    answered: set[str] = set()  # of the calls that are open, or were: an id may come again in a later turn
+    for known in prefill.messages:
+        if known["role"] == "tool":
+            answered.add(known["tool_call_id"])
+        elif known.get("tool_calls"):
+            answered.clear()
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            return
+        if message["role"] == "tool" and message["tool_call_id"] in answered:
+            field = f"messages.{index}.tool_call_id"
+            raise InvalidRequestError(f"'{field}': the prefill has the result of this call already", field)
 
 
 def continued(turn: Turn, prefill: Prefill) -> Turn:
@@ -99,7 +118,7 @@ def continued(turn: Turn, prefill: Prefill) -> Turn:
     prompt = turn.prompt
     if not isinstance(prompt, ChatPrompt):
         raise InvalidRequestError("'prefill_id' is for chats", "prefill_id")
-    check_results(prefill.messages, prompt.messages)
+    check_extension(prefill, prompt.messages)
     if turn.model.name != prefill.model:
         raise InvalidRequestError(f"'model' must be the handle's, {prefill.model!r}", "model")
     if turn.cache_salt and turn.cache_salt != prefill.cache_salt:

@@ -27,6 +27,7 @@ from holdfast.router.protocol.body import (
     validate,
     word,
 )
+from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
 from holdfast.router.protocol.output import (
     EFFORTS,
@@ -214,6 +215,7 @@ class ResponsesBody(GenerationBody):
     user: str | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    kv_hints: KvHints | None = None  # as in a chat; messages are those that items become
 
 
 def read_input(raw: bytes, model: str) -> ResponsesBody:
@@ -458,7 +460,9 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     )
     wanted = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
     sampling = build_sampling(body, card, wanted, body.max_output_tokens, "max_output_tokens")
-    turn = build_turn(body, prompt, card, sampling)
+    hints = read_hints(body.kv_hints)
+    check_ranges(hints, len(prompt.messages))
+    turn = replace(build_turn(body, prompt, card, sampling), hints=hints)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
     left_out = (*skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)

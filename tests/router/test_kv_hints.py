@@ -52,7 +52,7 @@ def ask(hints: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
     ],
 )
 def test_what_a_directive_says(directive: Any, hint: Hint) -> None:
-    answer, (request,) = ask(envelope(action(directive, scope=None) if False else action(directive)))
+    answer, (request,) = ask(envelope(action(directive)))
     assert answer.status_code == 200
     assert request.hints == (hint,)
 
@@ -114,6 +114,30 @@ def test_what_makes_no_sense_is_refused_by_name(hints: Any, field: str) -> None:
 def test_messages_of_a_prompt_without_any_are_refused() -> None:
     answer, _ = ask(envelope(action({"priority": 1, "messages": [0, 1]})), "/v1/completions")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_hints")
+
+
+OTHERS: dict[str, dict[str, Any]] = {  # three messages each
+    "/v1/responses": {"instructions": "You are brief.", "input": MESSAGES[1:]},
+    "/v1/messages": {"system": "You are brief.", "messages": MESSAGES[1:], "max_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_they_say_the_same_in_every_format(path: str) -> None:
+    world = World(FakeBackend(), config=RouterConfig(response_cache=False))
+    plain = {"model": "pocket", **OTHERS[path]}
+    hints = envelope(action({"messages": [0, 1], "tag": "system_prompt"}, {"covers_output": True, "priority": 7}))
+    answers = world.calls([("POST", path, {"json": plain | {"kv_hints": each}}) for each in (hints, None)])
+    assert [each.status_code for each in answers] == [200, 200]
+    hinted, unhinted = world.backend.requests
+    assert hinted.hints == (
+        Hint("messages", Label("system_prompt", 80), 0, 1), Hint("reply", Label(priority=7))
+    )  # fmt: skip
+    assert (unhinted.hints, unhinted.prompt) == ((), hinted.prompt)
+    for wrong in (action({"priority": 1, "messages": [0, 4]}), action({"priority": 101})):
+        refused = world.call("POST", path, json=plain | {"kv_hints": envelope(wrong)})
+        assert (refused.status_code, "kv_hints" in refused.json()["error"]["message"]) == (400, True)
+    assert len(world.backend.requests) == 2
 
 
 def test_hints_are_no_part_of_what_decides_an_answer() -> None:

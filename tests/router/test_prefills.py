@@ -1,6 +1,8 @@
 """Prefills over HTTP: with a fake replica what is asked of it and kept, with the shipped model what it saves."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -14,7 +16,8 @@ from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Completed, Errored
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import MemoryStore
+from holdfast.router.prefills import StoredPrefills
+from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOL: Any = {
@@ -144,6 +147,117 @@ def test_results_that_come_at_once_are_all_in_it():
     assert world.backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
 
 
+class Meeting(FakeBackend):
+    """The first extensions of a prefill are computed only once `n` of them have come."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(make().backend.script)
+        self.left = n
+        self.came = asyncio.Event()
+        self.all_there = asyncio.Event()
+
+    async def generate(self, request, place=ANYWHERE):
+        if len(request.prompt.messages) > len(CALLED) and self.left:
+            self.left -= 1
+            self.came.set()
+            if not self.left:
+                self.all_there.set()
+            await self.all_there.wait()
+        return await super().generate(request, place)
+
+
+@asynccontextmanager
+async def routers(server, backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]]:
+    """Clients of so many routers with one Redis, before one backend."""
+    async with AsyncExitStack() as stack:
+        clients = []
+        for _ in range(n):
+            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 10**6), timeout_s=5.0)
+            stack.push_async_callback(store.close)
+            world = World(backend, prefills=StoredPrefills(store, RouterConfig()))
+            transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+            clients.append(await stack.enter_async_context(client))
+        yield clients
+
+
+def test_results_that_come_at_once_to_two_routers_are_all_in_it(server):
+    async def both() -> list[Any]:
+        backend = Meeting(2)
+        async with routers(server, backend) as (one, two):
+            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
+            at = f"/v1/prefills/{made['id']}/extend"
+            told = await asyncio.gather(
+                *(of.post(at, json={"messages": [result(city)]}) for of, city in ((one, "Oslo"), (two, "Rome")))
+            )
+            assert [each.status_code for each in told] == [200, 200]
+            named = chat_body(prefill_id=made["id"], messages=[{"role": "user", "content": "And?"}])
+            backend.script = HELLO
+            assert (await one.post("/v1/chat/completions", json=named)).status_code == 200
+        return backend.requests
+
+    *computed, turn = asyncio.run(both())
+    assert len(computed) == 4, "the prompt, each result, and the one of them once more behind the other"
+    assert turn.prompt.messages[: len(CALLED)] == computed[0].prompt.messages
+    assert sorted(each["content"] for each in turn.prompt.messages[len(CALLED) : -1]) == [
+        result(city)["content"] for city in ("Oslo", "Rome")
+    ]
+    assert turn.prompt.messages[:-1] == computed[-1].prompt.messages
+
+
+def test_of_one_result_that_two_routers_get_one_is_in_it(server):
+    async def both() -> tuple[list[int], Any]:
+        backend = Meeting(2)
+        async with routers(server, backend) as (one, two):
+            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
+            at = f"/v1/prefills/{made['id']}/extend"
+            told = await asyncio.gather(*(of.post(at, json={"messages": [result("Oslo")]}) for of in (one, two)))
+            assert (await one.post(at, json={"messages": [result("Rome")]})).status_code == 200
+        return sorted(each.status_code for each in told), backend.requests[-1]
+
+    codes, last = asyncio.run(both())
+    assert codes == [200, 400]
+    assert last.prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
+
+
+def test_what_is_released_as_it_is_extended_elsewhere_is_gone(server):
+    async def both() -> FakeBackend:
+        backend = Meeting(2)
+        async with routers(server, backend) as (one, two):
+            made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
+            at = f"/v1/prefills/{made['id']}"
+            extending = asyncio.create_task(one.post(f"{at}/extend", json={"messages": [result("Oslo")]}))
+            await backend.came.wait()
+            assert (await two.delete(at)).status_code == 200
+            backend.all_there.set()
+            gone = await extending
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefill_not_found")
+            assert (await two.get(at)).status_code == 404
+            assert backend.released == [("default", made["id"])] * 2, "what was computed meanwhile goes, too"
+        return backend
+
+    asyncio.run(both())
+
+
+def test_it_lives_as_long_as_it_was_asked_for_and_a_whole_time_from_each_extension():
+    now = [0.0]
+    world = make(prefills=StoredPrefills(MemoryStore(10, 10**6, clock=lambda: now[0]), RouterConfig()))
+    at = f"/v1/prefills/{post(world, keep_s=5).json()['id']}"
+    now[0] = 4.9
+    assert world.call("GET", at).status_code == 200
+    assert post(world, f"{at}/extend").status_code == 200
+    now[0] = 9.8
+    assert world.call("GET", at).status_code == 200
+    now[0] = 10.0
+    for answer in (
+        world.call("GET", at),
+        world.call("DELETE", at),
+        post(world, f"{at}/extend"),
+        world.chat(prefill_id=at.rpartition("/")[2]),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "prefill_not_found")
+
+
 def test_it_is_released_once():
     world = make()
     made = post(world).json()
@@ -213,6 +327,20 @@ def test_an_extension_that_answers_no_open_call_is_refused():
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.tool_call_id")
 
 
+def test_a_result_is_told_once():
+    world = make()
+    made = post(world).json()
+    at = f"/v1/prefills/{made['id']}/extend"
+    assert post(world, at).status_code == 200
+    named = chat_body(prefill_id=made["id"], messages=[result("Rome"), result("Oslo")])
+    for path, body, index in ((at, {"messages": [result("Oslo")]}, 0), ("/v1/chat/completions", named, 1)):
+        refused = world.call("POST", path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"messages.{index}.tool_call_id")
+    again = [{"role": "assistant", "content": None, "tool_calls": CALLS[:1]}, result("Oslo")]
+    assert post(world, at, messages=[result("Rome"), *again]).status_code == 200, "the model calls with that id again"
+    assert post(world, at, messages=[result("Oslo")]).status_code == 400
+
+
 def test_what_fails_on_the_replica_fails_here_and_leaves_no_handle():
     world = make()
     world.backend.script = [(Errored(ErrorInfo(ErrorKind.INVALID, "the chat template refuses", "messages")),)]
@@ -224,10 +352,8 @@ def test_what_fails_on_the_replica_fails_here_and_leaves_no_handle():
 
 def test_a_tenant_that_has_put_its_share_is_told_and_nothing_is_kept_for_it():
     class Full(MemoryStore):
-        async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int) -> bool:
-            return False
-
-    from holdfast.router.prefills import StoredPrefills
+        async def set_shared(self, *args: Any, **settings: Any) -> Put:
+            return Put.FULL
 
     world = make(prefills=StoredPrefills(Full(10, 1000), RouterConfig()))
     refused = post(world)
@@ -238,8 +364,6 @@ def test_a_tenant_that_has_put_its_share_is_told_and_nothing_is_kept_for_it():
 
 def test_more_handles_than_there_is_room_for_take_bounded_memory():
     store = MemoryStore(50, 10**6)
-    from holdfast.router.prefills import StoredPrefills
-
     world = make(prefills=StoredPrefills(store, RouterConfig()))
     calls = [("POST", "/v1/prefills", {"json": {"model": "pocket", "messages": CALLED}})] * 1_000
     answers = world.calls(calls)

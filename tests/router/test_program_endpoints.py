@@ -1,6 +1,7 @@
 """Programs over HTTP: their pauses are measured, shown to whom they belong, and a program can be ended."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import hint
-from holdfast.router.program_endpoints import Heartbeats
+from holdfast.router.program_endpoints import Heartbeats, RunId
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
@@ -253,13 +254,13 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
     async def over(tenant: str, key: str) -> None:
         ended.append((tenant, key))
 
-    async def run(key: str) -> str:
-        return runs.get(key, "")
+    async def run(key: str) -> RunId | None:
+        return runs.get(key)
 
     def made(store: MemoryStore) -> Heartbeats:
         return Heartbeats(store, over, run)
 
-    runs: dict[str, str] = {}
+    runs: dict[str, RunId] = {}
     made.ended, made.runs = ended, runs
     return made
 
@@ -281,34 +282,73 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
 def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats):
     async def main():
         router = heartbeats(MemoryStore(10, 1000))
-        heartbeats.runs.update({"t/again": "first", "t/same": "first"})
+        heartbeats.runs.update({"t/again": RunId("a", 1.0, True), "t/same": RunId("a", 1.0, True)})
         await router.heard("t", "t/again", 0.1)
         await router.heard("t", "t/same", 0.1)
-        heartbeats.runs["t/again"] = "second"
+        heartbeats.runs["t/again"] = RunId("a", 2.0, False)
         await asyncio.sleep(0.3)
 
     asyncio.run(main())
     assert heartbeats.ended == [("t", "t/same")]
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeypatch, anew):
-    monkeypatch.setattr("holdfast.router.program_endpoints.SPARE_S", 0.05)
+def played(monkeypatch: pytest.MonkeyPatch, *calls: tuple[str, str, dict[str, Any]]) -> World:
+    """A router that got these calls, a second after each other; then the times of all heartbeats were over."""
     world = make()
 
-    async def main():
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        later, over = loop.call_later, []
+
+        def call_later(delay: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
+            handle = later(delay, callback, *arguments)
+            if getattr(callback, "__name__", "") == "_silent":
+                over.append((handle, callback, arguments))
+            return handle
+
+        monkeypatch.setattr(loop, "call_later", call_later)
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            await client.post("/v1/chat/completions", json=chat_body(program_id="p"))
-            await client.post("/v1/programs/p/heartbeat", json={"within_s": 0.1})
-            if anew:
+            for method, path, body in calls:
+                assert (await client.request(method, path, json=body or None)).status_code == 200
                 world.now += 1.0
-                await client.post("/v1/chat/completions", json=chat_body(program_id="p", program_end=True))
-                await client.post("/v1/chat/completions", json=chat_body(program_id="p"))
-            await asyncio.sleep(0.4)
+        for handle, callback, arguments in over:
+            if not handle.cancelled():
+                callback(*arguments)
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     asyncio.run(main())
-    assert world.backend.ended_programs == ([] if anew else [("default", "default/p")])
+    return world
+
+
+TURN = ("POST", "/v1/chat/completions", chat_body(program_id="p"))
+LAST = ("POST", "/v1/chat/completions", chat_body(program_id="p", program_end=True))
+WORD = ("POST", "/v1/programs/p/heartbeat", {"within_s": 60})
+OVER = ("DELETE", "/v1/programs/p", {})
+AHEAD = ("POST", "/v1/prefills", {"model": "pocket", "messages": [{"role": "user", "content": "x"}], "program_id": "p"})
+
+
+@pytest.mark.parametrize(
+    ("calls", "ends"),
+    [
+        ((TURN, WORD), 1),
+        ((TURN, WORD, TURN), 1),
+        ((TURN, LAST, TURN, WORD, TURN), 1),
+        ((TURN, WORD, LAST, TURN), 0),
+        ((TURN, WORD, OVER, TURN), 0),
+        ((WORD, TURN), 1),
+        ((WORD, TURN, TURN), 1),
+        ((AHEAD, WORD, TURN), 1),
+        ((WORD, AHEAD), 1),
+        ((WORD, TURN, LAST, TURN), 0),
+        ((WORD, TURN, OVER, TURN), 0),
+        ((TURN, LAST, WORD, TURN), 0),
+    ],
+)
+def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeypatch, calls, ends):
+    """Before the first turn that is the first run, and after an answer the one that the answer ended."""
+    world = played(monkeypatch, *calls)
+    assert world.backend.ended_programs == [("default", "default/p")] * (ends + calls.count(OVER))
 
 
 def test_what_was_heard_of_a_program_goes_with_it(heartbeats):

@@ -5,7 +5,7 @@ import signal
 import pytest
 from redis_server import RedisServer
 
-from holdfast.router.store import MemoryStore, PasswordFile, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, PasswordFile, Put, RedisAddress, RedisStore, version_of
 
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 
@@ -232,6 +232,27 @@ def test_an_owner_has_its_allowance_and_no_more(server):
             assert await store.get("b") is not None
             assert 0 < await store._redis.pttl("holdfast/put/greedy") <= 60_000
             assert 0 < await store._redis.pttl("holdfast/a0") <= 60_000
+
+    asyncio.run(scenario())
+
+
+async def one_of_two_changes(store):
+    assert await store.set_shared("v", b"1", 60.0, "t", 1000) is Put.DONE
+    seen = version_of(b"1")
+    puts = [await store.set_shared("v", value, 60.0, "t", 1000, seen) for value in (b"2", b"3")]
+    assert puts == [Put.DONE, Put.CHANGED]
+    assert await store.get("v") == b"2"
+    assert await store.set_shared("v", b"x" * 2000, 60.0, "t", 1000, version_of(b"2")) is Put.FULL
+    await store.delete("v")
+    assert await store.set_shared("v", b"4", 60.0, "t", 10_000, version_of(b"2")) is Put.CHANGED
+    assert await store.get("v") is None
+
+
+def test_of_two_that_change_a_value_at_once_one_does(server):
+    async def scenario():
+        await one_of_two_changes(memory())
+        async with redis_store(server) as store:
+            await one_of_two_changes(store)
 
     asyncio.run(scenario())
 

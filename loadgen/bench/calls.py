@@ -3,10 +3,12 @@
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
   and 128,000. Two of three begin a call, the others as the model likes. What must not be is counted: calls to
   undeclared names, arguments outside their schemas, markup in the content, and turns without a call, or with calls that
-  are whole with no guarantee, that differ from what they are without one, token by token.
+  are whole with no guarantee, that differ from what they are without one, token by token. Such a turn is asked again,
+  alone with and without: in the company of others prompts are cut as they come, which may move a last bit.
 - `time`: turns with calls in each form of each format, with the guarantee and without, taking turns; with 4 tools and
   with 200. The model writes what the conversation has, whole calls; all else is as it is in service, drafts and forced
-  tokens included. Grammars are compiled before: that is what `ready` is about.
+  tokens included. Grammars are compiled before: that is what `ready` is about. It is processor time of all threads, so
+  that the ratios hold on a machine that other work shares.
 - `ready`: how long a new set of 200 tools takes until its turn is with the engine, and what others feel of it.
 - `whole`: tools and words that Pocket has never seen; how many of the turns that begin a call are whole calls, with and
   without. One that is cut before anything of it is sent has begun, too.
@@ -59,6 +61,7 @@ MODELS = ("pocket", *map(str, VOCABULARIES))
 _CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
+_SIDES: tuple[Guarantee, Guarantee] = ("off", "schema")
 _BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
 
 
@@ -317,7 +320,7 @@ async def serving(
 
 @dataclass(slots=True)
 class Law:
-    """What sampled turns were like. `undeclared`, `outside`, `markup` and `changed` must be 0."""
+    """What sampled turns were like. `undeclared`, `outside`, `markup`, `changed` and `unguarded` must be 0."""
 
     turns: int = 0
     begun: int = 0
@@ -329,10 +332,12 @@ class Law:
     changed: int = 0
     compared: int = 0
     kept: int = 0  # of those compared, the ones with calls
+    moved: int = 0  # of those compared, the ones that differed among others and alone do not
+    unguarded: int = 0  # turns whose calls were free from some place on
 
     @property
     def holds(self) -> bool:
-        return not (self.undeclared or self.outside or self.markup or self.changed)
+        return not (self.undeclared or self.outside or self.markup or self.changed or self.unguarded)
 
 
 def opens(form: CallForm, names: Iterable[str]) -> list[str]:
@@ -359,36 +364,65 @@ def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: boo
     return begun and any(part in text for part in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A turn. `text`: what its reply begins with."""
+
+    text: str
+    task: CallTask
+    temperature: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What became of turns, by their names. `replies` are their tokens."""
+
+    answers: Mapping[str, Answer]
+    replies: Mapping[str, list[int]]
+    texts: Mapping[str, str]
+    unguarded: int
+
+
+async def _told_by(loaded: LoadedRunner, tool_format: ToolFormat, guarantee: Guarantee, asks: Sequence[_Ask]) -> _Told:
+    """All `asks` at once. Their grammar is compiled before, however long that takes."""
+    async with serving(loaded, tool_format, guarantee) as (service, text_side):
+        requests = []
+        for ask in asks:
+            prompt = ChatPrompt([{"role": "user", "content": f"{ask.task.ask} ({ask.name})"}], LAW_TOOLS)
+            sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=ask.temperature)
+            requests.append(GenerateRequest(ask.name, prompt, sampling, program_id=ask.name))
+            if ask.text:
+                text_side.begun[ask.name] = list(text_side.tokenizer.encode(ask.text, add_special_tokens=False))
+        await asyncio.to_thread(text_side.constraints, requests[0].prompt)
+        answers = {}
+        for ask, answer in zip(asks, await asyncio.gather(*map(service.generate, requests)), strict=True):
+            if not isinstance(answer, Answer):
+                raise RuntimeError(f"{ask.name}: {answer}")
+            answers[ask.name] = answer
+        texts = {name: text_side.tokenizer.decode(ids) for name, ids in text_side.replies.items()}
+        return _Told(answers, text_side.replies, texts, text_side.unguarded + service.engine.stats.unguarded)
+
+
 async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: Law, seed: int = 0) -> None:
     """`turns` sampled turns in one format, half of them greedy, into `found`."""
     rng = random.Random(f"{tool_format}/{seed}")
-    sides = {}
     names = {tool["function"]["name"] for tool in LAW_TOOLS}
-    asks = []
     forms = forms_of(tool_format, lambda _: True)
     assert forms is not None
+    asks = []
     for index in range(turns):
         form = rng.choice(forms.all)
         text = (rng.choice(_BEGUN) if form.opener else "") + rng.choice(opens(form, names))
-        asks.append((text if index % 3 != 2 else "", rng.choice(TASKS), float(index % 2), f"{seed}.{index}"))
-    for guarantee in ("off", "schema"):
-        async with serving(loaded, tool_format, guarantee) as (service, text_side):
-            requests = []
-            for text, task, temperature, name in asks:
-                prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({name})"}], LAW_TOOLS)
-                sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=temperature)
-                requests.append(GenerateRequest(name, prompt, sampling, program_id=name))
-                if text:
-                    text_side.begun[name] = list(text_side.tokenizer.encode(text, add_special_tokens=False))
-            answers = await asyncio.gather(*map(service.generate, requests))
-            sides[guarantee] = (answers, text_side.replies)
-    for (text, _, _, name), off, on in zip(asks, sides["off"][0], sides["schema"][0], strict=True):
-        if not (isinstance(off, Answer) and isinstance(on, Answer)):
-            raise RuntimeError(f"{name}: {off} {on}")
+        asks.append(_Ask(text if index % 3 != 2 else "", rng.choice(TASKS), float(index % 2), f"{seed}.{index}"))
+    free, held = [await _told_by(loaded, tool_format, guarantee, asks) for guarantee in _SIDES]
+    found.turns += turns
+    found.unguarded += held.unguarded
+    for ask in asks:
+        off, on = free.answers[ask.name], held.answers[ask.name]
         # A model that has drawn an opener by itself has begun a call, though it may be cut before anything is sent.
-        drawn = text_side.tokenizer.decode(sides["off"][1][name])
-        begun = bool(text or on.tool_calls or off.tool_calls) or any(f.opener and f.opener in drawn for f in forms.all)
-        found.turns += 1
+        drawn = any(form.opener and form.opener in free.texts[ask.name] for form in forms.all)
+        begun = bool(ask.text or on.tool_calls or off.tool_calls) or drawn
         found.begun += begun
         found.calls += len(on.tool_calls)
         found.cut += on.reason == "length"
@@ -397,16 +431,20 @@ async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: 
                 found.undeclared += 1
             elif call.closed or on.reason != "length":
                 found.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
-        found.markup += shows_markup(on.text or "", tool_format, names, bool(text))
+        found.markup += shows_markup(on.text or "", tool_format, names, bool(ask.text))
         whole = [call.closed and is_whole(call.name, call.arguments, LAW_TOOLS) for call in off.tool_calls]
         if not begun or (whole and all(whole) and off.reason == "tool_calls"):
             found.compared += 1
             found.kept += begun
-            found.changed += sides["off"][1][name] != sides["schema"][1][name]
+            if free.replies[ask.name] != held.replies[ask.name]:
+                alone = [await _told_by(loaded, tool_format, guarantee, [ask]) for guarantee in _SIDES]
+                changed = alone[0].replies != alone[1].replies
+                found.changed += changed
+                found.moved += not changed
 
 
-async def run_law(turns: int, wanted: Sequence[str] = MODELS) -> Law:
-    """The law over the `wanted` models and all formats; `turns` are those of all models."""
+async def run_law(turns: int, wanted: Sequence[str] = MODELS, tool_formats: Sequence[ToolFormat] = FORMATS) -> Law:
+    """The law over the `wanted` models and formats; `turns` are those of all models and formats."""
     found = Law()
     with TemporaryDirectory() as folder:
         models: list[tuple[str, str]] = [("pocket", "pocket")]
@@ -419,7 +457,7 @@ async def run_law(turns: int, wanted: Sequence[str] = MODELS) -> Law:
             if name not in wanted:
                 continue
             loaded = load_runner(replace(_CONFIG, model=model))
-            for tool_format in FORMATS:
+            for tool_format in tool_formats:
                 one = Law()
                 await law(loaded, tool_format, each, one)
                 print(f"{label:24} {tool_format:16} {_told(one)}", flush=True)
@@ -434,7 +472,8 @@ def _told(law: Law) -> str:
     return (
         f"{law.turns} turns, {law.begun} that begin a call, {law.calls} calls, {law.cut} cut; "
         f"undeclared {law.undeclared}, outside the schema {law.outside}, markup {law.markup}, "
-        f"changed {law.changed} of {law.compared} without a call or with whole ones ({law.kept})"
+        f"changed {law.changed} of {law.compared} without a call or with whole ones ({law.kept}), "
+        f"{law.moved} in company alone; unguarded {law.unguarded}"
     )
 
 
@@ -449,7 +488,9 @@ def _timed(tool_format: ToolFormat) -> list[tuple[str, CallForm]]:
 
 
 async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[str, float]:
-    """Turns with the guarantee over those without, for each form and number of tools: the median of pairs."""
+    """Processor time of turns with the guarantee over that of those without, for each form and number of tools: the
+    median of pairs.
+    """
     ratios = {}
     runners = [load_runner(_CONFIG) for _ in range(2)]
     scripts = [Scripted(loaded.runner) for loaded in runners]
@@ -469,7 +510,10 @@ async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) ->
                     [median(random.Random(i).choices(pairs, k=len(pairs))) for i in range(400)], (2.5, 97.5)
                 )
                 told = f"{ratios[name] - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
-                print(f"{name:48} {told} on a turn's time, {len(pairs)} pairs; {refused} tokens refused", flush=True)
+                print(
+                    f"{name:48} {told} on a turn's processor time, {len(pairs)} pairs; {refused} tokens refused",
+                    flush=True,
+                )
     return ratios
 
 
@@ -485,7 +529,6 @@ async def _pairs(
     The model sees the tools of its task alone, so that a turn is a short one however many are declared.
     """
     pairs = []
-    threads = CompilerThreads()
     prose = "I look that up.\n" if form.opener else ""
     for number in range(-2, rounds):  # two to warm up
         task = TASKS[number % _SETS]
@@ -495,14 +538,14 @@ async def _pairs(
             service, text = sides[side]
             text.shown = task.tools
             prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], tools)
-            await threads.run(partial(text.constraints, prompt))
+            await asyncio.to_thread(text.constraints, prompt)
             request = GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256))
             ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
             scripts[side].n_prompt = len((await text.encoded(prompt)).tokens)
             scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
-            began = time.perf_counter()
+            began = time.process_time()
             answer = await service.generate(request)
-            spent[side] = time.perf_counter() - began
+            spent[side] = time.process_time() - began
             if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
                 raise RuntimeError(f"{form}: {answer}")
         if number >= 0:
@@ -644,16 +687,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
     parser.add_argument("--models", default=",".join(MODELS), help="of the law")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="of the law and of time")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args(arguments)
     wanted = options.parts.split(",")
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if unknown := set(options.formats.split(",")) - set(FORMATS):
+        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
+    formats = [ToolFormat(name) for name in options.formats.split(",")]
     held = True
     if "law" in wanted:
-        held = asyncio.run(run_law(options.turns, options.models.split(","))).holds
+        held = asyncio.run(run_law(options.turns, options.models.split(","), formats)).holds
     if "time" in wanted:
-        asyncio.run(run_time(options.rounds))
+        asyncio.run(run_time(options.rounds, formats))
     if "ready" in wanted:
         asyncio.run(run_ready())
     if "whole" in wanted:

@@ -5,7 +5,9 @@
 The prompt has begun the first message, up to `<|start|>assistant`. A header tells the channel, and whom a message is
 for: `analysis` is reasoning, one that is for somebody (`to=functions.name`) is a call, everything else content. Calls
 come out as they were written, header included, for their own reader (`calls.readers`). A marker that does not begin
-what it should is text: models write about the format as well. Not here: the tokens that end a reply and leave no text.
+what it should is text: models write about the format as well; where a message should begin, a channel with no
+`<|message|>` behind it begins one all the same, as the models forget that marker. Not here: the tokens that end a reply
+and leave no text.
 """
 
 import re
@@ -14,6 +16,7 @@ from enum import Enum, auto
 _END = "<|end|>"
 _STARTED = "<|start|>assistant"
 _CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
 _ADDRESS = " to="
 _BETWEEN = "\n\n"  # where one message of a kind follows another
 
@@ -21,6 +24,8 @@ _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?: to=[\w.:/-]+)?(?:<\|channel\|>(\w+)(?: to=[\w.:/-]+)?)?"
     r"(?: ?(?:<\|constrain\|>)? ?\w+)?<\|message\|>"
 )
+_UNMARKED = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>(analysis|commentary|final)[ \n]+(?!to=|<)")
+_TYPE = re.compile(r"\w*")  # of what is in a message, the last word of a header
 _BEGUN = re.compile(r"(?:<\|(?:start|channel|constrain)\|>|[\w .=:/-])*(?:<(?:\|\w*\|?)?)?")  # what may become one
 _LONGEST = 256  # characters of a header
 
@@ -82,6 +87,10 @@ class ChannelReader:
         if _ADDRESS in header:
             self._kind = _Kind.CALL
             self._say(header)
+        elif (found := _UNMARKED.match(header)) and not _TYPE.fullmatch(header, found.end()):
+            if due := self._due(header):
+                self._open(found[0])
+            self._say(header[found.end() :] if due else held)
         elif not held.startswith((_END, "<|start|>", _CHANNEL)):
             self._kind = _Kind.CONTENT if self._kind is _Kind.HEADER else self._kind
             self._say(held)
@@ -118,15 +127,22 @@ class ChannelReader:
         header = text.removeprefix(_END)
         starts: tuple[str, ...] = (_STARTED,) if text.startswith(_END) else (_STARTED, _CHANNEL)
         if self._kind is _Kind.HEADER:
-            starts = (_CHANNEL, _ADDRESS, _STARTED)
+            starts = (_CHANNEL, _ADDRESS, _STARTED, _MESSAGE)
         if (found := _HEADER.match(header[:_LONGEST])) and header.startswith(starts):
             return len(text) - len(header) + found.end()
         may = any(start.startswith(header) or header.startswith(start) for start in starts) or _END.startswith(text)
-        return None if may and len(header) < _LONGEST and _BEGUN.fullmatch(header) else 0
+        if may and len(header) < _LONGEST and _BEGUN.fullmatch(header):
+            return None
+        unmarked = _UNMARKED.match(header) if self._due(header) else None
+        return len(text) - len(header) + unmarked.end() if unmarked else 0
+
+    def _due(self, header: str) -> bool:
+        """Whether a message begins with `header`, though its last marker may lack."""
+        return self._kind is _Kind.HEADER or header.startswith(_STARTED)
 
     def _open(self, header: str) -> None:
         """A message begins."""
-        found = _HEADER.match(header)
+        found = _HEADER.match(header) or _UNMARKED.match(header)
         self._quoted = self._escaped = False
         if _ADDRESS in header:
             self._kind = _Kind.CALL

@@ -112,7 +112,7 @@ export class Chat {
     const card = {
       name: el("input", { value: name, placeholder: "name", ariaLabel: "Name", spellcheck: false }),
       description: el("input", { value: description, placeholder: "what it does", ariaLabel: "Description" }),
-      parameters: el("textarea", { rows: 8, value: JSON.stringify(parameters, null, 1).replace(/\{\s+("type": "string")\s+\}/g, "{ $1 }"), ariaLabel: "Parameters, a JSON schema", spellcheck: false }),
+      parameters: el("textarea", { rows: 10, value: JSON.stringify(parameters, null, 1).replace(/\{\s+("type": "string")\s+\}/g, "{ $1 }"), ariaLabel: "Parameters, a JSON schema", spellcheck: false }),
       error: el("span", { className: "error" }),
     };
     const remove = () => { this.#tools.splice(this.#tools.indexOf(card), 1); box.remove(); };

@@ -106,10 +106,12 @@ export class LiveView {
   }
 
   #chips(states) {
-    const made = STATES.map(([name, text, test]) => el("button", {
-      ariaPressed: String(this.#state === name),
-      onclick: () => { this.#state = name; this.refresh(); },
-    }, el("b", {}, String(states.filter(test).length)), ` ${text}`));
+    const made = STATES.map(([name, text, test]) => {
+      const found = states.filter(test).length;
+      const word = found === 1 && name === "all" ? "program" : text;
+      const onclick = () => { this.#state = name; this.refresh(); };
+      return el("button", { ariaPressed: String(this.#state === name), onclick }, el("b", {}, String(found)), ` ${word}`);
+    });
     const told = this.#state + made.map((each) => each.textContent);
     if (told === this.#chipsTold) return; // else a click that is under way would lose its button
     this.#chipsTold = told;
@@ -189,7 +191,7 @@ export class LiveView {
 
 /** Where a program is, in words. */
 function said(program, now) {
-  const turns = `${program.turns.length} turns seen`;
+  const turns = `${program.turns.length} ${program.turns.length === 1 ? "turn" : "turns"} seen`;
   const kept = program.pin && program.pins.at(-1);
   if (!kept) return `${program.tenant} · ${state(program)} · ${turns}`;
   const until = kept.worth > now ? `worth keeping ${duration(kept.worth - now)} more` : "gives way to others";

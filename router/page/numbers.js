@@ -21,11 +21,16 @@ export function showNumbers(programs) {
       figure(count(sum.cached_tokens ?? 0), "tokens not computed again",
         `${share(sum.cached_tokens, sum.prompt_tokens)} of ${count(sum.prompt_tokens ?? 0)} prompt tokens were in the cache.`),
       figure(count(sum.accepted_tokens ?? 0), "drafts accepted",
-        `Tokens drawn without a forward of their own: ${share(sum.accepted_tokens, sum.drafted_tokens)} of ${count(sum.drafted_tokens ?? 0)} drafts were right, of ${count(sum.completion_tokens ?? 0)} tokens drawn.`),
+        `Tokens drawn without a forward of their own: ${rightDrafts(sum)}, of ${count(sum.completion_tokens ?? 0)} tokens drawn.`),
       figure(count(sum.cached_answers ?? 0), "answers from the cache",
         `${share(sum.cached_answers, sum.ended)} of ${count(sum.ended ?? 0)} requests were answered without an engine.`)),
     el("h2", {}, "By tenant"),
     table(heads, rows));
+}
+
+function rightDrafts(sum) {
+  if (!sum.drafted_tokens) return "none was drafted yet";
+  return `${share(sum.accepted_tokens, sum.drafted_tokens)} of ${count(sum.drafted_tokens)} drafts were right`;
 }
 
 function figure(number, name, text) {

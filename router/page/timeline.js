@@ -57,7 +57,7 @@ export function drawRows(context, programs, axis, { top, height, room, colours, 
     context.clip();
     drawProgram(context, program, axis, y, height, colours);
     context.restore();
-    if (height >= 12) name(context, program, y, height, colours);
+    if (height >= 12) name(context, program, y, height, axis.left - 8, colours);
   });
   fill(context, colours.ink, axis.present, 0, 1, room);
 }
@@ -103,19 +103,23 @@ function drawStages(box, turn, end, colours) {
   if (decodeFrom < end) box(colours.decode, decodeFrom, end, [0, 1], LEAST);
 }
 
-function name(context, program, y, height, colours) {
+function name(context, program, y, height, room, colours) {
   const now = state(program);
   context.fillStyle = colours[now === "prefill" ? "computed" : now] ?? colours.idle;
   context.fillRect(2, y + height / 2 - 3, 6, 6);
   context.fillStyle = now === "idle" ? colours.faint : colours.ink;
   context.font = "12px system-ui, sans-serif";
   context.textBaseline = "middle";
-  context.save();
-  context.beginPath();
-  context.rect(0, y, NAMES - 8, height);
-  context.clip();
-  context.fillText(program.name, 13, y + height / 2 + 0.5);
-  context.restore();
+  context.fillText(shortened(context, program.name, room - 13), 13, y + height / 2 + 0.5);
+}
+
+/** `text` in `room` pixels: names often differ at their ends alone, so it is the middle that goes. */
+function shortened(context, text, room) {
+  if (context.measureText(text).width <= room) return text;
+  let kept = Math.floor(text.length / 2);
+  const short = () => `${text.slice(0, Math.ceil(kept / 2))}…${text.slice(text.length - Math.floor(kept / 2))}`;
+  for (kept *= 2; kept > 1 && context.measureText(short()).width > room; kept--);
+  return short();
 }
 
 const STATES = ["decode", "computed", "queue", "tools"]; // from the ground up
@@ -149,7 +153,8 @@ export function drawOverview(context, programs, axis, height, colours) {
     for (let bin = 0; bin < bins; bin++) floor[bin] += sum += changes[name][bin];
     return floor.slice();
   });
-  const most = Math.max(4, ...floor);
+  const peak = Math.max(...floor);
+  const most = Math.max(4, peak); // so that one program alone does not fill the picture
   const wide = (axis.present - axis.left) / bins;
   grid(context, axis, height, colours);
   for (let layer = STATES.length - 1; layer >= 0; layer--) {
@@ -163,20 +168,37 @@ export function drawOverview(context, programs, axis, height, colours) {
   context.fillStyle = colours.faint;
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "top";
-  context.fillText(`${most} programs`, axis.left + 4, 2);
+  const told = `${peak} at once`;
+  context.fillText(told, axis.left + 4, 2);
   fill(context, colours.ink, axis.present, 0, 1, height);
   context.fillText("now", axis.present + 4, 2);
-  if (axis.width - axis.present < 120) return;
-  context.textAlign = "right";
-  context.fillText("pinned until", axis.width - 4, 2);
-  context.textAlign = "left";
+  const roomy = axis.width - axis.present >= 120;
+  const last = roomy ? axis.width - 4 - context.measureText("pinned until").width : axis.width;
+  if (roomy) context.fillText("pinned until", last, 2);
+  const taken = [[0, axis.left + 4 + context.measureText(told).width], [axis.present, axis.present + 30], [last, axis.width]];
+  context.fillStyle = colours.faint;
+  for (const time of ticks(axis)) clock(context, time, axis.x(time) + 4, taken);
+}
+
+/** The time of day at `x`, where nothing else is written. */
+function clock(context, time, x, taken) {
+  const text = new Date(time * 1000).toLocaleTimeString([], { hourCycle: "h23" });
+  const end = x + context.measureText(text).width;
+  if (taken.some(([from, to]) => x < to + 8 && end > from - 8)) return;
+  taken.push([x, end]);
+  context.fillText(text, x, 2);
 }
 
 function grid(context, axis, height, colours) {
+  for (const time of ticks(axis)) fill(context, colours.line, axis.x(time), 0, 1, height);
+}
+
+/** Round times that are in the picture. */
+function ticks(axis) {
   const every = axis.seconds > 120 ? 60 : axis.seconds > 30 ? 10 : 5;
-  for (let time = Math.ceil(axis.from / every) * every; axis.x(time) < axis.width; time += every) {
-    fill(context, colours.line, axis.x(time), 0, 1, height);
-  }
+  const times = [];
+  for (let time = Math.ceil(axis.from / every) * every; axis.x(time) < axis.width; time += every) times.push(time);
+  return times;
 }
 
 function fill(context, colour, x, y, width, height) {

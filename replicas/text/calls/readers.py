@@ -592,7 +592,13 @@ def _harmony_addressed(tracker: Tracker, char: str, in_channel: bool = False) ->
         char = yield from space(char, tracker.hold)
         char = yield from _word(tracker, char, "<|constrain|>", "<|message|>", found=found)
     char = yield from space(char, tracker.hold)
-    char = yield from _named(tracker, char, "".join(name).removeprefix("functions."))
+    called = "".join(name).removeprefix("functions.")
+    if called and (char == "<" or not (char or tracker.cut)):  # nothing in the message: no arguments
+        tracker.name_call(called)
+        tracker.set_arguments("{}")
+        tracker.close_call()
+    else:
+        char = yield from _named(tracker, char, called)
     char = yield from space(char, tracker.hold)
     char = yield from _word(tracker, char, "<|call|>", "<|start|>", found=found)
     if found[-1] == "<|call|>":

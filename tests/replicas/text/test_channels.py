@@ -1,11 +1,12 @@
 """Replies in channels: reasoning, content and calls are told apart, however the reply is cut, and prose stays prose."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from call_grammars import allowed
-from call_texts import chunked
+from call_texts import chunked, collected, parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +77,46 @@ def test_a_header_in_a_text_begins_a_message_and_half_a_header_none() -> None:
     assert read(f" to=functions.f<|channel|>commentary json<|message|>{{}}{NEXT}{FINAL}")[1].endswith("{}It rains.")
     strings = CALL.replace("Oslo", f'\\"{NEXT}{FINAL}')
     assert read(strings) == ("", strings), "in the strings of a call nothing begins"
+
+
+# What others that read this format take as well, in our words: headers as models write them when they forget a part.
+ODD = {
+    '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"city": "Oslo"}': ("", "", "Oslo"),
+    f'{NEXT} to=functions.f<|channel|>commentary<|constrain|>json<|message|>{{"city": "Oslo"}}<|end|>': (
+        "",
+        "",
+        "Oslo",
+    ),
+    f'{THOUGHT}{NEXT}<|channel|>analysis to=f code<|message|>{{\n"city": "Oslo"\n}}': (
+        "We call commentary to=functions.f.",
+        "",
+        "Oslo",
+    ),
+    "<|channel|>commentary to=functions.f json<|message|><|call|>": ("", "", None),
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>": ("", "", None),
+    f"<|channel|>commentary to=functions.f json<|message|><|call|>{NEXT}{CALL}": ("", "", "Oslo"),
+    f"I look it up.<|end|>{NEXT}{CALL}": ("", "I look it up.", "Oslo"),
+    f"<|channel|>analysis It may rain.<|end|>{NEXT}{FINAL}": ("It may rain.", "It rains.", ""),
+    f"<|channel|>analysis\nIt may rain<|end|>{NEXT}<|channel|>final It rains.": ("It may rain", "It rains.", ""),
+    "<|channel|>commentary It rains<|end|>": ("", "It rains", ""),
+    "<|channel|>final It rains": ("", "It rains", ""),
+    "<|message|>It rains.<|end|>": ("", "It rains.", ""),
+    f"{THOUGHT}{NEXT}<|message|>It rains.": ("We call commentary to=functions.f.", "It rains.", ""),
+    '<|channel|>final <|constrain|>json<|message|>{"sure": true}': ("", '{"sure": true}', ""),
+    "Write <|channel|>analysis for thoughts.": ("", "Write <|channel|>analysis for thoughts.", ""),
+}
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(ODD)), st.data())
+def test_headers_that_lack_a_part_are_read_as_what_they_are(text: str, data: st.DataObject) -> None:
+    """`ODD`: reasoning, content and the city of the last call: None without arguments, "" without a call."""
+    thought, said, city = ODD[text]
+    channels, calls = ChannelReader(), parser(ToolFormat.HARMONY, declared_names=frozenset({"f"}))
+    told = [*map(channels.feed, chunked(text, data)), channels.flush()]
+    content, called = collected([content for _, content in told], calls)
+    assert ("".join(reasoning for reasoning, _ in told), content) == (thought, said)
+    assert (json.loads(called[-1][1]).get("city") if called else "") == city
 
 
 @pytest.fixture

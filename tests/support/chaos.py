@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -245,6 +246,7 @@ def told(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usa
 class World:
     server: Any  # tests/cluster/conftest.py's
     store: RedisServer
+    reports: deque[str] = field(default_factory=lambda: deque(("1.0", "0.5")))  # `placement.report_s`, the first is set
 
     def pids(self, name: str) -> list[int]:
         return [pid for pid, command in self.server.processes().items() if name in command]
@@ -258,6 +260,20 @@ class World:
         headers = {"authorization": f"Bearer {key}"}
         answer = httpx.get(f"{self.server.url}{path}", headers=headers, timeout=30.0, trust_env=False)
         return answer.raise_for_status()
+
+    def beside(self, *command: Any, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Run Python with what is needed to join Ray: its address comes first, its token by the environment."""
+        for pid, line in self.server.processes().items():
+            if address := re.search(r"--gcs-address=(\S+)", line):
+                given = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                break
+        told = dict(each.split("=", 1) for each in given if each.startswith("RAY_"))
+        told = {name: value for name, value in told.items() if name not in ("RAY_JOB_ID", "RAY_RAYLET_PID")}
+        first, *rest = command
+        words = [sys.executable, *first, address[1], *map(str, rest)]
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=seconds, check=False, env={**os.environ, **told}
+        )
 
     def said(self) -> str:
         """How it is, in its own words."""
@@ -290,7 +306,7 @@ class World:
 @dataclass(frozen=True)
 class Failure:
     """`happen` is done under load, and undone by `mend` after `seconds`. `may`: how requests may end besides. `counted`:
-    nothing dies of it that takes counts along, so engines and books agree over it. `empties`: the books are gone.
+    nothing dies of it that takes counts along, so engines and books agree over it. `empties`: no books are left.
     """
 
     name: str
@@ -312,6 +328,31 @@ def limited(world: World, most: int) -> None:
         client.config_set("maxmemory", most)
 
 
+def deploy(world: World, engines: int) -> None:
+    """Tell Serve how it is to be from now on."""
+    program = Path(__file__).with_name("redeploy.py")
+    config = world.server.output.with_name("holdfast.yaml")
+    done = world.beside([str(program)], config, world.server.port, engines, world.reports[0])
+    assert done.returncode == 0, done.stderr
+
+
+def until_engines(world: World, number: int) -> None:
+    within(lambda: len(world.pids(REPLICA)) == number)
+
+
+def fewer(world: World) -> None:
+    deploy(world, 1)
+    until_engines(world, 1)
+
+
+def update(world: World) -> None:
+    """Every engine and router is replaced by one that is configured otherwise."""
+    before = {*world.pids(REPLICA), *world.pids(ROUTER)}
+    world.reports.rotate()
+    deploy(world, 2)
+    within(lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)})
+
+
 FAILURES = (
     Failure("one engine killed", lambda world: world.kill(REPLICA, 1)),
     Failure(
@@ -324,6 +365,8 @@ FAILURES = (
     Failure("all engines killed", lambda world: world.kill(REPLICA, 2), frozenset({"503", "error"})),
     Failure("one of two routers killed", lambda world: world.kill(ROUTER, 1), frozenset({"cut", "502", "503"})),
     Failure("both routers killed", lambda world: world.kill(ROUTER, 2), frozenset({"cut", "502", "503"})),
+    Failure("one of two engines stopped by Serve, and back", fewer, mend=lambda world: deploy(world, 2)),
+    Failure("engines and routers replaced one after the other", update),
     Failure("the proxy killed", lambda world: world.kill("haproxy", 9), frozenset({"cut", "refused", "503"})),
     Failure("Serve's controller killed", lambda world: world.kill(CONTROLLER, 1), counted=True),
     Failure("Redis killed, and back empty", lambda world: world.store.kill(), frozenset(), restart, 4.0, empties=True),
@@ -379,7 +422,7 @@ def capture(world: World, folder: Path) -> None:
         (folder / name).write_text(text)
 
     def output(*command: Any) -> str:
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
         return done.stdout + done.stderr
 
     processes = world.server.processes()
@@ -390,6 +433,12 @@ def capture(world: World, folder: Path) -> None:
     for pid, command in processes.items():
         if "ray::" in command or "python" in command:
             keep(f"stack-{pid}", lambda pid=pid: output(Path(sys.prefix, "bin", "py-spy"), "dump", "--pid", pid))
+
+    def serve_said() -> str:
+        done = world.beside(["-c", SERVE_STATUS], seconds=60.0)
+        return done.stdout + done.stderr
+
+    keep("serve", serve_said)
 
     def redis_said() -> str:
         with redis.Redis(unix_socket_path=str(world.store.socket), socket_timeout=5.0) as client:
@@ -403,8 +452,6 @@ def capture(world: World, folder: Path) -> None:
             keep("haproxy.cfg", configuration.read_text)
             keep("haproxy", lambda path=configuration: haproxy_said(path))
         for word in words:
-            if word.startswith("--gcs-address=") and not (folder / "serve").exists():
-                keep("serve", lambda word=word: output(sys.executable, "-c", SERVE_STATUS, word.partition("=")[2]))
             if word.startswith(("--session_dir=", "--session-dir=")) and not (folder / "logs").exists():
                 with suppress(OSError, shutil.Error):
                     shutil.copytree(Path(word.partition("=")[2], "logs"), folder / "logs")
@@ -413,24 +460,23 @@ def capture(world: World, folder: Path) -> None:
 
 
 SERVE_STATUS = """
-import sys, ray
+import os, sys, ray
 ray.init(address=sys.argv[1], namespace='serve', log_to_driver=False, logging_level='ERROR')
 from ray import serve
-print(serve.status())
-from ray.util.state import list_actors
-print(ray.nodes())
+print(serve.status(), ray.nodes(), flush=True)
+os._exit(0)
 """
 
 
 def haproxy_said(configuration: Path) -> str:
     """What its stats socket tells."""
-    words = configuration.read_text().split()
-    path = words[words.index("socket") + 1]
+    found = re.search(r"^\s*stats socket (\S+)", configuration.read_text(), re.MULTILINE)
+    assert found is not None
     texts = []
     for command in ("show info", "show stat", "show sess", "show servers state"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(5.0)
-            connection.connect(path)
+            connection.connect(found[1])
             connection.sendall(f"{command}\n".encode())
             parts = []
             while part := connection.recv(65536):
@@ -439,9 +485,9 @@ def haproxy_said(configuration: Path) -> str:
     return "\n".join(texts)
 
 
-def survive(world: World, clients: Clients, failure: Failure) -> tuple[str, bool]:
+def survive(world: World, clients: Clients, failure: Failure, journal: Journal) -> tuple[str, bool]:
     """The failure's line of the table, and whether requests ended as they may. Raises TimeoutError where it does not
-    come right again.
+    come right again, not in twice the time either.
     """
     at = time.monotonic()
     failure.happen(world)
@@ -451,7 +497,9 @@ def survive(world: World, clients: Clients, failure: Failure) -> tuple[str, bool
         within(lambda: settled(world, clients, at))
     except TimeoutError:
         state = f"{clients.sent - len(clients.asked)} under way, the last ended in {clients.asked[-SETTLED:]}"
-        raise TimeoutError(f"it did not come right again. {world.said()}; {state}") from None
+        journal.fault(f"{failure.name}: not well again after {WITHIN_S:.0f} s. {world.said()}; {state}", world)
+        within(lambda: settled(world, clients, at))
+        journal.say(f"well again after {time.monotonic() - at:.0f} s")
     asked = clients.since(at)
     bad = [each for each in asked if each.outcome not in ("answered", "limited")]
     over = max([each.ended for each in bad], default=at) - at
@@ -522,7 +570,7 @@ class Course:
         self.failures[failure.name] += 1
         if failure.empties:
             self.books.emptied(time.monotonic())
-        line, as_it_may = survive(self.world, self.clients, failure)
+        line, as_it_may = survive(self.world, self.clients, failure, self.journal)
         self.journal.say(line if as_it_may else f"{line} NOT AS IT MAY BE")
         self.journal.note("failure", name=failure.name, line=line, as_it_may=as_it_may)
         if not as_it_may:

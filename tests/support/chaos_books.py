@@ -97,7 +97,9 @@ class Books:
         self.told["records"] += len(rows)
         self.told["billed"] += sum(row["units"] > 0 for row in rows)
         self.told["again"] += sum(row["again"] for row in rows)
-        self.told["gone with Redis"] += sum(not self._rows.get(each.name) and each.outcome == "answered" for each in ended)
+        self.told["gone with Redis"] += sum(
+            not self._rows.get(each.name) and each.outcome == "answered" for each in ended
+        )
         self._rows.clear()
         self._drawn.clear()
         self._counters = self._now

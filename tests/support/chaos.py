@@ -305,8 +305,10 @@ class World:
 
 @dataclass(frozen=True)
 class Failure:
-    """`happen` is done under load, and undone by `mend` after `seconds`. `may`: how requests may end besides. `counted`:
-    nothing dies of it that takes counts along, so engines and books agree over it. `empties`: no books are left.
+    """`happen` is done under load, and undone by `mend` after `seconds`. `may`: how requests may end besides.
+
+    `counted`: nothing dies of it that takes counts along, so engines and books agree over it. `empties`: no books are
+    left.
     """
 
     name: str

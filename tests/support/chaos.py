@@ -248,6 +248,8 @@ class World:
     store: RedisServer
     reports: deque[str] = field(default_factory=lambda: deque(("1.0", "0.5")))  # `placement.report_s`, the first is set
 
+    hurried: threading.Event = field(default_factory=threading.Event)  # Redis is to be as fast as it can
+
     def pids(self, name: str) -> list[int]:
         return [pid for pid, command in self.server.processes().items() if name in command]
 
@@ -330,6 +332,26 @@ def limited(world: World, most: int) -> None:
         client.config_set("maxmemory", most)
 
 
+def slow(each_s: float) -> Callable[[World], None]:
+    """Redis is always at work on something that takes so long, so every answer waits for that, as over a slow link."""
+
+    def happen(world: World) -> None:
+        world.hurried.clear()
+
+        def sleep() -> None:
+            with redis.Redis(unix_socket_path=str(world.store.socket)) as client:
+                while not world.hurried.is_set():
+                    client.execute_command("DEBUG", "SLEEP", each_s)
+
+        threading.Thread(target=sleep, daemon=True).start()
+
+    return happen
+
+
+def hurry(world: World) -> None:
+    world.hurried.set()
+
+
 def deploy(world: World, engines: int) -> None:
     """Tell Serve how it is to be from now on."""
     program = Path(__file__).with_name("redeploy.py")
@@ -380,6 +402,8 @@ FAILURES = (
         4.0,
         counted=True,
     ),
+    Failure("Redis takes 0.1 s for an answer", slow(0.1), mend=hurry, seconds=8.0, counted=True),
+    Failure("Redis takes 1 s for an answer", slow(1.0), mend=hurry, seconds=8.0, counted=True),
     Failure(
         "Redis full", lambda world: limited(world, 1), frozenset(), lambda world: limited(world, 0), 4.0, counted=True
     ),

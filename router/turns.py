@@ -403,7 +403,9 @@ class Turns:
         scope = placed_by(accepted.tenant.name, turn.model.name, turn.cache_salt)
         begins = preamble(scope, turn.prompt)
         sent = accepted.program
-        known = histories(scope, sent, begins.prompt_tokens) if isinstance(sent, Conversation) else ()
+        if isinstance(sent, str):  # branches of programs with names look for what these have sent, too
+            sent = conversation(turn.model.name, turn.prompt)
+        known = histories(scope, sent, begins.prompt_tokens)
         if last_replica is not None:
             return Place(last_replica, tokens=begins.prompt_tokens, histories=known)
         prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.serve._private import constants, router
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.context import _get_serve_request_context
@@ -19,6 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 from holdfast.replicas.errors import DeadlineError, OverloadedError, SessionLostError, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
+from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.backend import Place
@@ -371,6 +374,41 @@ def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
         assert (await new).replica_id is a.replica_id
 
     asyncio.run(live())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=6))
+def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[tuple[bool, int]]) -> None:
+    """Whoever comes, with state there or without: what is let in next is what the engine would serve next."""
+
+    async def live() -> list[int]:
+        made, (a,) = waiting_for("a")
+        holder = turn("t/first", 0.0)
+        await made._choose_replica_for_request(holder)
+        asked = [turn(f"t/{i}", float(arrival)) for i, (_, arrival) in enumerate(programs)]
+        for request, (kept, _) in zip(asked, programs, strict=True):
+            if kept:
+                made.on_request_routed(request, a.replica_id, None)
+        served: list[int] = []
+
+        async def wait(number: int) -> None:
+            await made._choose_replica_for_request(asked[number])
+            served.append(number)
+
+        waiting = [asyncio.create_task(wait(number)) for number in range(len(asked))]
+        for _ in asked:
+            await turns()
+            made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+            await turns()
+            holder = asked[served[-1]]
+        await asyncio.gather(*waiting)
+        return served
+
+    def waits(number: int) -> Any:
+        kept, arrival = programs[number]
+        submit = SimpleNamespace(program_arrival=float(arrival))
+        return ProgramOrder().waiting(SimpleNamespace(pinned=kept, submit=submit, arrived=number, number=number))
+
+    assert asyncio.run(live()) == sorted(range(len(programs)), key=waits)
 
 
 def within(request: PendingRequest, seconds: float, turns_before: int = 0) -> PendingRequest:

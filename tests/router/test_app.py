@@ -112,13 +112,17 @@ def test_the_next_turn_carries_the_arrival_and_the_last_replica():
     assert [place.last_replica for place in world.backend.places] == [None, "r1"]
 
 
-def test_a_branch_says_which_conversation_it_leaves():
+@pytest.mark.parametrize("named", [False, True])
+def test_a_branch_says_which_conversation_it_leaves(named: bool):
+    """Whether its client names it or not, and whether it names a parent or not."""
     world = World()
     begun = chat_body()["messages"]
-    said = world.chat().json()["choices"][0]["message"]
+    ids = ({"program_id": each} for each in ("main", "main", "branch")) if named else iter([{}] * 3)
+    said = world.chat(**next(ids)).json()["choices"][0]["message"]
     for more in ("and then?", "and else?"):
         world.chat(
-            messages=[*begun, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": more}]
+            messages=[*begun, {"role": "assistant", "content": said["content"]}, {"role": "user", "content": more}],
+            **next(ids),
         )
     first, second, branch = world.backend.places
     assert (second.last_replica, branch.last_replica) == ("r1", None)

@@ -1,7 +1,9 @@
 """Metrics over HTTP: which process is found, what each says, and that series do not grow with what clients send."""
 
+import asyncio
 import re
 
+import httpx
 import pytest
 from fake_backend import World, chat_body
 
@@ -36,6 +38,32 @@ def test_every_process_is_a_target_whose_path_answers():
 
 def test_a_process_that_is_gone():
     assert served().call("GET", "/metrics/processes/r-7").status_code == 404
+
+
+def test_requests_go_on_between_two_of_many_replicas():
+    """The event loop has a turn after each one's text is joined to the others, however many there are."""
+    world, replicas = World(), 500
+    world.backend.texts = [REPLICA.format(f"r-{i}") for i in range(replicas)]
+
+    async def scrape() -> tuple[int, str]:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            text = (await client.get("/metrics")).text
+        counting.cancel()
+        return turns, text
+
+    turns, text = asyncio.run(scrape())
+    assert text.count("holdfast_cells{") == replicas
+    assert turns > replicas
 
 
 def test_only_operators_and_this_machine_find_them():

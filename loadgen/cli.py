@@ -253,7 +253,10 @@ def _add_peers(kinds: "Commands[argparse.ArgumentParser]") -> None:
         'a Holdfast of this name with this `engine` section (default: holdfast={"dtype": "bfloat16", "kv_memory": 2})'
     )
     add("--engine", action="append", default=[], metavar="NAME=JSON", help=text)
-    add("--workload", action="append", help="bugfix, webapp, concurrency or burst (default: all of them)")
+    text = "a peer of this name with further options of its own, as in 'small=vllm --num-gpu-blocks-override 64'"
+    add("--peer", action="append", default=[], metavar="NAME=PEER OPTIONS", help=text)
+    text = "bugfix, webapp, concurrency or burst (default: all of them), or another of `bench compare`"
+    add("--workload", action="append", help=text)
     add("--repetitions", type=int, default=2, help="of every workload (default: 2)")
     add("--seed", type=int, default=0, help="another seed, other texts (default: 0)")
     add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
@@ -427,6 +430,7 @@ def _peers(options: argparse.Namespace) -> int:
         options.gguf,
         options.gguf_q8_0,
         dict(parse_path(text, "venv") for text in options.venv),
+        dict(side_by_side.parse_variant(text) for text in options.peer),
         tuple(options.workload or side_by_side.WORKLOADS),
         options.repetitions,
         options.seed,

@@ -46,6 +46,7 @@ class Wanted:
     gpu: bool = False
     context: int | None = None  # None: `CONTEXT`
     tool_parser: str | None = None  # None: `TOOL_PARSER`
+    more: tuple[str, ...] = ()  # further options of the peer's own
 
     def __post_init__(self) -> None:
         if self.context is not None and self.context < 1:
@@ -66,7 +67,7 @@ def vllm(wanted: Wanted) -> Peer:
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
         # It keeps a core free for its scheduler: half of a machine of two, where it is faster with both.
         environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-    return Peer((_program("vllm", wanted.venv), "serve", wanted.model, *options), environment)
+    return Peer((_program("vllm", wanted.venv), "serve", wanted.model, *options, *wanted.more), environment)
 
 
 def transformers(wanted: Wanted) -> Peer:
@@ -78,7 +79,8 @@ def transformers(wanted: Wanted) -> Peer:
     if wanted.tool_parser is not None:
         raise ConfigError("transformers' server has no parser of tool calls to choose", "tool-parser")
     options = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
-    return Peer((_program("transformers", wanted.venv), "serve", wanted.model, *options), {"HF_HUB_OFFLINE": "1"})
+    command = (_program("transformers", wanted.venv), "serve", wanted.model, *options, *wanted.more)
+    return Peer(command, {"HF_HUB_OFFLINE": "1"})
 
 
 def llama_cpp(wanted: Wanted) -> Peer:
@@ -96,7 +98,7 @@ def llama_cpp(wanted: Wanted) -> Peer:
     options += ["--ngram"] if wanted.ngram else []
     options += ["--gpu"] if wanted.gpu else []
     server = str(Path(__file__).with_name("llama_server.py"))
-    return Peer((_program("python", wanted.venv), server, *options), module="xllamacpp")
+    return Peer((_program("python", wanted.venv), server, *options, *wanted.more), module="xllamacpp")
 
 
 PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}

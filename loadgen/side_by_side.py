@@ -7,6 +7,7 @@ start. Holdfast is in every group, so every ratio is of servers that ran beside 
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,10 +29,13 @@ OURS = "holdfast"
 NGRAM, Q8_0 = "-ngram", "-q8_0"  # what is said after a peer's name
 GROUPS = tuple((OURS, peer + drafts) for peer in ("vllm", "llama.cpp", "llama.cpp" + Q8_0) for drafts in ("", NGRAM))
 WORKLOADS = ("bugfix", "webapp", "concurrency", "burst")
-SIZES = Sizes(webapp_turns=25, webapp_words=1350, programs=8, burst=8, bursts=5)
-"""25 turns that end near 6,000 of Pocket's tokens; eight programs; bursts of eight prompts of about 830 tokens."""
+SIZES = Sizes(webapp_turns=25, webapp_words=1350, programs=8, burst=8, bursts=5, jobs=6, rate=0.5, prompt_tokens=500)
+"""25 turns that end near 6,000 of Pocket's tokens; eight programs; bursts of eight prompts of about 830 tokens; six
+agents of those that come by a schedule, one every two seconds.
+"""
 ENGINE = {"dtype": "bfloat16", "kv_memory": 2}
 _COLUMNS = {
+    "program": "job mean",
     "median turn": "latency p50",
     "p99": "latency p99",
     "1st token p99": "ttft p99",
@@ -52,6 +56,7 @@ class Asked:
     gguf: str = ""
     gguf_q8_0: str = ""
     venvs: Mapping[str, Path] = field(default_factory=dict)  # by peer
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by name: a peer, and options of its own
     workloads: tuple[str, ...] = WORKLOADS
     repetitions: int = 2
     seed: int = 0
@@ -68,15 +73,17 @@ class Asked:
             self.options([(name, "") for name in group], None)
 
     def peer(self, name: str, port: int) -> Peer:
-        """The command of ``vllm``, ``llama.cpp-q8_0-ngram`` and so on. Raises ConfigError."""
-        plain = name.removesuffix(NGRAM)
+        """The command of ``vllm``, ``llama.cpp-q8_0-ngram`` and so on, or of a variant. Raises ConfigError."""
+        asked, *more = self.variants.get(name, (name,))
+        plain = asked.removesuffix(NGRAM)
         kind = plain.removesuffix(Q8_0)
         if kind not in peers.PEERS:
             raise ConfigError(f"unknown server {name!r}; known: {', '.join((*self.engines, *peers.PEERS))}", "group")
         model = self.model
         if kind == "llama.cpp":
             model = self.gguf_q8_0 if plain.endswith(Q8_0) else self.gguf
-        return peers.PEERS[kind](Wanted(model, port, self.venvs.get(kind), ngram=name.endswith(NGRAM)))
+        ngram, options = asked.endswith(NGRAM), tuple(more)
+        return peers.PEERS[kind](Wanted(model, port, self.venvs.get(kind), ngram=ngram, more=options))
 
     def options(self, servers: Sequence[tuple[str, str]], file: Path | None) -> Options:
         """Of one group's comparison. Raises ConfigError."""
@@ -138,6 +145,15 @@ def _cell(estimate: Mapping[str, float | None] | None) -> str:
     low, high = estimate["low"], estimate["high"]
     interval = "" if low is None or high is None else f" ({brief(low)}-{brief(high)})"
     return brief(estimate["value"]) + interval
+
+
+def parse_variant(text: str) -> tuple[str, tuple[str, ...]]:
+    """Name, and a peer with its options, from ``NAME=PEER OPTIONS``. Raises ConfigError."""
+    name, _, command = text.partition("=")
+    words = shlex.split(command)
+    if not name or not words:
+        raise ConfigError(f"{text!r} is not NAME=PEER OPTIONS, as in small=vllm --num-gpu-blocks-override 64", "peer")
+    return name, tuple(words)
 
 
 def parse_engine(text: str) -> tuple[str, Mapping[str, Any]]:

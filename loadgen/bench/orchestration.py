@@ -1,10 +1,11 @@
 """Sutradhara's table on the real engine: its parts added one after another, each row on an engine of its own.
 
-``python -m holdfast.loadgen.bench.orchestration [--workload fan-out|append-only] [--rounds N]``. The same agent runs on
-every engine in turn, another one first each time; all have met the same agents before. Requests go to the service
-without HTTP, as the router would send them, so what tools and prompts sent ahead cost on the way is not in it
-(`holdfast bench orchestrator` is over HTTP). Tools only wait. Calls are asked for by `tool_choice`, so how many there
-are is the model's; answers are greedy, and have to be the same in every row. What the last answer calls is not run.
+``python -m holdfast.loadgen.bench.orchestration [--workload fan-out|append-only] [--rounds N] [--tools 0]``. The same
+agent runs on every engine in turn, another one first each time; all have met the same agents before. Requests go to the
+service without HTTP, as the router would send them, so what tools and prompts sent ahead cost on the way is not in it
+(`holdfast bench orchestrator` is over HTTP). Tools only wait, `--tools` times as long as is drawn for them. Calls are
+asked for by `tool_choice`, so how many there are is the model's; answers are greedy, and have to be the same in every
+row. What the last answer calls is not run.
 
     fan-out        a question with several calls, then the answer, asked with a system prompt of the first call's kind
     append-only    a few turns with a call each over one system prompt, then the answer
@@ -23,7 +24,7 @@ from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
 from holdfast.loadgen.workloads.words import KINDS, filler
-from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
+from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
 from holdfast.replicas.events import HandleReleased, PartialPrefill, ProgramEnded, Sampling
 from holdfast.replicas.requests import (
@@ -43,6 +44,8 @@ CITIES, TURNS = 3, 3  # calls that a fan-out's question asks for; calls of an ap
 SYSTEMS = 4  # that a prompt after the first may have
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # that a tool takes
 KEEP_S = 60.0
+WHOLE = 2**13  # tokens: more than a prompt here has
+TTL_S = 6.0
 _WARM = 2 * SYSTEMS  # rounds before the measured ones
 _TOOL = {
     "type": "function",
@@ -71,25 +74,44 @@ ROWS = (
     Row("+ tags", split=True, dispatch=True, engine={"kv_tags": True}),
     Row("+ pre-positioning", split=True, dispatch=True, engine={"kv_tags": True, "preposition": True}),
     Row("pre-positioning alone", engine={"preposition": True}),
+    Row("tags alone", engine={"kv_tags": True}),
+    Row("baseline, chunks of 256", engine={"step_tokens": 256}),
+    Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
+    Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Rounds, words of a system prompt and of what a tool tells, cells of an engine. Raises ConfigError."""
+    """Rounds, words of a system prompt and of what a tool tells, cells and threads of an engine; `tools` is what the
+    times of tools are multiplied by. Raises ConfigError.
+    """
 
     workload: str = "fan-out"
     rounds: int = 30
     system: int = 250
     result: int = 60
     cells: int = 4096
+    threads: int = 1
+    tools: float = 1.0
 
     def __post_init__(self) -> None:
         if self.workload not in WORKLOADS:
             raise ConfigError(f"there is no workload {self.workload!r}; there are {', '.join(WORKLOADS)}", "workload")
-        for name in ("rounds", "system", "result"):
+        for name in ("rounds", "system", "result", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", name)
+        if not self.tools >= 0:
+            raise ConfigError("tools must be at least 0", "tools")
+
+
+def rows_named(names: Sequence[str]) -> tuple[Row, ...]:
+    """The first row, which the others are compared to, and those of these names; none: all. Raises ConfigError."""
+    known = {row.name: row for row in ROWS}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"there is no row {name!r}; there are {', '.join(known)}", "row")
+    return tuple(row for row in ROWS if row is ROWS[0] or not names or row.name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +132,13 @@ class Agent:
         first, later = _system(-1, sizes.system), _system(kind, sizes.system)
         systems = (first, later) if sizes.workload == "fan-out" else (first,) * (TURNS + 1)
         asked = " and ".join(f"check the weather in {city}" for city in cities)
-        seconds = {city: rng.uniform(SHORTEST_S, LONGEST_S) for city in cities}
+        seconds = {city: sizes.tools * rng.uniform(SHORTEST_S, LONGEST_S) for city in cities}
         return cls(f"agent-{number}", f"Run {number}: {asked}.", systems, seconds, sizes.result)
 
     def tool_s(self, call: ToolCall) -> float:
-        """How long a call takes; one of a city that nobody asked for, the longest."""
-        return next((seconds for city, seconds in self.seconds.items() if city in call.arguments), LONGEST_S)
+        """How long a call takes; one of a city that nobody asked for, as long as the longest."""
+        known = (seconds for city, seconds in self.seconds.items() if city in call.arguments)
+        return next(known, max(self.seconds.values()))
 
     def told(self, call: ToolCall, number: int) -> dict[str, Any]:
         text = filler(f"{self.name}/{number}/{call.arguments}", self.result)
@@ -236,19 +259,19 @@ def _message(answer: Answer) -> dict[str, Any]:
     return {"role": "assistant", "content": answer.text, "tool_calls": calls}
 
 
-async def measured(model: str, sizes: Sizes, warm: int = _WARM) -> dict[str, list[Run]]:
+async def measured(model: str, sizes: Sizes, warm: int = _WARM, rows: Sequence[Row] = ROWS) -> dict[str, list[Run]]:
     """Every row's runs, round by round, after `warm` rounds that do not count."""
     config = EngineConfig(
         model=model,
         dtype="float32",
-        threads=1,
+        threads=sizes.threads,
         cells=sizes.cells,
         kv_tags=False,
         preposition=False,
         speculation=DraftConfig(enabled=False),
     )
-    clients = [Client(row, Service.load(replace(config, **row.engine))) for row in ROWS]
-    found: dict[str, list[Run]] = {row.name: [] for row in ROWS}
+    clients = [Client(row, Service.load(replace(config, **row.engine))) for row in rows]
+    found: dict[str, list[Run]] = {row.name: [] for row in rows}
     try:
         for number in range(warm + sizes.rounds):
             agent, place = Agent.drawn(number, sizes), number % len(clients)
@@ -294,11 +317,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--model", default=POCKET, help="'pocket', a folder, or a hub name in the local cache")
     add("--workload", default="fan-out", help="fan-out or append-only (default: fan-out)")
     add("--rounds", type=int, default=30, help="agents, each once in every row (default: 30)")
+    add("--system", type=int, default=250, help="words of a system prompt (default: 250)")
+    add("--result", type=int, default=60, help="words that a tool tells (default: 60)")
     add("--cells", type=int, default=4096, help="of each engine (default: 4096)")
+    add("--threads", type=int, default=1, help="of each engine (default: 1)")
+    add("--tools", type=float, default=1.0, metavar="X", help="what the times of tools are multiplied by; 0: at once")
+    add("--row", action="append", default=[], help="only this one beside the baseline; may come several times")
     try:
         options = parser.parse_args(argv)
-        sizes = Sizes(options.workload, options.rounds, cells=options.cells)
-        found = asyncio.run(measured(options.model, sizes))
+        given = {name: getattr(options, name) for name in ("system", "result", "cells", "threads", "tools")}
+        sizes, rows = Sizes(options.workload, options.rounds, **given), rows_named(options.row)
+        found = asyncio.run(measured(options.model, sizes, rows=rows))
     except HoldfastError as error:
         print(f"orchestration: {error.message}", file=sys.stderr)
         return 2

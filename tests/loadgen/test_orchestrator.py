@@ -5,6 +5,9 @@ Laws on a client that is told what to answer, moment by moment; what a server do
 
 import asyncio
 import json
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
@@ -26,6 +29,7 @@ from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import Completed, GenerateRequest, Piece, TextDelta, ToolCallDelta
 from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.program_endpoints import Heartbeats
 
 CITIES = [(a, b) for a in ("Oslo", "Rome", "Paris", "Madrid") for b in ("Berlin", "Lisbon", "Vienna", "Prague")]
 PATIENT = 10.0  # seconds a slow machine may take
@@ -608,6 +612,62 @@ def test_a_client_that_is_cancelled_in_an_answer_aborts_it_and_ends_the_program(
     with World(backend).served() as address:
         asyncio.run(run(address))
         assert backend.aborted.wait(PATIENT)
+    assert backend.ended_programs == [("default", "default/p")]
+
+
+AGENT = """
+import asyncio, sys
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.orchestrator import Orchestrator
+from holdfast.loadgen.toolbox import Toolbox
+
+tools = Toolbox()
+
+@tools.tool
+async def get_weather(city: str) -> str:
+    print("waiting", flush=True)
+    await asyncio.Event().wait()
+
+async def main():
+    async with ChatClient(sys.argv[1], 60.0) as client:
+        await Orchestrator(client, "pocket", tools, split=False, heartbeat_s=0.3).run("What is the weather?", "p")
+
+asyncio.run(main())
+"""
+
+
+class Ending(Conversing):
+    """Says when a program was ended."""
+
+    def __init__(self, *scripts: Sequence[Any]) -> None:
+        super().__init__(*scripts)
+        self.ended = threading.Event()
+
+    async def end_program(self, scope: str, program_id: str) -> None:
+        await super().end_program(scope, program_id)
+        self.ended.set()
+
+
+def test_the_program_of_a_client_that_is_killed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, beats, heard = Ending(CALL), threading.Semaphore(0), Heartbeats.heard
+
+    async def counted(self: Heartbeats, tenant: str, key: str, within_s: float) -> None:
+        await heard(self, tenant, key, within_s)
+        beats.release()
+
+    monkeypatch.setattr(Heartbeats, "heard", counted)
+    with World(backend).served() as address:
+        client = subprocess.Popen([sys.executable, "-c", AGENT, address], stdout=subprocess.PIPE, text=True)
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "waiting\n"
+            for _ in range(3):
+                assert beats.acquire(timeout=PATIENT)
+            assert not backend.ended_programs
+        finally:
+            client.kill()
+            client.communicate()
+        assert backend.ended.wait(PATIENT)
     assert backend.ended_programs == [("default", "default/p")]
 
 

@@ -41,6 +41,15 @@ def test_a_name_says_which_peer_of_which_file_with_what(tmp_path: Path) -> None:
     assert "--ngram" not in asked.peer("llama.cpp-q8_0", 7).words
 
 
+def test_a_peer_may_be_compared_with_options_of_its_own(tmp_path: Path) -> None:
+    variants = dict(
+        side_by_side.parse_variant(text) for text in ("small=vllm --blocks 64", "drafts=vllm-ngram -x 'a b'")
+    )
+    asked = side_by_side.Asked("/m", tmp_path, (("holdfast", "small", "drafts"),), variants=variants)
+    assert asked.peer("small", 7).words == (*asked.peer("vllm", 7).words, "--blocks", "64")
+    assert asked.peer("drafts", 7).words == (*asked.peer("vllm-ngram", 7).words, "-x", "a b")
+
+
 def test_what_cannot_be_compared_is_refused_before_a_server_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -52,6 +61,8 @@ def test_what_cannot_be_compared_is_refused_before_a_server_starts(
         (["--group", "holdfast,llama.cpp"], "GGUF"),
         (["--group", "holdfast,vllm", "--workload", "burts"], "nearest: burst"),
         (["--group", "holdfast,vllm", "--engine", "int8={"], "not NAME=JSON"),
+        (["--group", "holdfast,vllm", "--peer", "vllm"], "not NAME=PEER OPTIONS"),
+        (["--group", "holdfast,small", "--peer", "small=vlm --blocks 64"], "unknown server 'small'"),
     ):
         assert holdfast([*line, *more]) != 0
         assert why in capsys.readouterr().err
@@ -99,7 +110,7 @@ def model(asked: Asked) -> Answer:
 
 def test_each_ratio_is_over_the_first_server_of_its_run() -> None:
     def summary(server: str, value: float) -> dict:
-        names = ("latency p50", "latency p99", "ttft p99", "per token p50", "wall")
+        names = ("job mean", "latency p50", "latency p99", "ttft p99", "per token p50", "wall")
         told = {name: {"value": value, "low": value / 2, "high": None} for name in names}
         told["latency p50"] = {"value": value, "low": 1.0, "high": 3.0}
         return {"workload": "burst", "server": server, "ratios": told | {"tokens per s": None}}
@@ -110,8 +121,8 @@ def test_each_ratio_is_over_the_first_server_of_its_run() -> None:
     ]
     _, _, *lines = ratios(runs)
     assert lines == [
-        "| burst | vllm | holdfast | 2.00 (1.00-3.00) | 2.00 | 2.00 | 2.00 | 2.00 | - |",
-        "| burst | llama.cpp | int8 | 1.50 (1.00-3.00) | 1.50 | 1.50 | 1.50 | 1.50 | - |",
+        "| burst | vllm | holdfast | 2.00 | 2.00 (1.00-3.00) | 2.00 | 2.00 | 2.00 | 2.00 | - |",
+        "| burst | llama.cpp | int8 | 1.50 | 1.50 (1.00-3.00) | 1.50 | 1.50 | 1.50 | 1.50 | - |",
     ]
 
 

@@ -4,15 +4,16 @@ import asyncio
 
 import pytest
 
-from holdfast.loadgen.bench.orchestration import ROWS, Agent, Run, Sizes, measured, report
+from holdfast.loadgen.bench.orchestration import ROWS, Agent, Row, Run, Sizes, measured, report, rows_named
 from holdfast.loadgen.bench.orchestration import main as bench
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import ToolCall
 
 
-@pytest.mark.parametrize("workload", ["fan-out", "append-only"])
-def test_every_row_gives_the_same_answers(workload: str) -> None:
+@pytest.mark.parametrize(("workload", "rows"), [("fan-out", ROWS), ("append-only", ROWS[:5])])
+def test_every_row_gives_the_same_answers(workload: str, rows: tuple[Row, ...]) -> None:
     sizes = Sizes(workload, rounds=1, system=60, result=10)
-    found = asyncio.run(measured("pocket", sizes, warm=1))
+    found = asyncio.run(measured("pocket", sizes, warm=1, rows=rows))
     turns = len(Agent.drawn(0, sizes).systems)
     for runs in found.values():
         assert runs[0].said == found["baseline"][0].said
@@ -22,7 +23,7 @@ def test_every_row_gives_the_same_answers(workload: str) -> None:
         assert sum(found["+ splitting"][0].cached) > sum(found["baseline"][0].cached)
     told = report(found, sizes)
     assert "1 of them with the same answers" in told[0]
-    assert len(told) == 2 + len(ROWS)
+    assert len(told) == 2 + len(rows)
 
 
 def test_gains_are_over_the_first_row() -> None:
@@ -40,4 +41,17 @@ def test_what_makes_no_sense_is_refused() -> None:
         Sizes("poetry")
     with pytest.raises(ConfigError):
         Sizes(rounds=0)
+    with pytest.raises(ConfigError):
+        Sizes(tools=-1.0)
     assert bench(["--workload", "poetry"]) == 2
+    assert bench(["--row", "poetry"]) == 2
+
+
+def test_rows_are_compared_to_the_baseline_and_tools_may_take_no_time() -> None:
+    assert [row.name for row in rows_named(["tags alone", "+ splitting"])] == ["baseline", "+ splitting", "tags alone"]
+    assert rows_named([]) == ROWS
+    agents = [Agent.drawn(3, Sizes(tools=times)) for times in (0.0, 1.0, 2.0)]
+    cities = [*agents[0].seconds, "Atlantis"]
+    none, plain, double = ([agent.tool_s(ToolCall("", "", city)) for city in cities] for agent in agents)
+    assert set(none) == {0.0}
+    assert double == [2 * seconds for seconds in plain]

@@ -181,6 +181,33 @@ def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
     assert handle("j") not in pins(world)
 
 
+def test_ten_thousand_handles_take_no_more_than_there_is():
+    """Of one tenant and for ever; the books of cells, rows and pins are even with all of them, and with none."""
+    world = make(background_chunk=512, max_sequences=32)
+    names = [f"h{n}" for n in range(10_000)]
+
+    def engine_runs() -> None:
+        while world.engine.busy:
+            world.now += 1.0
+            world.take(world.engine.step(world.now, lambda: world.now))
+
+    for begin in range(0, len(names), 500):
+        for n in range(begin, begin + 500):
+            prompt = [1 + n % 97, 1 + n % 89, 1 + n % 83, 7]
+            world.ahead(names[n], prompt, f"p{n % 100}", names[n], keep_s=1e9)
+        engine_runs()
+        world.check()
+    assert all(isinstance(world.end(name), Finished) for name in names)
+    assert 0 < len(pins(world)) <= world.config.cells // world.config.page_size
+    world.submit("turn", words(9, 40), 8, program="another")
+    world.run()
+    world.assert_right("turn")
+    for name in names:
+        world.take(world.engine.handle(HandleReleased("", name), world.now))
+    assert pins(world) == []
+    world.assert_idle()
+
+
 def test_a_handle_released_while_it_is_computed_ends_it():
     world = make()
     world.ahead("ahead", words(1, 80), "p", "h")

@@ -183,7 +183,7 @@ class Reply:
         self._ends: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         if declared is not None:
-            stages.calls.on_undeclared(self._ask_again)
+            stages.calls.on_unguarded(self._ask_again)
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
         """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""

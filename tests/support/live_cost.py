@@ -23,6 +23,7 @@ from starlette.requests import Request
 from holdfast.replicas.events import Usage
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
+from holdfast.router.turn_report import TurnReport
 
 CPU = re.compile(r"^holdfast_router_cpu_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
@@ -97,23 +98,33 @@ class Crowd(FakeBackend):
         return [self._told]
 
 
+class Busy:
+    """A router whose `programs` are all in flight, and pinned at its one replica."""
+
+    def __init__(self, programs: int) -> None:
+        self.world = World(Crowd(programs))
+        self._turns = [self._begun(number) for number in range(programs)]
+
+    def _begun(self, number: int) -> TurnReport:
+        turn = self.world.reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
+        turn.accepted(f"request-{number:024}", "default", f"default/agent-{number}", "pocket", stream=True)
+        turn.facts.usage, turn.facts.stages_ms = Usage(200, 150, 20), {"queue": 1.0, "prefill": 5.0, "decode": 9.0}
+        return turn
+
+    def end(self, numbers: range) -> None:
+        """Turns of these programs end, and their next ones begin."""
+        for number in numbers:
+            self._turns[number].ended(Outcome.COMPLETED)
+            self._turns[number] = self._begun(number)
+
+
 async def here(programs: int, seconds: int) -> None:
-    world = World(Crowd(programs))
-
-    def begin(number: int):  # type: ignore[no-untyped-def]
-        report = world.reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
-        report.accepted(f"request-{number:024}", "default", f"default/agent-{number}", "pocket", stream=True)
-        report.facts.usage, report.facts.stages_ms = Usage(200, 150, 20), {"queue": 1.0, "prefill": 5.0, "decode": 9.0}
-        return report
-
-    reports = [begin(number) for number in range(programs)]
-    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+    busy = Busy(programs)
+    transport = httpx.ASGITransport(busy.world.app, client=("127.0.0.1", 50000))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         spent, since, size = [], "", 0
         for second in range(seconds):
-            for number in range(second % 10, programs, 10):
-                reports[number].ended(Outcome.COMPLETED)
-                reports[number] = begin(number)
+            busy.end(range(second % 10, programs, 10))
             before = time.process_time()
             answer = await client.get("/v1/live", params={"since": since})
             spent.append(time.process_time() - before)

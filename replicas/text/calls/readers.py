@@ -76,9 +76,9 @@ class ToolCallParser:
         """Nothing that the model writes from here on would be sent."""
         return self._tracker.stopped
 
-    def on_undeclared(self, ask: Callable[[int, int], bool]) -> None:
-        """Who is asked about calls of undeclared tools: see `Tracker`."""
-        self._tracker.on_undeclared = ask
+    def on_unguarded(self, ask: Callable[[int, int], bool]) -> None:
+        """Who is asked about calls that no grammar has followed: see `Tracker`."""
+        self._tracker.on_unguarded = ask
 
     def feed(self, text: str) -> list[Delta]:
         """What `text` settles; nothing once `should_stop`."""
@@ -358,7 +358,10 @@ def _member(tracker: Tracker, char: str, key: str) -> Scan:
         return (yield from _arguments(tracker, char, tracker.end_arguments))
     if key == "name" or key in _ARGUMENTS or char in ("{", "["):
         raise NotACallError(char)
-    return (yield from json_value(char, lambda written, _: tracker.hold(written)))
+    valid: list[str] = []
+    char = yield from json_value(char, _held(tracker, valid))
+    call.odd = call.odd or key == "id" or "".join(valid) != '"function"'
+    return char
 
 
 def _named(tracker: Tracker, char: str, name: str, written_id: str = "") -> Scan:

@@ -6,7 +6,7 @@ Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they 
   name, then its arguments as the model writes them. Once it has closed it is in `calls`, and the client is told; that
   is never taken back.
 - Up to there what belongs to a call is held. Where it turns out to be none it is text exactly as written. So is a call
-  of an undeclared tool; unless whoever `on_undeclared` asks wants to have it written again: then the reading ends, and
+  of an undeclared tool; unless whoever `on_unguarded` asks wants to have it written again: then the reading ends, and
   nothing of it is sent.
 - A call that was sent stays one, and no character of it is text. Where its JSON breaks, its arguments stay unfinished,
   it is never in `calls`, and what follows is text. Where the reply ends in it (cut by `max_tokens`), that is all.
@@ -58,6 +58,7 @@ class OpenCall:
     call_id: str = ""
     sent: bool = False
     written_id: str = ""  # the id that the model gave it
+    odd: bool = False  # its keys stand otherwise than calls have them, up to its arguments
 
 
 class Tracker:
@@ -70,13 +71,15 @@ class Tracker:
     A call comes as `begin_call`, `name_call`, its arguments and `close_call`; name and arguments in any order. Markup
     behind it is held, and then told with `end_markup`. `break_off` ends all that where the text turns out otherwise.
 
-    `on_undeclared` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
+    `on_unguarded` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
     it and of its first character that is held. True ends the reading there, False makes the call text. An object that
-    no marker stands before may be an answer in JSON: it is asked about once its arguments begin.
+    no marker stands before may be an answer in JSON: it is asked about once its arguments begin, or its name comes
+    behind them, and so is one of a declared tool, for no grammar has followed it where its keys stand otherwise than
+    calls have them. False makes that one a call.
     """
 
     def __init__(self, limits: CallLimits, call_id: Callable[[int], str]) -> None:
-        self.on_undeclared: Callable[[int, int], bool] = lambda opened, begun: False
+        self.on_unguarded: Callable[[int, int], bool] = lambda opened, begun: False
         self.position = 0  # characters read before the one that a reader is about to look at
         self.deltas: list[Delta] = []  # what whoever feeds the readers takes away
         self.calls: list[ToolCall] = []  # closed ones
@@ -153,14 +156,16 @@ class Tracker:
         call.name, call.written_id = name, written_id
         if name in self._limits.declared:
             if call.complete:
-                self._send_call()
+                call.odd = call.expected is None
+                if self._stands():
+                    self._send_call()
         elif self.opener or call.complete:
             self._ask()
 
     def begin_arguments(self, streamed: bool) -> None:
         """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""
         if self.call.name in self._limits.declared:
-            if streamed:
+            if self._stands() and streamed:
                 self._send_call()
         elif self.call.name is not None and not self.opener:
             self._ask()
@@ -192,6 +197,9 @@ class Tracker:
             self.call = OpenCall()
             self._after_call = False  # a block of its own, not prose after a call
             self.release()
+            return
+        if self.stopped and not call.sent:  # it is written again
+            self.call = OpenCall()
             return
         if not call.sent:
             call.arguments = call.arguments or ["{}"]
@@ -256,9 +264,15 @@ class Tracker:
         self._grace = self._limits.grace
         self.stopped = not self._limits.parallel
 
+    def _stands(self) -> bool:
+        """Whether the call of a declared tool may be sent as it has begun."""
+        if self.call.odd and not self.opener:
+            self._ask()
+        return not self.stopped
+
     def _ask(self) -> None:
         if not self.stopped:
-            self.stopped = self.on_undeclared(self._opened, self._held_from)
+            self.stopped = self.on_unguarded(self._opened, self._held_from)
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

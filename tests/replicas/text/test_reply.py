@@ -1,6 +1,7 @@
 """From tokens to pieces: text cut at a stop string, calls that end a reply, and replies that are written again."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, TextDelta, ToolCallDelta
-from holdfast.replicas.text.conversation import TextSide
+from holdfast.replicas.text.conversation import FREE, TextSide
 from holdfast.replicas.text.reply import Reply, StopStrings
 
 TEXT = st.text("ab\nc", max_size=30)
@@ -154,10 +155,57 @@ def test_a_reply_goes_on_from_the_last_token_a_declared_call_could_have(
 
 def test_what_was_sent_is_not_taken_back(qwen_like: Any) -> None:
     """A list that no declared call could have begun cannot be gone on with: its call is text."""
-    text = '{"id": "1", "name": "sum", "parameters": {}}; {"name": "rm", "parameters": {}}'
+    call = '{"name": "sum", "parameters": {}}'
+    text = f'{call}, {call}; {{"name": "rm", "parameters": {{}}}}'
     sent, kept, _ = read(qwen_like, "llama3", text)
     assert kept is None
     assert sent == '; {"name": "rm", "parameters": {}}'
+
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize("tool_format", ["llama3", "llama4"])
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('{"parameters": {"n": 1}, "name": "sum"}', None),
+        ('{"type": "function", "parameters": {"n": 1}, "name": "sum"}', None),
+        ('{"parameters": {"n": "1"}, "name": "sum"}', '{"parameters": {"n": '),
+        ('{"parameters": {}, "name": "sum"}', '{"parameters": {'),
+        ('{"parameters": "{\\"n\\": 1}", "name": "sum"}', '{"parameters": '),
+        ('{"id": "1", "name": "sum", "parameters": {"n": 1}}', '{"'),
+        ('{"name": "sum", "id": "1", "parameters": {"n": "1"}}', '{"name": "sum", "'),
+        ('{"name": "sum", "id": "1", "parameters": null}', '{"name": "sum", "'),
+        ('{"parameters": {"n": "1"}, "name": "Bob"}', '{"parameters": {"n": '),
+        ('{"parameters": {"n": "1"}, "title": "sum"}', None),
+        ('{"parameters": {"n": "1"}}', None),
+        ('{"name": "sum", "parameters": {"n": 1}}, {"name": "sum", "parameters": {"n": 2}}', None),
+    ],
+)
+def test_a_bare_call_whose_keys_stand_otherwise_is_held_to_its_schema(
+    text: str, kept: str | None, tool_format: str, qwen_like: Any
+) -> None:
+    """Nobody has followed it as it was drawn, so what no declared call could be is drawn again. Whole ones are sent."""
+    prompt = replace(PROMPT, tools=[{"type": "function", "function": {"name": "sum", "parameters": NUMBER}}])
+    side = TextSide(qwen_like, CONFIG, tool_format)
+    ids = qwen_like.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    for limits in (side.constraints(prompt), FREE):
+        reply = side.reply(GenerateRequest("r", prompt, Sampling()), side.encode(prompt), limits)
+        deltas: list[Any] = []
+        for token in ids:
+            deltas += reply.feed([token]) if not reply.done else []
+        if kept is None or limits is FREE:
+            assert reply.rewrite is None
+            deltas += reply.finish("stop")[0]
+            called = [delta.name for delta in deltas if isinstance(delta, ToolCallDelta) and delta.name]
+            assert called == ["sum"] * text.count('"name": "sum"')
+        else:
+            assert reply.rewrite is not None
+            assert deltas == []
+            got = side.detokenize(reply.rewrite.tokens)
+            assert kept.startswith(got)
+            assert len(kept) - len(got) < 8, "one token at most"
 
 
 def test_declared_calls_and_other_text_are_left_alone(qwen_like: Any) -> None:

@@ -312,14 +312,14 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
     text = 'I look.\n<tool_call>\n{"name": "rm", "arguments": {}}'
     for cut in range(len(text)):
         reader = parser(ToolFormat.HERMES)
-        reader.on_undeclared(ask)
+        reader.on_unguarded(ask)
         sent = [*reader.feed(text[:cut]), *reader.feed(text[cut:])]
         assert "".join(delta.text for delta in sent if isinstance(delta, TextDelta)) == "I look."
         assert reader.should_stop
     assert set(asked) == {(8, 8)}
     for answer in ('{"name": "Bob", "age": 3}', '{"name": "Bob"}', '{"type": "x", "name": "Bob", "id": 1}'):
         reader = parser(ToolFormat.LLAMA3)
-        reader.on_undeclared(ask)
+        reader.on_unguarded(ask)
         assert collected([answer], reader) == (answer, []), "without arguments it may be an answer in JSON"
     assert set(asked) == {(8, 8)}
     for format, text, at in [
@@ -331,7 +331,7 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
         (ToolFormat.LLAMA3, 'x <function=rm>{"a": 1}</function>', (2, 2)),
     ]:
         reader = parser(format)
-        reader.on_undeclared(ask)
+        reader.on_unguarded(ask)
         collected([text], reader)
         assert asked[-1] == at
 

@@ -141,7 +141,7 @@ def controller(world: World) -> None:
 def test_a_head_that_is_lost_takes_the_server_along_and_the_next_one_has_the_books(
     start: Start, tmp_path: Path
 ) -> None:
-    """Ray keeps its state in memory here. Serving goes on until Ray gives up; then the server ends and leaves nothing."""
+    """Ray keeps its state in memory here. Serving goes on until Ray gives up; then the server ends."""
     store = RedisServer(tmp_path)
     store.start()
     settings = SETTINGS.format(url=store.url)

@@ -79,7 +79,7 @@ def run(settings: Settings, say: Say) -> None:
                     running.url, running.model, time.monotonic() - started, bool(settings.tenants), settings.router.page
                 )
             )
-            _watch(running, say)
+            _watch(running, signals, say)
         except KeyboardInterrupt:
             signals.stopping = True
             drain_s = settings.server.drain_s
@@ -94,9 +94,14 @@ def run(settings: Settings, say: Say) -> None:
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP while a cluster runs: the first interrupts, a second ends everything on the spot."""
+    """SIGINT, SIGTERM and SIGHUP while a cluster runs: the first interrupts, a second ends everything on the spot.
+
+    Python drops an exception that is raised in a finalizer or in the callback of a weak reference, and a signal may
+    find the main thread there. So a signal also leaves its word, which `heed` raises again.
+    """
 
     def __init__(self) -> None:
+        self.asked = False
         self.stopping = False
         self.folder: Path | None = None  # removed even on a stop at once
         self._before: dict[int, object] = {}
@@ -121,7 +126,13 @@ class Signals:
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
             os._exit(128 + number)
+        self.asked = True
         raise KeyboardInterrupt
+
+    def heed(self) -> None:
+        """Raises KeyboardInterrupt where a signal has asked to stop and nothing came of it."""
+        if self.asked:
+            raise KeyboardInterrupt
 
 
 def _tenants_file(settings: Settings) -> Path | None:
@@ -299,10 +310,11 @@ def _reason(overview: Any) -> str:
     return str((errors or lines or ["no reason given"])[-1])
 
 
-def _watch(running: Running, say: Say) -> NoReturn:
+def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
     """Say what dies and what is back, and start Redis again, until a signal asks to stop."""
     up, serves, redis_there = _up(), _serves(), True
     while True:
+        signals.heed()
         time.sleep(WATCH_S)
         if running.redis is not None:
             redis_there = _look_after(running.redis, redis_there, say)

@@ -1,11 +1,16 @@
 """What `holdfast serve` says of processes that die and come back."""
 
+import signal
+import sys
+import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from holdfast.cluster import serve
 from holdfast.cluster.redis import EmbeddedRedis, ping
-from holdfast.cluster.serve import _look_after, changes, replaced
+from holdfast.cluster.serve import Running, Signals, _look_after, _watch, changes, replaced
 from holdfast.replicas.errors import ConfigError
 
 
@@ -51,6 +56,31 @@ def test_a_redis_that_has_ended_is_started_again_and_said_so(tmp_path: Path, mon
         assert _look_after(server, False, said.append)
         assert said[-1] == "the embedded Redis serves again"
         ping(server.url, 5.0)
+
+
+def test_a_signal_that_finds_the_thread_in_a_finalizer_stops_the_server_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prints what is raised there and drops it."""
+    dropped: list[type[BaseException]] = []
+    looks = iter([_nothing_up, _interrupted_in_a_callback])  # a third look is one too many
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: dropped.append(found.exc_type))
+    monkeypatch.setattr(serve, "WATCH_S", 0.0)
+    monkeypatch.setattr(serve, "_up", lambda: next(looks)())
+    monkeypatch.setattr(serve, "_serves", dict)
+    with Signals() as signals, pytest.raises(KeyboardInterrupt):
+        _watch(Running("", "", redis=None), signals, Mock())
+    assert dropped == [KeyboardInterrupt]
+
+
+def _nothing_up() -> dict[str, int]:
+    return {}
+
+
+def _interrupted_in_a_callback() -> dict[str, int]:
+    goes = Mock()
+    watched = weakref.ref(goes, lambda _: signal.raise_signal(signal.SIGINT))
+    del goes
+    assert watched() is None
+    return {}
 
 
 def _fails(server: EmbeddedRedis) -> None:

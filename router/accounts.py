@@ -64,9 +64,10 @@ AT_ONCE = 256  # scripts of one round trip
 # The routers there are. KEYS: their names by when they were heard of. ARGV: a name, ms. Returns how many.
 BEAT = """
 local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now, gone = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000), tonumber(ARGV[2])
 redis.call('ZADD', KEYS[1], now, ARGV[1])
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - gone)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], now + gone, '+inf')  -- the clock was set back: who is there says so again
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return {redis.call('ZCARD', KEYS[1])}
 """
@@ -295,9 +296,8 @@ class Accounts:
                     return standing
             admission.late = self._store is not None
             share = 1.0 / self.routers if self._store is not None else 1.0
-            standing = self._local.admit(
-                tenant, now_ms, id_, lease, program, rest_s, cost, share, _periods(now_ms / 1000)
-            )
+            periods = _periods(self.clock())
+            standing = self._local.admit(tenant, now_ms, id_, lease, program, rest_s, cost, share, periods)
         except QuotaError as error:
             self.refusals[tenant.name, error.limit] += 1
             self.standings[tenant.name] = error.standing
@@ -318,7 +318,7 @@ class Accounts:
         if record is not None and admission.leased:
             self._habit(tenant.name).learn(record, admission.guessed)
         if limits.any or admission.leased:
-            periods = _periods(now_ms / 1000)
+            periods = _periods(self.clock())
             self._local.settle(tenant.name, now_ms, admission.id, used, program, served.over, periods)
         if self._store is None:
             self.booked["booked"] += record is not None
@@ -386,7 +386,8 @@ class Accounts:
         return await self._trips.ask(call) if self._trips is not None else None
 
     def _local_ms(self) -> int:
-        return int(self.clock() * 1000) if self._now_ms is None else self._now_ms()
+        """By this the last minute is counted here. Not the time of day, which may be set back."""
+        return int(time.monotonic() * 1000) if self._now_ms is None else self._now_ms()
 
     def _habit(self, tenant: str) -> _Habit:
         return self._habits.setdefault(tenant, _Habit())

@@ -120,7 +120,8 @@ _RECORD = (
     + """}
 local all, ttl, ago, id, known, most = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
 local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6 - ago
+local clock = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local now = clock - ago
 
 local function read(key, known)
   local found = redis.call('HMGET', key, unpack(FIELDS))
@@ -133,8 +134,14 @@ local function read(key, known)
   return record
 end
 
+-- By this programs are served. Where the clock was set back the next one is not before those that have come.
+local function arrival()
+  local last = (tonumber(redis.call('ZREVRANGE', all, 0, 0, 'WITHSCORES')[2]) or 0) / 1e6
+  return string.format('%.6f', last > clock and last or now)
+end
+
 local function made(life)
-  return {life = life, arrival = string.format('%.6f', now), version = string.format('%.0f', now * 1e6)}
+  return {life = life, arrival = arrival(), version = string.format('%.0f', now * 1e6)}
 end
 
 local function count(record, name, by)
@@ -192,7 +199,7 @@ local function begin(key, record)
   else
     local rested = now - tonumber(record.seen) > rest
     if rested then record.answered_turns, record.run_turns = record.turns, '0' end
-    if (tonumber(record.run_turns) or 0) == 0 then record.arrival = string.format('%.6f', now) end
+    if (tonumber(record.run_turns) or 0) == 0 then record.arrival = arrival() end
     if not rested and record.paused ~= '' then
       before = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
     end

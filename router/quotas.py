@@ -52,6 +52,7 @@ WHAT: Mapping[str, str] = {
 # came, how many answers it is, tokens (input, uncached, output) and units; `n` and `units` are the sums of all.
 STATE = f"""
 local W, PART = {WINDOW}, {PART_MS}
+local LEASE = {int(LEASE_S * 1000)}
 local window, open, held, programs, sums = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local now = tonumber(ARGV[1])
 if not now then
@@ -124,8 +125,16 @@ local function release(id)
   return lease
 end
 
+-- Nothing ends later than this, unless the clock was set back.
+local function ends_by(key, latest)
+  for _, each in ipairs(redis.call('ZRANGEBYSCORE', key, '(' .. whole(latest), '+inf')) do
+    redis.call('ZADD', key, latest, each)
+  end
+end
+
 -- Calls whose router has died: nothing is known to have been used, but that they came.
 local function sweep()
+  ends_by(open, now + LEASE)
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now)) do
     local lease = release(id)
     if lease and lease[1] >= first then count(lease[1], {{0, -lease[3], -lease[4], -lease[5]}}) end
@@ -165,6 +174,7 @@ local at_once = tonumber(redis.call('HGET', held, 'n') or 0)
 local reserved = tonumber(redis.call('HGET', held, 'units') or 0)
 local running, runs = 0, true
 if limit[6] > 0 then
+  ends_by(programs, now + rest)
   redis.call('ZREMRANGEBYSCORE', programs, '-inf', now)
   running = redis.call('ZCARD', programs)
   runs = program == '' or redis.call('ZSCORE', programs, program)

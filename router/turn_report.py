@@ -186,6 +186,7 @@ class TurnReport:
         self._home = home
         self.facts = facts
         self._span = span
+        self._came = time.monotonic()  # `facts.arrived` is the time of day, which may be set back
         self._asked: Span | None = None
         self.admission: Admission | None = None  # where its end is booked
         self._sent = False
@@ -255,16 +256,20 @@ class TurnReport:
         if used is not None and used.work != NO_WORK:
             self.facts.usage = used
         self._home.closed(self, outcome)
-        seconds = self._home.clock() - self.facts.arrived
         if used is None and self._sent and outcome in (Outcome.ABORTED, Outcome.FAILED):
             self._outcome = outcome  # what was done for it is counted later
             self._book_counted()
         else:
             self._book(outcome, self.facts.usage or self._usage or Usage())
         if log.isEnabledFor(logging.INFO):
-            log.info("turn ended", extra=logs.fields(**self._told(outcome), seconds=round(seconds, 6)))
+            log.info("turn ended", extra=logs.fields(**self._told(outcome), seconds=round(self._seconds, 6)))
         if self._span is not None:
             self._end_spans(self._span, outcome)
+
+    @property
+    def _seconds(self) -> float:
+        """Since it came."""
+        return time.monotonic() - self._came
 
     def _book(self, outcome: Outcome, usage: Usage) -> None:
         if self.admission is None:
@@ -280,7 +285,7 @@ class TurnReport:
             retry=facts.retry,
             over=self._over,
         )
-        self.admission.end(outcome.value, usage, self._home.clock() - facts.arrived, served)
+        self.admission.end(outcome.value, usage, self._seconds, served)
 
     def _told(self, outcome: Outcome) -> dict[str, object]:
         facts, usage, pause = self.facts, self.facts.usage, self.facts.pause

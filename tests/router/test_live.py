@@ -11,9 +11,11 @@ from fake_backend import CALL, CARD, DONE, HELLO, USAGE, FakeBackend, World, cha
 from live_cost import Busy, Crowd
 from starlette.requests import Request
 
+from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
 from holdfast.router import live, page_files
+from holdfast.router.accounts import Served
 from holdfast.router.config import RouterConfig
 from holdfast.router.live import MOST_ASKED
 from holdfast.router.metrics import Outcome
@@ -180,6 +182,21 @@ def test_numbers_rise_though_the_clock_does_not() -> None:
         report.facts.tenant, report.facts.program = "t", "t/p"
         report.ended(Outcome.COMPLETED)
         assert [each.number > before for each in reports.ended(before, "t", 10)] == [True]
+
+
+def test_what_took_a_moment_is_not_booked_with_other_seconds_where_the_clock_is_set_back() -> None:
+    class Ended:
+        def end(self, outcome: str, usage: Usage, seconds: float, served: Served) -> None:
+            booked.append(seconds)
+
+    booked: list[float] = []
+    times = iter([5000.0] + [1000.0] * 9)
+    report = TurnReports(clock=lambda: next(times)).begin(
+        Request({"type": "http", "path": CHAT, "headers": []}), "chat", "id"
+    )
+    report.admission = Ended()  # type: ignore[assignment]
+    report.ended(Outcome.COMPLETED)
+    assert 0 <= booked[0] < 1000
 
 
 @pytest.mark.parametrize("path", ["/", "/page/nothing.js", "/page/app.js", "/v1/live"])

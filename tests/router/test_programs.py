@@ -95,6 +95,20 @@ def test_a_pause_is_measured_by_one_clock_and_told_once(server):
     asyncio.run(scenario())
 
 
+def test_who_comes_after_the_clock_was_set_back_is_not_before_the_others(server):
+    async def scenario():
+        async with Router(server, namespace="set-back") as table:
+            scripts = table._scripts
+            table._scripts = Dated(scripts, lambda: -3600.0)
+            first = await turn(table, "acme/p")
+            table._scripts = scripts
+            second = await turn(table, "acme/q")
+            assert second.program.arrival >= first.program.arrival
+            assert (await table.begin("acme/p")).program.arrival == first.program.arrival
+
+    asyncio.run(scenario())
+
+
 def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts(server):
     async def scenario():
         async with Router(server) as one, Router(server) as two:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from redis_server import RedisServer
 
 from holdfast.replicas.events import Usage, Work
+from holdfast.router import accounts as accounts_module
 from holdfast.router.accounts import Accounts, Served
 from holdfast.router.config import Prices, RouterConfig
 from holdfast.router.limit_headers import anthropic_headers, duration, openai_headers
@@ -199,6 +201,40 @@ def test_a_clock_that_is_set_back_begins_anew(redis):
             assert await let_in(accounts, who)
             assert await let_in(accounts, who)
             assert await let_in(accounts, who) is None
+
+    asyncio.run(run())
+
+
+def test_what_nobody_ends_does_not_last_longer_for_a_clock_that_is_set_back(redis):
+    """A router died with a call; a program has gone away."""
+
+    async def run():
+        async with Routers(redis, 2) as routers:
+            (dead, alive), calls, programs = routers.each, tenant("a", max_concurrent=1), tenant("b", max_programs=1)
+            await come(dead, calls)
+            await go(await come(alive, programs, program="p1"), program="p1")
+            routers.clock.now -= 60 * MINUTE
+            assert await let_in(alive, calls) is None
+            assert await let_in(alive, programs, program="p2") is None
+            routers.clock.now += int(LEASE_S * 1000)
+            assert await let_in(alive, calls)
+            routers.clock.now += 10 * MINUTE
+            assert await let_in(alive, programs, program="p2")
+
+    asyncio.run(run())
+
+
+def test_without_redis_a_minute_is_one_though_the_time_of_day_is_set_back(monkeypatch):
+    day, clock = [START / 1000], Clock(0)
+    monkeypatch.setattr(accounts_module, "time", SimpleNamespace(monotonic=lambda: clock.now / 1000))
+
+    async def run():
+        accounts, who = Accounts(clock=lambda: day[0]), tenant(requests_per_minute=1)
+        await go(await come(accounts, who))
+        day[0] -= 3600
+        clock.now += MINUTE + PART_MS
+        await go(await come(accounts, who))
+        assert await let_in(accounts, who) is None
 
     asyncio.run(run())
 

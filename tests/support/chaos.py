@@ -3,6 +3,7 @@
     python tests/support/chaos.py                    # each failure once: the table of docs/reliability.md
     python tests/support/chaos.py --seconds 7200     # failures drawn by chance, for two hours
     python tests/support/chaos.py --only "Redis"     # those whose name has this in it
+    python tests/support/chaos.py --table FILE       # of a long run's journal (--journal FILE), each failure's worst
 
 Two routers, two engines with the shipped model, Redis in a process of its own. The clients, half of which stream, are
 of three tenants, one of them limited. They send prompts whose answers were asked for before anything failed, at
@@ -43,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import redis
 from chaos_books import Books, Usage, usage_of
 from redis_server import RedisServer
 
@@ -327,7 +327,7 @@ def restart(world: World) -> None:
 
 
 def limited(world: World, most: int) -> None:
-    with redis.Redis(unix_socket_path=str(world.store.socket)) as client:
+    with world.store.client() as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", most)
 
@@ -339,7 +339,7 @@ def slow(each_s: float) -> Callable[[World], None]:
         world.hurried.clear()
 
         def sleep() -> None:
-            with redis.Redis(unix_socket_path=str(world.store.socket)) as client:
+            with world.store.client() as client:
                 while not world.hurried.is_set():
                     client.execute_command("DEBUG", "SLEEP", each_s)
 
@@ -467,7 +467,7 @@ def capture(world: World, folder: Path) -> None:
     keep("serve", serve_said)
 
     def redis_said() -> str:
-        with redis.Redis(unix_socket_path=str(world.store.socket), socket_timeout=5.0) as client:
+        with world.store.client(socket_timeout=5.0) as client:
             return json.dumps([client.info(), client.client_list(), client.info("commandstats")], indent=1, default=str)
 
     keep("redis", redis_said)
@@ -605,11 +605,16 @@ class Course:
 
 
 def run(
-    start: Callable[..., Any], folder: Path, failures: Iterator[Failure], journal: Journal, pause_s: float = 0.0
+    start: Callable[..., Any],
+    folder: Path,
+    failures: Iterator[Failure],
+    journal: Journal,
+    pause_s: float = 0.0,
+    store: RedisServer | None = None,
 ) -> None:
     """Let them happen, one after the other. Raises TimeoutError where it does not come right again."""
     with ExitStack() as held:
-        store = RedisServer(folder)
+        store = store or RedisServer(folder)
         store.start()
         held.callback(store.kill)
         server = start(folder, SETTINGS.format(url=store.url), "--replicas", "2", "--routers", "2")
@@ -639,6 +644,34 @@ def run(
         server.stop(signal.SIGINT)
 
 
+def table(journal: Path) -> Iterator[str]:
+    """Of a run's journal: how often each failure came, the worst of it, and what was not answered in all of them."""
+    notes = [json.loads(line) for line in journal.read_text().splitlines()]
+    lines: dict[str, list[list[str]]] = {}
+    for each in notes:
+        if each["kind"] == "failure":
+            lines.setdefault(each["name"], []).append(each["line"].strip("| ").split(" | ")[1:])
+    yield "| what happens | times | answered | not answered | until then, at most |\n|---|---|---|---|---|"
+    for name in sorted(lines, key=[each.name for each in FAILURES].index):
+        found, lost = lines[name], Counter[str]()
+        for _, others, _ in found:
+            lost.update({what: int(n) for n, what in re.findall(r"(\d+) (\w+)(?:,| \(|$)", others)})
+        answered = sum(int(each[0].partition(",")[0]) for each in found)
+        longest, over = (max(float(each[i].split()[-2]) for each in found) for i in (0, 2))
+        told = ", ".join(f"{n} {what}" for what, n in lost.most_common())
+        until = f"{over:.1f} s" if told else "–"
+        yield f"| {name} | {len(found)} | {answered}, longest {longest:.1f} s | {told or 'none'} | {until} |"
+    looks = [each for each in notes if each["kind"] == "books"]
+    sums = {
+        name: sum(each.get(name, 0) for each in looks) for name in ("requests", "records", "drawn", "computed", "found")
+    }
+    even = sum(not each["faults"] for each in looks)
+    counted = sum(each["counted"] for each in looks)
+    faults = sum(each["kind"] == "fault" for each in notes)
+    yield f"\n{notes[-1]['s']:.0f} s, {faults} faults, " + ", ".join(f"{n} {name}" for name, n in sums.items())
+    yield f"the books were looked at {len(looks)} times, {counted} with the engines' counters; even were {even}"
+
+
 def end(server: Any) -> None:
     """What is left of it goes, too."""
     server.process.kill()
@@ -654,7 +687,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between a client's requests, on average")
     parser.add_argument("--journal", type=Path, help="a file for JSON lines; beside it what is kept of faults")
+    parser.add_argument("--table", type=Path, help="print what such a file tells, and nothing else")
     options = parser.parse_args()
+    if options.table:
+        print("\n".join(table(options.table)))
+        return
     path = Path(__file__).parents[1] / "cluster" / "conftest.py"
     spec = importlib.util.spec_from_file_location("servers", path)
     assert spec is not None

@@ -25,13 +25,19 @@ def main(address: str, config: str, port: str, engines: str, report_s: str) -> N
     settings = sources.load(Path(config), {}, Overrides(None, int(port), "pocket", 2, 2)).settings
     settings = replace(settings, placement=replace(settings.placement, report_s=float(report_s)))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
-    built: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)
+    routers: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)._bound_deployment
+    replicas = routers.init_args[0]._bound_deployment
     # The count alone: in the settings it would be another version of the routers, which have those.
-    built._bound_deployment.init_args[0]._bound_deployment._deployment_config.num_replicas = int(engines)
+    replicas._deployment_config.num_replicas = int(engines)
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR")
+    before = {each.name: info for each, (info, _) in ray.get(controller.list_deployments_internal.remote()).items()}
+    if before[replicas.name].replica_config.init_args[-1] == settings.placement.report_s:
+        for each in (routers, replicas):  # Trap: what has no version is another one each time
+            each._version = before[each.name].version
     quiet = {"encoding": "TEXT", "log_level": "WARNING", "enable_access_log": False}
+    built = serve.Application(routers)
     target = serve.RunTarget(built, name=application.APPLICATION, logging_config=quiet)
     serve.run_many([target], wait_for_applications_running=False)
-    sys.stdout.flush()
     os._exit(0)  # `ray.shutdown` would take its time
 
 

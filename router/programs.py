@@ -10,7 +10,8 @@ Redis' clock, less how long ago a thing happened, so the machines' clocks need n
 A tenant has at most so many records: who invents names without end loses its own oldest ones, and nobody else's.
 
 A router's own memory is a cache of the records it has seen, kept by version. While Redis is away it is the table:
-`_begun` and `_ended` below do what the scripts do. What happened meanwhile is told to Redis, in order, once it is back.
+`_begun` and `_ended` below do what the scripts do. What happened meanwhile is told to Redis, in order, once it is back:
+it counts, and changes nothing of what other routers told of later turns.
 """
 
 from __future__ import annotations
@@ -154,8 +155,25 @@ local function row(record)
   return found
 end
 
+local before = ''
+if known ~= '' then
+  for i, name in ipairs(FIELDS) do if name == 'told' then before = cjson.decode(known)[i] end end
+end
+
+-- Whether something happened to the record after what is told now: that comes late, counts, and changes nothing else.
+-- Clocks are asked only where somebody else has told something since what the caller knows.
+local function later(record)
+  return record and record.told ~= before and (tonumber(record.seen) or 0) > now
+end
+
+local function done(record)
+  return record and (record.told == id or record.told == 'late ' .. id)
+end
+
 local function write(key, record)
-  record.seen, record.told = string.format('%.6f', now), id
+  local latest = math.max(now, tonumber(record.seen) or 0)
+  record.told = later(record) and 'late ' .. id or id
+  record.seen = string.format('%.6f', latest)
   count(record, 'version', 1)
   local fields = {}
   for i, value in ipairs(row(record)) do
@@ -163,7 +181,7 @@ local function write(key, record)
   end
   redis.call('HSET', key, unpack(fields))
   redis.call('PEXPIRE', key, ttl)
-  redis.call('ZADD', all, string.format('%.0f', now * 1e6), string.sub(key, #all + 2))
+  redis.call('ZADD', all, string.format('%.0f', latest * 1e6), string.sub(key, #all + 2))
   redis.call('ZREMRANGEBYSCORE', all, '-inf', string.format('%.0f', now * 1e6 - ttl * 1e3))
   local over = redis.call('ZCARD', all) - most
   if over > 0 then
@@ -189,8 +207,16 @@ local function rooted(record, key)
 end
 
 local function begin(key, record)
-  if record and record.told == id then return cjson.encode(row(record)), '' end
-  local before = ''
+  if done(record) then return cjson.encode(row(record)), '' end
+  if later(record) and (ARGV[10] or '') == '' then
+    if record.gone ~= '1' then
+      count(record, 'came', 1)
+      if (tonumber(record.run_turns) or 0) > 0 then count(record, 'run_turns', 1) end
+      write(key, record)
+    end
+    return cjson.encode(row(record)), ''
+  end
+  local pause = ''
   if not record or record.gone == '1' then
     local version = record and record.version
     record = made(life)
@@ -201,14 +227,14 @@ local function begin(key, record)
     if rested then record.answered_turns, record.run_turns = record.turns, '0' end
     if (tonumber(record.run_turns) or 0) == 0 then record.arrival = arrival() end
     if not rested and record.paused ~= '' then
-      before = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
+      pause = {record.tools, string.format('%.6f', math.max(now - tonumber(record.paused), 0))}
     end
   end
   count(record, 'came', 1)
   count(record, 'run_turns', 1)
   record.paused, record.tools, record.head = '', '', head
   write(key, record)
-  return cjson.encode(row(record)), before
+  return cjson.encode(row(record)), pause
 end
 """
 )
@@ -228,14 +254,15 @@ _END = (
 local life, came, replica, tools, over = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10] == '1'
 if KEYS[3] and redis.call('HEXISTS', KEYS[3], ARGV[11]) == 1 then redis.call('HSET', KEYS[3], ARGV[11], ARGV[12]) end
 local record = read(KEYS[2], known)
-if not record or record.gone == '1' or (life ~= '' and record.life ~= life) or record.told == id then return {} end
+if not record or record.gone == '1' or (life ~= '' and record.life ~= life) or done(record) then return {} end
 if replica ~= '' then count(record, 'turns', 1) end
-if came == '' or (tonumber(record.came) or 0) <= tonumber(came) then
+local latest = came == '' and not later(record) or came ~= '' and (tonumber(record.came) or 0) <= tonumber(came)
+if latest then
   if replica ~= '' then record.last_replica = replica end
   if tools ~= '' then record.paused, record.tools = string.format('%.6f', now), tools end
 end
 local run = ''
-if over and (tonumber(record.run_turns) or 0) > 0 then
+if over and (latest or came ~= '') and (tonumber(record.run_turns) or 0) > 0 then
   run = {string.format('%.6f', math.max(now - tonumber(record.arrival), 0)), record.run_turns}
   record.run_turns, record.answered_turns = '0', record.turns
 end
@@ -264,13 +291,13 @@ _PLACED = (
     + """
 local replica, life = ARGV[6], ARGV[7]
 local record = read(KEYS[2], known)
-if record and record.told == id then return {cjson.encode(row(record))} end
+if done(record) or record and record.gone == '1' and later(record) then return {cjson.encode(row(record))} end
 if not record or record.gone == '1' then
   local version = record and record.version
   record = made(life)
   if version then record.version = version end
 end
-record.last_replica = replica
+if not later(record) then record.last_replica = replica end
 write(KEYS[2], record)
 return {cjson.encode(row(record))}
 """
@@ -413,7 +440,8 @@ class ProgramTable:
     async def _begin(self, key: str, head: str, continues: str, id_: str = "", parent: str = "") -> Begun | None:
         life, known = secrets.token_hex(6), self._get(key)
         told = (self._rest_s, life, head, program_name(parent), continues)
-        answer = await self._tell(_Step.now(_BEGIN, key, known, *told, id_=id_))
+        step = _Step.now(_BEGIN, key, known, *told, id_=id_)
+        answer = await self._tell(step)
         if answer is None:
             known = self._get(key)  # may have changed meanwhile
             if continues and (known is None or known.gone or known.head != continues):
@@ -422,9 +450,13 @@ class ProgramTable:
             root = program_name(parent) if parent != key else ""
             root = above.root or root if above is not None else root
             program, pause = _begun(known, self._clock(), self._rest_s, life, head, root)
+            program = replace(program, told=step.id)
             self._keep(key, program)
             return Begun(key, program, pause, shared=False)
-        return self._begun(key, answer) if answer else None
+        begun = self._begun(key, answer) if answer else None
+        if begun is not None and begun.program.gone:  # it was forgotten while this was on its way, and begins anew
+            return await self._begin(key, head, continues, parent=parent)
+        return begun
 
     def _begun(self, key: str, answer: Sequence[Any]) -> Begun:
         program = _record(answer[0])
@@ -446,13 +478,14 @@ class ProgramTable:
         places: tuple[str, ...] = ()
         if stand is not None:
             arguments, places = (*arguments, stand.program, stand.value), (stand.place,)
-        answer = await self._tell(_Step.now(_END, key, known, *arguments, places=places))
+        step = _Step.now(_END, key, known, *arguments, places=places)
+        answer = await self._tell(step)
         if answer is None:
             known = self._get(key) or turn
             if known.gone or known.life != turn.life:
                 return None
             program, run = _ended(known, self._clock(), turn.came, replica_id, tools, over)
-            self._keep(key, program)
+            self._keep(key, replace(program, told=step.id))
             return run
         if not answer:
             return None
@@ -462,12 +495,12 @@ class ProgramTable:
     async def forget(self, key: str) -> bool:
         """A program is over, and its name is free. False where nobody knows it."""
         known = self._get(key)
-        answer = await self._tell(_Step.now(_FORGET, key, known))
-        now = self._clock()
+        step = _Step.now(_FORGET, key, known)
+        answer, now = await self._tell(step), self._clock()
         if answer is None:
             if known is None or known.gone:
                 return False
-            self._keep(key, Program("", now, now, known.version + 1, gone=True))
+            self._keep(key, Program("", now, now, known.version + 1, gone=True, told=step.id))
             return True
         if answer:
             self._keep(key, _record(answer[0]))
@@ -476,14 +509,16 @@ class ProgramTable:
     async def placed(self, key: str, replica_id: str) -> None:
         """Work ahead of the program's next turn was done by `replica_id`. There may be no such program yet."""
         life, known = secrets.token_hex(6), self._get(key)
-        answer = await self._tell(_Step.now(_PLACED, key, known, replica_id, life))
+        step = _Step.now(_PLACED, key, known, replica_id, life)
+        answer = await self._tell(step)
         if answer:
             self._keep(key, _record(answer[0]))
         elif answer is None:
             known, now = self._get(key), self._clock()
             if known is None or known.gone:
                 known = Program(life, now, now, version=known.version if known else 0)
-            self._keep(key, replace(known, seen=now, version=known.version + 1, last_replica=replica_id))
+            changed = {"seen": now, "version": known.version + 1, "last_replica": replica_id, "told": step.id}
+            self._keep(key, replace(known, **changed))
 
     async def look(self, key: str) -> Program | None:
         """The program's record, as it stands; None: there is none."""

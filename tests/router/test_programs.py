@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -268,6 +268,49 @@ def test_turns_without_redis_are_counted_and_told_when_it_is_back(server):
             assert (after.program.turns, after.program.last_replica) == (5, "r2")
             assert after.pause is not None
             assert after.program.arrival == begun[0].program.arrival
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_what_is_told_late_counts_and_changes_nothing_that_came_after_it(server, forgotten):
+    """One router misses Redis for a turn. Told of it later, Redis sent the program back to where that turn had been."""
+
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            await turn(two, "acme/p", "r1", "ls")
+            scripts, two._scripts = two._scripts, Away()
+            await turn(two, "acme/p", "r2", "sed")
+            await two.placed("acme/p", "r2")
+            untold = two._untold.get("acme/p", 0.0)
+            untold.extend([replace(untold.popleft(), at=time.monotonic() - 5.0) for _ in range(len(untold))])
+            if forgotten:
+                assert await one.forget("acme/p")
+            else:
+                await turn(one, "acme/p", "r3", "cat")
+            two._scripts = scripts
+            await two._tell_all()
+            assert not two.untold
+            if forgotten:
+                assert await one.look("acme/p") is None
+                return
+            seen = await one.look("acme/p")
+            assert (seen.turns, seen.came, seen.run_turns) == (4, 4, 4)
+            assert (seen.last_replica, seen.tools) == ("r3", "cat")
+            assert (await two.begin("acme/p")).pause.tools == "cat"
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_a_delete_overtakes_begins_anew(server):
+    async def scenario():
+        async with Router(server) as one, Router(server) as two:
+            await turn(one, "acme/p", "r1", "ls")
+            assert await one.forget("acme/p")
+            two._scripts = Dated(two._scripts, iter([5.0, 0.0]).__next__)
+            begun = await two.begin("acme/p")
+            assert (begun.program.gone, begun.program.came, begun.program.turns) == (False, 1, 0)
 
     asyncio.run(scenario())
 

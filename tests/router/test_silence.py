@@ -1,11 +1,14 @@
 """Replicas that do not answer: calls on them end, and others are chosen until they are heard again."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
@@ -18,6 +21,7 @@ from holdfast.router import fleet
 from holdfast.router.affinity import LOST, AffinityRouter
 from holdfast.router.backend import Place
 from holdfast.router.fleet import Fleet
+from holdfast.router.placement import PlacementConfig
 
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
@@ -160,6 +164,22 @@ def test_a_stream_on_a_silent_replica_ends_unless_it_flows(known: Fleet, flows: 
                 await waiting
 
     asyncio.run(work())
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_a_machine_that_vanishes_is_passed_by_within_ten_seconds(told: float, looked: float) -> None:
+    """By default, whenever it told something last and whenever routers look."""
+    config, now = PlacementConfig(), [0.0]
+    heard = Fleet(lambda: now[0])
+    heard.tell("gone", LoadReport())
+    now[0] = told * config.report_s  # it vanishes
+    vanished = now[0]
+    now[0] += looked * config.report_s
+    while not heard.silent("gone"):
+        now[0] += config.report_s
+        heard.look(config.silent_s, math.inf)
+    assert now[0] - vanished <= 10.0
+    assert max(config.accept_s + config.report_s, config.silent_s) <= 10.0  # for a call that is not accepted
 
 
 def test_a_replica_is_heard_again_after_its_time(known: Fleet) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve._private import constants, router
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
@@ -376,6 +376,7 @@ def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
     asyncio.run(live())
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=6))
 def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[tuple[bool, int]]) -> None:
     """Whoever comes, with state there or without: what is let in next is what the engine would serve next."""

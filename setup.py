@@ -15,16 +15,17 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+# No product is contracted with a sum but where the file says so: rounding is the same wherever a value is computed.
+_EXACT = "-ffp-contract=off"
 # Which processor each function is for, the float32 values of its vectors, and how it computes; see the file.
 VARIANTS = {
-    "attend_pairs_avx512": ("x86_64_v4+avx512bf16", 16, "-DPAIRS=1 -DWIDE=0"),
-    "attend_bfloat16_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=0"),
-    "attend_float32_avx512": ("x86_64_v4", 16, "-DPAIRS=0 -DWIDE=1"),
-    "attend_bfloat16_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=0"),
-    "attend_float32_avx2": ("x86_64_v3", 8, "-DPAIRS=0 -DWIDE=1"),
+    "attend_pairs_avx512": ("x86_64_v4+avx512bf16", 16, f"{_EXACT} -DPAIRS=1 -DWIDE=0"),
+    "attend_bfloat16_avx512": ("x86_64_v4", 16, f"{_EXACT} -DPAIRS=0 -DWIDE=0"),
+    "attend_float32_avx512": ("x86_64_v4", 16, f"{_EXACT} -DPAIRS=0 -DWIDE=1"),
+    "attend_bfloat16_avx2": ("x86_64_v3", 8, f"{_EXACT} -DPAIRS=0 -DWIDE=0"),
+    "attend_float32_avx2": ("x86_64_v3", 8, f"{_EXACT} -DPAIRS=0 -DWIDE=1"),
 }
-# No product is contracted with a sum but where the file says so: rounding is where torch has it.
-_PRODUCT = "-ffp-contract=off -DVECTORS={} -DROWS={} -DKIND={} -DWIDE={}"
+_PRODUCT = _EXACT + " -DVECTORS={} -DROWS={} -DKIND={} -DWIDE={}"
 _TILES = " -DTILES=1"
 PRODUCT_VARIANTS = {
     "bytes_amx_float32": ("x86_64_v4+avx512bf16+amx_tile+amx_int8", 16, _PRODUCT.format(4, 32, "BYTES", 1) + _TILES),

@@ -7,17 +7,27 @@
 // The softmax is taken online: with m the greatest score so far, l = sum_j 2^(s_j - m) and o = sum_j 2^(s_j - m) v_j are
 // carried from block to block of keys, times 2^(old m - new m). Scores are in units of log 2 from the product on.
 //
-// Work. A span is `count` tokens against the positions [low, high) of one page table row, in parts that end at multiples
-// of `size`. A task is one part for one KV head; the group's query heads are rows of it, row = token * group + g, so that
-// the head is read once for all of them. The threads of a team draw tasks from a counter. A span of several parts leaves
-// m, l and o of each, and they are merged when all tasks are done. What a row comes to depends on its own span alone,
-// never on how many threads there are or where its pages lie.
+// Order. Positions come in parts of PART, and these in blocks of 96 or 48, both counted from the sequence's beginning. Each
+// part begins anew, and is joined to those before it:
+//
+//     m' = max(M, m),  L' = L * 2^(M - m') + l * 2^(m - m'),  O' = O * 2^(M - m') + o * 2^(m - m')
+//
+// Every sum, of a score, of a block's share of l and of a column of o, is taken in order, one value (or pair of values) after
+// the other, and what a row does not see weighs 0 and changes nothing. So a row comes to the same bits in either routine, whatever its span and
+// the batch have besides: however a prompt is cut, with drafts beside it or without, by any number of threads.
+//
+// Work. A span is `count` tokens against the positions [low, high) of one page table row. A task is a span, or one of its
+// parts, for one KV head; the group's query heads are rows of it, row = token * group + g, so that the head is read once
+// for all of them. The threads of a team draw tasks from a counter. A span whose parts are tasks leaves m, l and o of each,
+// and they are joined when all tasks are done.
 //
 // Two routines, each over blocks of keys that lie in one stretch of memory, or are copied into one:
 //
-//     few     up to 8 rows, which wait for memory.  lane = row * LP + key % LP.  K and V are read as they lie.
+//     few     up to 8 rows, which wait for memory.  lane = key of a score, column of an output.
 //     many    more rows, which wait for the multipliers.  lane = row.  Tiles of keys x rows, and of columns x rows, stay in
 //             registers; scores lie transposed, so that softmax takes a vector of rows at once.
+//
+// Both ask for the next block's cells while they multiply.
 //
 // This file is compiled once for each kind of processor and each dtype of the store:
 //
@@ -42,26 +52,26 @@
 const uint64_t attention_source = SOURCE;
 #else
 
-enum { MAX_DIM = 256, MAX_ROWS = 128, FEW_ROWS = 8, FEW_KEYS = 128, MANY_KEYS = 96, BLOCK_VALUES = 8192 };
+enum { MAX_DIM = 256, MAX_ROWS = 128, FEW_ROWS = 8, MAX_KEYS = 96, BLOCK_VALUES = 48 * MAX_DIM };
+enum { PART = 384 };  // positions; mirrored by attention_c.py
 
 // Mirrored by attention_c.py.
 typedef struct {
     int32_t first, count;    // of its tokens in the batch
     int32_t start;           // position of the first; the next ones follow
     int32_t row, low, high;  // of the page table, and its positions
-    int32_t size;            // parts end at its multiples
-    int32_t before, parts;   // tasks, over kv_heads, of the spans before this one; its own parts
-    int32_t slot;            // partial results: part i of token t at slot + i * count + t; -1: one part, which is the result
+    int32_t before, tasks;   // over kv_heads: of the spans before this one, its own
+    int32_t slot;            // partial results: part i of token t at slot + i * count + t; -1: one task for all its parts
 } Span;
 
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
     const int32_t *pages;  // [rows][slots]: page of every page_size positions
     const Span *spans;
-    float *partial;        // [slots of partial results][heads][dim], columns in the order of `unpack`
+    float *partial;        // [slots of partial results][heads][width], columns in the order of `unpack`
     float *sums;           // [slots of partial results][heads][2]: m and l
     int64_t slots, page_size, cell_stride, head_stride;  // strides in values
-    int32_t n_spans, heads, kv_heads, dim, window;
+    int32_t n_spans, heads, kv_heads, dim, width, window;  // width: dim up to a multiple of STEP, with zeros
 } Plan;
 
 #if WIDE
@@ -106,9 +116,9 @@ INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 INLINE vf larger(vf a, vf b) { return either(a > b, a, b); }  // b where either is NaN, as the instruction has it
 INLINE vf muladd(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
 
-// 2^x for x <= 0; 2^-126 for less, NaN for NaN. Relative error 1e-4, and 1e-7 where results stay in float32.
+// 2^x for x <= 0, 1 for 0, 0 from about -126.5 on, NaN for NaN. Relative error 1e-4, and 1e-7 where results stay in float32.
 INLINE vf exp2_of(vf x) {
-    x = larger(splat(-126.f), x);
+    x = larger(splat(-127.f), x);
     vf shifted = x + 12583039.f;  // 1.5 * 2^23 + 127: the rounded exponent ends up in the last bits, biased
     vf f = x - (shifted - 12583039.f);
 #if WIDE
@@ -119,9 +129,9 @@ INLINE vf exp2_of(vf x) {
     p = muladd(p, f, splat(6.9314721e-1f));
     p = muladd(p, f, splat(1.f));
 #else
-    vf p = muladd(splat(0.055171664f), f, splat(0.24261112f));
-    p = muladd(p, f, splat(0.69326099f));
-    p = muladd(p, f, splat(0.99992807f));
+    vf p = muladd(splat(0.05500887f), f, splat(0.24221097f));
+    p = muladd(p, f, splat(0.69328294f));
+    p = muladd(p, f, splat(1.f));
 #endif
     return p * (vf)((vi)shifted << 23);
 }
@@ -146,45 +156,53 @@ INLINE vf tanh_of(vf x) {
     return x * p / r;
 }
 
-// Lanes of x and y by turns of h: those that stay where they are, and those that come from h lanes away.
+// Of two vectors, turns of h lanes each: the lower ones of either, and the upper ones.
 #if LANES == 8
-#define KEPT(x, y, h) (h == 4 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 12, 13, 14, 15) : \
-                       h == 2 ? __builtin_shufflevector(x, y, 0, 1, 10, 11, 4, 5, 14, 15) : \
-                                __builtin_shufflevector(x, y, 0, 9, 2, 11, 4, 13, 6, 15))
-#define CAME(x, y, h) (h == 4 ? __builtin_shufflevector(x, y, 4, 5, 6, 7, 8, 9, 10, 11) : \
-                       h == 2 ? __builtin_shufflevector(x, y, 2, 3, 8, 9, 6, 7, 12, 13) : \
-                                __builtin_shufflevector(x, y, 1, 8, 3, 10, 5, 12, 7, 14))
+#define LOWER(x, y, h) (h == 4 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11) : \
+                        h == 2 ? __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13) : \
+                               __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14))
+#define UPPER(x, y, h) (h == 4 ? __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15) : \
+                        h == 2 ? __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15) : \
+                               __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15))
+#else
+#define LOWER(x, y, h) (h == 8 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) : \
+                        h == 4 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) : \
+                        h == 2 ? __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) : \
+                               __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30))
+#define UPPER(x, y, h) (h == 8 ? __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31) : \
+                        h == 4 ? __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31) : \
+                        h == 2 ? __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31) : \
+                               __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#endif
+
+#if LANES == 8
 static const vi LANE = {0, 1, 2, 3, 4, 5, 6, 7};
 #else
-#define KEPT(x, y, h) (h == 8 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) : \
-                       h == 4 ? __builtin_shufflevector(x, y, 0, 1, 2, 3, 20, 21, 22, 23, 8, 9, 10, 11, 28, 29, 30, 31) : \
-                       h == 2 ? __builtin_shufflevector(x, y, 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) : \
-                                __builtin_shufflevector(x, y, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31))
-#define CAME(x, y, h) (h == 8 ? __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23) : \
-                       h == 4 ? __builtin_shufflevector(x, y, 4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27) : \
-                       h == 2 ? __builtin_shufflevector(x, y, 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29) : \
-                                __builtin_shufflevector(x, y, 1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30))
 static const vi LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #endif
 
-// The sums of LANES vectors: lane i of the result is that of a[i]. All are summed in the same order.
-INLINE vf sums_of(vf *a) {
+// Lane j of vector i becomes lane i of vector j.
+INLINE void transpose(vf *a) {
 #pragma clang loop unroll(full)
     for (int h = LANES / 2; h; h /= 2)
 #pragma clang loop unroll(full)
-        for (int i = 0; i < h; i++) a[i] = KEPT(a[i], a[i + h], h) + CAME(a[i], a[i + h], h);
-    return a[0];
+        for (int i = 0; i < LANES; i++)
+            if (!(i & h)) {
+                vf x = a[i], y = a[i + h];
+                a[i] = LOWER(x, y, h);
+                a[i + h] = UPPER(x, y, h);
+            }
 }
 
-// The greatest of every `n` neighbouring lanes, in each of them.
-INLINE vf greatest_of(vf x, int n) {
-    for (int h = n / 2; h; h /= 2) x = larger(x, CAME(x, x, h));
-    return x;
-}
-
-INLINE vf sum_of_lanes(vf x, int n) {
-    for (int h = n / 2; h; h /= 2) x = x + CAME(x, x, h);
-    return x;
+// The greatest lane, in each of them.
+INLINE vf greatest_of(vf x) {
+    x = larger(x, UPPER(x, x, 1));
+    x = larger(x, UPPER(x, x, 2));
+    x = larger(x, UPPER(x, x, 4));
+#if LANES == 16
+    x = larger(x, UPPER(x, x, 8));
+#endif
+    return splat(x[0]);
 }
 
 // ---- values ----
@@ -216,13 +234,14 @@ INLINE vf mac(vf acc, vf a, vf b) {
 #endif
 }
 
-// 2^score, rounded to bfloat16 where pairs are multiplied, and added to a sum: what is summed is what is multiplied by.
-INLINE vf weight_of(vf score, vf *sum) {
+// 2^score, rounded to bfloat16 where pairs are multiplied. What l sums is what is multiplied by.
+INLINE vf weight_of(vf score) {
     vf w = exp2_of(score);
-    if (PAIRS) w = (vf)(((vu)w + 0x8000u) & HIGH);
-    *sum += w;
-    return w;
+    return PAIRS ? (vf)(((vu)w + 0x8000u) & HIGH) : w;
 }
+
+// Values of 1, to sum weights as columns are summed.
+INLINE vf ones(void) { return PAIRS ? (vf)((vu){0} + 0x3f803f80u) : splat(1.f); }
 
 #if PAIRS
 // Two rows of STEP values as two vectors of pairs, one of each: columns in order.
@@ -273,9 +292,12 @@ typedef struct {
 } Store;
 
 typedef struct {
-    const value *k, *v;  // `room` keys of dim values each, zeros behind the last one
+    const value *k, *v;  // `room` keys of `width` values each, zeros behind the last one
     value *k_room, *v_room;
 } Block;
+
+// Positions of a block. Of even length, so that pairs of positions are the same everywhere.
+INLINE int block_keys(int width) { return width <= 80 ? MAX_KEYS : MAX_KEYS / 2; }
 
 INLINE int64_t cell_of(const Plan *plan, const int32_t *pages, int64_t position) {
     int64_t slot = position / plan->page_size;
@@ -289,19 +311,24 @@ static int64_t unbroken(const Plan *plan, const int32_t *pages, int64_t position
     return found < n ? found : n;
 }
 
+INLINE void copy(value *to, const value *from, int dim, int width) {
+    memcpy(to, from, dim * sizeof(value));
+    if (width > dim) memset(to + dim, 0, (width - dim) * sizeof(value));
+}
+
 // The keys and values of `n` positions, and zeros up to `room` of them: in place where they lie there without a break.
 static void fetch(const Store *s, int64_t position, int n, int room, Block *block) {
     const Plan *plan = s->plan;
-    const int dim = plan->dim;
+    const int dim = plan->dim, width = plan->width;
     const int64_t stride = plan->cell_stride;
     int64_t cells = unbroken(plan, s->pages, position, n), first = cell_of(plan, s->pages, position);
     block->k = s->k + first * stride;
     block->v = s->v + first * stride;
-    if (cells == n && n == room && stride == dim) return;
+    if (cells == n && n == room && stride == width && dim == width) return;
     for (int done = 0; done < n;) {
         for (int i = 0; i < cells; i++) {
-            memcpy(block->k_room + (done + i) * dim, s->k + (first + i) * stride, dim * sizeof(value));
-            memcpy(block->v_room + (done + i) * dim, s->v + (first + i) * stride, dim * sizeof(value));
+            copy(block->k_room + (done + i) * width, s->k + (first + i) * stride, dim, width);
+            copy(block->v_room + (done + i) * width, s->v + (first + i) * stride, dim, width);
         }
         done += cells;
         if (done < n) {
@@ -309,25 +336,46 @@ static void fetch(const Store *s, int64_t position, int n, int room, Block *bloc
             first = cell_of(plan, s->pages, position + done);
         }
     }
-    memset(block->k_room + n * dim, 0, (room - n) * dim * sizeof(value));
-    memset(block->v_room + n * dim, 0, (room - n) * dim * sizeof(value));
+    memset(block->k_room + n * width, 0, (room - n) * width * sizeof(value));
+    memset(block->v_room + n * width, 0, (room - n) * width * sizeof(value));
     block->k = block->k_room;
     block->v = block->v_room;
 }
 
-// One part of a span for one KV head.
-typedef struct {
+// A span, or one part of it, for one KV head.
+typedef struct Task {
     const Job *job;
     const Span *span;
     Store store;
-    int head, low, high, slot;  // of the KV heads; the part's positions and first partial result, or -1
+    int head, low, high, slot;  // of the KV heads; the task's positions and first partial result, or -1
     int rows, group;
+    const struct Task *then;  // what the thread does next, or null
 } Task;
 
-INLINE const value *query_of(const Task *t, int row) {
+// Asks for the keys or the values of `n` positions, which are taken to be neighbours, to be in the second level of cache
+// when they are read. Behind the task's last position begins what comes then.
+INLINE void ahead(const Task *t, int keys, int position, int n) {
+    if (position >= t->high) {
+        if (!t->then) return;
+        position += t->then->low - t->high;
+        t = t->then;
+    }
+    if (position + n > t->high) return;
+    const Plan *plan = t->store.plan;
+    const value *cell = (keys ? t->store.k : t->store.v) + cell_of(plan, t->store.pages, position) * plan->cell_stride;
+    for (int i = 0; i < n; i++, cell += plan->cell_stride)
+        for (int d = 0; d < plan->width; d += 64 / (int)sizeof(value)) __builtin_prefetch(cell + d, 0, 2);
+}
+
+// A row's query, `width` values: as it lies, or in `room` with zeros behind it.
+INLINE const value *query_of(const Task *t, int row, value *room) {
     const Job *job = t->job;
+    const int dim = job->plan->dim, width = job->plan->width;
     int64_t token = t->span->first + row / t->group;
-    return job->q + token * job->q_token + (t->head * t->group + row % t->group) * job->q_head;
+    const value *q = job->q + token * job->q_token + (t->head * t->group + row % t->group) * job->q_head;
+    if (dim == width) return q;
+    copy(room, q, dim, width);
+    return room;
 }
 
 // Positions that a row may see: from `*from` up to what is returned.
@@ -337,152 +385,221 @@ INLINE int seen_by(const Task *t, int row, int *from) {
     return position;
 }
 
+// Where a stretch of positions that begins at `low` ends: at a multiple of `length`, or at `high`.
+INLINE int end_of(int low, int high, int length) {
+    const int end = (low / length + 1) * length;
+    return end < high ? end : high;
+}
+
+// Joins a part to those before it: m and l, and what of either the columns are to be multiplied by.
+INLINE void join(vf *m, vf *l, vf part_m, vf part_l, vf *kept, vf *added) {
+    const vf most = larger(part_m, *m);
+    *kept = exp2_of(*m - most);
+    *added = exp2_of(part_m - most);
+    *m = most;
+    *l = muladd(part_l, *added, *l * *kept);
+}
+
+// A row's output: `o` in the order of `unpack`, over l.
+INLINE void give(const Job *job, int64_t token, int head, const float *o, float l) {
+    const Plan *plan = job->plan;
+    const int dim = plan->dim, width = plan->width;
+    ALIGNED value room[MAX_DIM];
+    value *place = job->out + (token * plan->heads + head) * dim, *out = dim == width ? place : room;
+    const vf inverse = splat(1.f / l);
+    for (int d = 0; d < width; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
+    if (dim != width) memcpy(place, room, dim * sizeof(value));
+}
+
 // One row's result: into the output, or as a partial one. `o` has the row's columns `stride` values apart.
-INLINE void finish(const Task *t, int row, float m, float l, const float *o, int stride, int dim) {
+INLINE void finish(const Task *t, int row, float m, float l, const float *o, int stride, int width) {
     const Plan *plan = t->job->plan;
     const int token = row / t->group, head = t->head * t->group + row % t->group;
     ALIGNED float gathered[MAX_DIM];
     if (stride != 1) {
-        for (int d = 0; d < dim; d++) gathered[d] = o[d * stride];
+        for (int d = 0; d < width; d++) gathered[d] = o[d * stride];
         o = gathered;
     }
     if (t->slot < 0) {
-        value *out = t->job->out + ((int64_t)(t->span->first + token) * plan->heads + head) * dim;
-        const vf inverse = splat(1.f / l);
-        for (int d = 0; d < dim; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
+        give(t->job, t->span->first + token, head, o, l);
         return;
     }
     const int64_t place = (int64_t)(t->slot + token) * plan->heads + head;
-    memcpy(plan->partial + place * dim, o, dim * sizeof(float));
+    memcpy(plan->partial + place * width, o, width * sizeof(float));
     plan->sums[2 * place] = m;
     plan->sums[2 * place + 1] = l;
 }
 
-// ---- few rows: lane = row * LP + key % LP, with ROWS * LP = LANES ----
+// Products of scores are of units, which are floats, or pairs of values where PAIRS.
+enum { UNIT = PAIRS ? 2 : 1, WORD = WIDE ? 1 : 2 };  // values of a unit, and of 32 bits of a row
+typedef f32_at unit;
 
-// Scores of LP keys at a time into s[keys / LP]; returns the greatest of each lane.
-INLINE vf few_scores(const value *k, const vf *q, vf *s, int keys, vf scale, int dim, const int ROWS) {
-    const int LP = LANES / ROWS, steps = dim / STEP;
-    vf most = splat(NEVER);
-    for (int key = 0; key < keys; key += LP) {
-        vf acc[LANES];
-        for (int i = 0; i < LANES; i++) acc[i] = splat(0.f);
-        for (int c = 0; c < steps; c++)
-            for (int i = 0; i < LP; i++) {
-                vf x[2];
-                unpack(k + (key + i) * dim + c * STEP, x);
-                for (int r = 0; r < ROWS; r++)
-                    for (int v = 0; v < LOADS; v++)
-                        acc[r * LP + i] = mac(acc[r * LP + i], x[v], q[(r * steps + c) * LOADS + v]);
+// ---- few rows: lane = key of a score, column of an output ----
+
+// s[row][keys / LANES], KT vectors of keys at a time. Asks for the values of the same positions, which begin at `low`.
+INLINE void few_scores(const Task *t, int low, const value *k, const unit *q, vf *s, int keys, vf scale, int width,
+                       const int ROWS, const int KT) {
+    const int words = width / WORD, units = width / UNIT;
+    vf kt[3 * MAX_DIM];  // [KT][words]: of LANES keys, turned
+    for (int key = 0; key < keys; key += KT * LANES) {
+        for (int g = 0; g < KT; g++) {
+            ahead(t, 0, low + key + g * LANES, LANES);
+            for (int w = 0; w < words; w += LANES) {
+                vf turned[LANES];
+#pragma clang loop unroll(full)
+                for (int i = 0; i < LANES; i++) turned[i] = load(k + (key + g * LANES + i) * width + w * WORD);
+                transpose(turned);
+#pragma clang loop unroll(full)
+                for (int i = 0; i < LANES; i++) kt[g * words + w + i] = turned[i];
             }
-        s[key / LP] = sums_of(acc) * scale;
-        most = larger(s[key / LP], most);
+        }
+        vf acc[FEW_ROWS * 3];
+        for (int i = 0; i < ROWS * KT; i++) acc[i] = splat(0.f);
+#if !PAIRS && !WIDE
+        // In the order of `unpack`: of every LANES words the even values, then the odd ones.
+        for (int u = 0; u < units; u++) {
+            const int w = u / STEP * LANES + u % LANES;
+            for (int g = 0; g < KT; g++) {
+                const vu word = (vu)kt[g * words + w];
+                const vf x = (vf)(u & LANES ? word & HIGH : word << 16);
+                for (int r = 0; r < ROWS; r++) acc[r * KT + g] = mac(acc[r * KT + g], x, splat(q[r * units + u]));
+            }
+        }
+#else
+        for (int u = 0; u < units; u++)
+            for (int g = 0; g < KT; g++)
+                for (int r = 0; r < ROWS; r++)
+                    acc[r * KT + g] = mac(acc[r * KT + g], kt[g * words + u], splat(q[r * units + u]));
+#endif
+        for (int r = 0; r < ROWS; r++)
+            for (int g = 0; g < KT; g++) s[r * (MAX_KEYS / LANES) + key / LANES + g] = acc[r * KT + g] * scale;
     }
-    return most;
 }
 
-// o[row] = old[row] * o[row] + sum of weight * value, for some rows and COLS steps of columns at a time.
-INLINE void few_values(const value *v, const float *weights, const float *old, float *o, int keys, int dim, const int ROWS,
-                       const int SOME, const int COLS) {
-    const int LP = LANES / ROWS;
+// o[row] = old[row] * o[row] + sum of weight * value, for some rows and COLS steps of columns at a time; l likewise.
+// Asks for the keys from position `next` on.
+INLINE void few_values(const Task *t, int next, const value *v, const unit *weights, const vf *old, float *o, vf *l, int keys,
+                       int width, const int ROWS, const int SOME, const int COLS) {
     for (int row = 0; row < ROWS; row += SOME)
-        for (int d = 0; d < dim; d += COLS * STEP) {
-            vf acc[2 * LANES];
-            for (int r = 0; r < SOME; r++)
-                for (int c = 0; c < 2 * COLS; c++)
-                    acc[r * 2 * COLS + c] = load(o + (row + r) * dim + d + c * LANES) * old[(row + r) * LP];
-            for (int key = 0; key < keys; key += KEYS)
+        for (int d = 0; d < width; d += COLS * STEP) {
+            vf acc[2 * LANES], sum[FEW_ROWS];
+            for (int r = 0; r < SOME; r++) {
+                sum[r] = splat(0.f);
+                for (int c = 0; c < 2 * COLS; c++) acc[r * 2 * COLS + c] = splat(0.f);
+            }
+            for (int key = 0; key < keys; key += KEYS) {
+                if (!d && !row && key % 8 == 0) ahead(t, 1, next + key, 8);
                 for (int c = 0; c < COLS; c++) {
                     vf x[2];
 #if PAIRS
-                    paired(v + key * dim + d + c * STEP, v + (key + 1) * dim + d + c * STEP, x);
+                    paired(v + key * width + d + c * STEP, v + (key + 1) * width + d + c * STEP, x);
 #else
-                    unpack(v + key * dim + d + c * STEP, x);
+                    unpack(v + key * width + d + c * STEP, x);
 #endif
                     for (int r = 0; r < SOME; r++) {
-                        // A lane is a weight of KEYS keys.
-                        int at = (key / LP * LANES + (row + r) * LP + key % LP) / KEYS;
-                        vf w = splat(((const f32_at *)weights)[at]);
+                        vf w = splat(weights[((row + r) * MAX_KEYS + key) / KEYS]);
                         acc[(r * COLS + c) * 2] = mac(acc[(r * COLS + c) * 2], w, x[0]);
                         acc[(r * COLS + c) * 2 + 1] = mac(acc[(r * COLS + c) * 2 + 1], w, x[1]);
+                        if (!d && !c) sum[r] = mac(sum[r], w, ones());
                     }
                 }
-            for (int r = 0; r < SOME; r++)
-                for (int c = 0; c < 2 * COLS; c++) store(o + (row + r) * dim + d + c * LANES, acc[r * 2 * COLS + c]);
+            }
+            for (int r = 0; r < SOME; r++) {
+                for (int c = 0; c < 2 * COLS; c++) {
+                    float *place = o + (row + r) * width + d + c * LANES;
+                    store(place, muladd(load(place), old[row + r], acc[r * 2 * COLS + c]));
+                }
+                if (!d) l[row + r] = muladd(l[row + r], old[row + r], sum[r]);
+            }
         }
 }
 
-INLINE void few(const Task *t, const int dim, const int ROWS) {
-    const int LP = LANES / ROWS, steps = dim / STEP;
-    const int most_keys = dim <= 64 ? FEW_KEYS : dim <= 128 ? 64 : 32;
+INLINE void few(const Task *t, const int width, const int ROWS) {
+    const int units = width / UNIT, most_keys = block_keys(width);
+    // Vectors of keys at a time: enough sums at once, and no more than the registers hold.
+    const int KT = ROWS == 8 ? 1 : 3, vectors = MAX_KEYS / LANES;
     const Job *job = t->job;
-    ALIGNED vf q[FEW_ROWS * MAX_DIM / STEP * LOADS];
-    ALIGNED vf s[FEW_KEYS * FEW_ROWS / LANES];
-    ALIGNED float o[FEW_ROWS * MAX_DIM], old[LANES];
-    ALIGNED value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES];
+    ALIGNED float q[FEW_ROWS * MAX_DIM];
+    ALIGNED vf s[FEW_ROWS * (MAX_KEYS / LANES)];
+    ALIGNED unit weights[FEW_ROWS * MAX_KEYS];
+    ALIGNED float o[FEW_ROWS * MAX_DIM], all[FEW_ROWS * MAX_DIM];
+    ALIGNED value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES], query_room[MAX_DIM];
     Block block = {0, 0, k_room, v_room};
-    vi from, to;
+    vf m[FEW_ROWS], l[FEW_ROWS], all_m[FEW_ROWS], all_l[FEW_ROWS], old[FEW_ROWS];
+    vi from[FEW_ROWS], to[FEW_ROWS];
     int common_from = 0, common_to = INT32_MAX;  // seen by every row
     for (int r = 0; r < ROWS; r++) {
         int row = r < t->rows ? r : 0, first, last = seen_by(t, row, &first);
-        const value *query = query_of(t, row);
-        for (int c = 0; c < steps; c++) unpack(query + c * STEP, q + (r * steps + c) * LOADS);
-        for (int i = 0; i < LP; i++) from[r * LP + i] = first, to[r * LP + i] = last;
+        const value *query = query_of(t, row, query_room);
+        for (int u = 0; u < units; u += (PAIRS ? LANES : STEP)) {
+            vf x[2];
+            unpack(query + u * UNIT, x);
+            for (int i = 0; i < LOADS; i++) store(q + r * units + u + i * LANES, x[i]);
+        }
+        from[r] = (vi){0} + first;
+        to[r] = (vi){0} + last;
         common_from = first > common_from ? first : common_from;
         common_to = last < common_to ? last : common_to;
+        all_m[r] = splat(NEVER);
+        all_l[r] = splat(0.f);
     }
-    memset(o, 0, ROWS * dim * sizeof(float));
-    vf m = splat(NEVER), l = splat(0.f);
+    memset(all, 0, ROWS * width * sizeof(float));
     const vf scale = splat(job->scale);
-    for (int low = t->low; low < t->high; low += most_keys) {
-        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + STEP - 1) / STEP * STEP;
-        fetch(&t->store, low, n, room, &block);
-        vf most = few_scores(block.k, q, s, room, scale, dim, ROWS);
-        const int hides = n < room || low < common_from || low + n - 1 > common_to;
-        if (hides || job->softcap != 0.f) {
-            most = splat(NEVER);
-            for (int i = 0; i < room / LP; i++) {
-                if (job->softcap != 0.f) s[i] = tanh_of(s[i]) * job->softcap;
-                vi key = LANE % LP + i * LP, position = key + low;
-                s[i] = either((key >= n) | (position < from) | (position > to), splat(NEVER), s[i]);
-                most = larger(s[i], most);
-            }
-        }
-        most = larger(greatest_of(most, LP), m);
-        vf scaled = exp2_of(m - most);
-        store(old, scaled);
-        m = most;
-        l *= scaled;
-        for (int i = 0; i < room / LP; i += KEYS) {
-            vf w = weight_of(s[i] - m, &l);
+    for (int begin = t->low, stop; begin < t->high; begin = stop) {
+        stop = end_of(begin, t->high, PART);
+        memset(o, 0, ROWS * width * sizeof(float));
+        for (int r = 0; r < ROWS; r++) m[r] = splat(NEVER), l[r] = splat(0.f);
+        for (int low = begin, end; low < stop; low = end) {
+            end = end_of(low, stop, most_keys);
+            const int n = end - low, room = (n + KT * LANES - 1) / (KT * LANES) * (KT * LANES), here = room / LANES;
+            fetch(&t->store, low, n, room, &block);
+            few_scores(t, low, block.k, q, s, room, scale, width, ROWS, KT);
+            const int hides = n < room || low < common_from || end - 1 > common_to;
+            for (int r = 0; r < ROWS; r++) {
+                vf *x = s + r * vectors, most = splat(NEVER);
+                if (hides || job->softcap != 0.f)
+                    for (int i = 0; i < here; i++) {
+                        if (job->softcap != 0.f) x[i] = tanh_of(x[i]) * job->softcap;
+                        vi position = LANE + (low + i * LANES);
+                        x[i] = either((position >= end) | (position < from[r]) | (position > to[r]), splat(NEVER), x[i]);
+                    }
+                for (int i = 0; i < here; i++) most = larger(x[i], most);
+                most = larger(greatest_of(most), m[r]);
+                old[r] = exp2_of(m[r] - most);
+                m[r] = most;
+                for (int i = 0; i < here; i += KEYS) {
+                    vf w = weight_of(x[i] - most);
 #if PAIRS
-            s[i / 2] = halves(w, weight_of(s[i + 1] - m, &l));
-#else
-            s[i] = w;
+                    // Of an odd number of vectors the last one has none beside it.
+                    w = halves(w, i + 1 < here ? weight_of(x[i + 1] - most) : splat(0.f));
 #endif
+                    store(weights + (r * MAX_KEYS + i * LANES) / KEYS, w);
+                }
+            }
+            // As many accumulators as the registers hold beside what they are made of.
+#define VALUES(some, cols) few_values(t, end, block.v, weights, old, o, l, room, width, ROWS, some, cols)
+            if (ROWS == 1 && width % (4 * STEP) == 0) VALUES(1, 4);
+            else if (ROWS <= 2 && width % (2 * STEP) == 0) VALUES(ROWS, 2);
+            else if (LANES == 16 && ROWS == 4 && width % (2 * STEP) == 0) VALUES(4, 2);
+            else VALUES(LANES == 8 && ROWS == 8 ? 4 : ROWS, 1);
         }
-        const float *weights = (const float *)s;
-        // As many accumulators as the registers hold beside what they are made of.
-        if (ROWS == 1 && dim % (4 * STEP) == 0) few_values(block.v, weights, old, o, room, dim, ROWS, 1, 4);
-        else if (ROWS <= 2 && dim % (2 * STEP) == 0) few_values(block.v, weights, old, o, room, dim, ROWS, ROWS, 2);
-        else if (LANES == 16 && ROWS == 4 && dim % (2 * STEP) == 0) few_values(block.v, weights, old, o, room, dim, ROWS, 4, 2);
-        else few_values(block.v, weights, old, o, room, dim, ROWS, LANES == 8 && ROWS == 8 ? 4 : ROWS, 1);
+        for (int r = 0; r < ROWS; r++) {
+            vf kept, added;
+            join(all_m + r, all_l + r, m[r], l[r], &kept, &added);
+            for (int d = r * width; d < (r + 1) * width; d += LANES)
+                store(all + d, muladd(load(o + d), added, load(all + d) * kept));
+        }
     }
-    ALIGNED float ms[LANES], ls[LANES];
-    store(ms, m);
-    store(ls, sum_of_lanes(l, LP));
-    for (int r = 0; r < t->rows; r++) finish(t, r, ms[r * LP], ls[r * LP], o + r * dim, 1, dim);
+    for (int r = 0; r < t->rows; r++) finish(t, r, all_m[r][0], all_l[r][0], all + r * width, 1, width);
 }
 
 // ---- many rows: lane = row; a tile is NV vectors of them ----
 
-// Products are of units, which are floats, or pairs of values where PAIRS.
-enum { UNIT = PAIRS ? 2 : 1, WORD = 4 };
-typedef f32_at unit;
-
-// s[key][NV] of KT keys at a time; raises `most` [NV] to the greatest.
-INLINE void many_scores(const unit *k, const vf *q, vf *s, vf *most, int keys, vf scale, int units, const int NV, const int KT) {
+// s[key][NV] of KT keys at a time; raises `most` [NV] to the greatest. Asks for what comes from position `next` on.
+INLINE void many_scores(const Task *t, int next, const unit *k, const vf *q, vf *s, vf *most, int keys, vf scale, int units,
+                        const int NV, const int KT) {
     for (int key = 0; key < keys; key += KT) {
+        if (next) ahead(t, 1, next + key, KT), ahead(t, 0, next + key, KT);
         vf acc[2 * LANES];
         for (int i = 0; i < KT * NV; i++) acc[i] = splat(0.f);
 #pragma clang loop unroll_count(2)
@@ -501,38 +618,39 @@ INLINE void many_scores(const unit *k, const vf *q, vf *s, vf *most, int keys, v
 }
 
 // o[column][NV] = old * o + sum of weight * value, DT columns at a time.
-INLINE void many_values(const unit *values, const vf *weights, const vf *old, vf *o, int keys, int dim, const int NV,
+INLINE void many_values(const unit *values, const vf *weights, const vf *old, vf *o, int keys, int width, const int NV,
                         const int DT) {
-    for (int d = 0; d < dim; d += DT) {
+    for (int d = 0; d < width; d += DT) {
         vf acc[2 * LANES];
-        for (int i = 0; i < DT; i++)
-            for (int v = 0; v < NV; v++) acc[i * NV + v] = o[(d + i) * NV + v] * old[v];
+        for (int i = 0; i < DT * NV; i++) acc[i] = splat(0.f);
         for (int j = 0; j < keys / KEYS; j++)
             for (int i = 0; i < DT; i++) {
-                vf x = splat(values[j * dim + d + i]);
+                vf x = splat(values[j * width + d + i]);
                 for (int v = 0; v < NV; v++) acc[i * NV + v] = mac(acc[i * NV + v], weights[j * NV + v], x);
             }
-        for (int i = 0; i < DT * NV; i++) o[d * NV + i] = acc[i];
+        for (int i = 0; i < DT; i++)
+            for (int v = 0; v < NV; v++) o[(d + i) * NV + v] = muladd(o[(d + i) * NV + v], old[v], acc[i * NV + v]);
     }
 }
 
 typedef struct {
     vf q[MAX_DIM / UNIT * MAX_ROWS / LANES];  // tile by tile [unit][NV]
-    vf o[MAX_DIM * MAX_ROWS / LANES];         // tile by tile [column][NV]
-    vf s[MANY_KEYS * 4], m[MAX_ROWS / LANES], l[MAX_ROWS / LANES];
+    vf o[MAX_DIM * MAX_ROWS / LANES];         // tile by tile [column][NV]; of a part
+    vf all[MAX_DIM * MAX_ROWS / LANES];       // the same of those before it as well
+    vf s[MAX_KEYS * 4], m[MAX_ROWS / LANES], l[MAX_ROWS / LANES], all_m[MAX_ROWS / LANES], all_l[MAX_ROWS / LANES];
     vi from[MAX_ROWS / LANES], to[MAX_ROWS / LANES];
     float k[BLOCK_VALUES], v[BLOCK_VALUES];  // a block's units
-    value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES];
+    value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES], query_room[MAX_DIM];
 } Room;
 
 // A tile, which begins with vector `at`, against a block of `room` keys, of which `n` are real.
 INLINE void many_tile(const Task *t, Room *r, const unit *k, const unit *v, int at, int low, int n, int room, int hides,
-                      const int dim, const int NV, const int KT, const int DT) {
+                      const int width, const int NV, const int KT, const int DT) {
     const Job *job = t->job;
-    const vf *q = r->q + at * (dim / UNIT);
-    vf *o = r->o + at * dim, *s = r->s, *m = r->m + at, *l = r->l + at, most[4], old[4];
+    const vf *q = r->q + at * (width / UNIT);
+    vf *o = r->o + at * width, *s = r->s, *m = r->m + at, *l = r->l + at, most[4], old[4], sum[4];
     for (int x = 0; x < NV; x++) most[x] = m[x];
-    many_scores(k, q, s, most, room, splat(job->scale), dim / UNIT, NV, KT);
+    many_scores(t, at ? 0 : low + n, k, q, s, most, room, splat(job->scale), width / UNIT, NV, KT);
     if (hides || job->softcap != 0.f) {
         for (int x = 0; x < NV; x++) most[x] = m[x];
         for (int i = 0; i < room; i++)
@@ -548,18 +666,19 @@ INLINE void many_tile(const Task *t, Room *r, const unit *k, const unit *v, int 
     for (int x = 0; x < NV; x++) {
         old[x] = exp2_of(m[x] - most[x]);
         m[x] = most[x];
-        l[x] *= old[x];
+        sum[x] = splat(0.f);
     }
     for (int i = 0; i < room; i += KEYS)
         for (int x = 0; x < NV; x++) {
-            vf w = weight_of(s[i * NV + x] - m[x], l + x);
+            vf w = weight_of(s[i * NV + x] - m[x]);
 #if PAIRS
-            s[i / 2 * NV + x] = (vf)((vu)w >> 16 | (vu)weight_of(s[(i + 1) * NV + x] - m[x], l + x));
-#else
-            s[i * NV + x] = w;
+            w = (vf)((vu)w >> 16 | (vu)weight_of(s[(i + 1) * NV + x] - m[x]));
 #endif
+            sum[x] = mac(sum[x], w, ones());
+            s[i / KEYS * NV + x] = w;
         }
-    many_values(v, s, old, o, room, dim, NV, DT);
+    for (int x = 0; x < NV; x++) l[x] = muladd(l[x], old[x], sum[x]);
+    many_values(v, s, old, o, room, width, NV, DT);
 }
 
 // Registers hold LANES * 2 vectors: the tiles' accumulators, and what they are made of.
@@ -572,20 +691,20 @@ enum { MOST_NV = 4 };
 #endif
 
 // A block's keys and values as units to multiply by.
-INLINE void many_units(Room *r, const Block *block, int keys, int dim, const unit **k, const unit **v) {
+INLINE void many_units(Room *r, const Block *block, int keys, int width, const unit **k, const unit **v) {
     *k = (const unit *)block->k;
     *v = (const unit *)block->v;
 #if PAIRS
     for (int j = 0; j < keys; j += 2)
-        for (int d = 0; d < dim; d += STEP) {
+        for (int d = 0; d < width; d += STEP) {
             vf x[2];
-            paired(block->v + j * dim + d, block->v + (j + 1) * dim + d, x);
-            store(r->v + j / 2 * dim + d, x[0]);
-            store(r->v + j / 2 * dim + d + LANES, x[1]);
+            paired(block->v + j * width + d, block->v + (j + 1) * width + d, x);
+            store(r->v + j / 2 * width + d, x[0]);
+            store(r->v + j / 2 * width + d + LANES, x[1]);
         }
     *v = r->v;
 #elif !WIDE
-    for (int i = 0; i < keys * dim; i += STEP) {
+    for (int i = 0; i < keys * width; i += STEP) {
         vf x[4];
         unpack(block->k + i, x);
         unpack(block->v + i, x + 2);
@@ -599,22 +718,22 @@ INLINE void many_units(Room *r, const Block *block, int keys, int dim, const uni
 #endif
 }
 
-INLINE void many(const Task *t, const int dim) {
+INLINE void many(const Task *t, const int width) {
     ALIGNED Room r;
     const int vectors = (t->rows + LANES - 1) / LANES;
-    const int most_keys = dim <= 80 ? MANY_KEYS : dim <= 128 ? 48 : 24;
+    const int most_keys = block_keys(width);
     Block block = {0, 0, r.k_room, r.v_room};
     int common_from = 0, common_to = INT32_MAX;
     for (int i = 0; i < vectors * LANES; i++) {
         int row = i < t->rows ? i : 0, first, last = seen_by(t, row, &first);
         // Of the tile: its first vector, its vectors, and the row's lane among them.
         int at = i / LANES / MOST_NV * MOST_NV, nv = vectors - at < MOST_NV ? vectors - at : MOST_NV, lane = i - at * LANES;
-        const value *query = query_of(t, row);
-        float *q = (float *)(r.q + at * (dim / UNIT)) + lane;
+        const value *query = query_of(t, row, r.query_room);
+        float *q = (float *)(r.q + at * (width / UNIT)) + lane;
 #if PAIRS
-        for (int u = 0; u < dim / 2; u++) q[u * nv * LANES] = ((const f32_at *)query)[u];
+        for (int u = 0; u < width / 2; u++) q[u * nv * LANES] = ((const f32_at *)query)[u];
 #else
-        for (int d = 0; d < dim; d += STEP) {
+        for (int d = 0; d < width; d += STEP) {
             vf x[2];
             unpack(query + d, x);
             for (int e = 0; e < STEP; e++) q[(d + e) * nv * LANES] = x[e / LANES][e % LANES];
@@ -625,60 +744,72 @@ INLINE void many(const Task *t, const int dim) {
         common_from = first > common_from ? first : common_from;
         common_to = last < common_to ? last : common_to;
     }
-    memset(r.o, 0, vectors * LANES * dim * sizeof(float));
-    for (int i = 0; i < vectors; i++) r.m[i] = splat(NEVER), r.l[i] = splat(0.f);
-    for (int low = t->low; low < t->high; low += most_keys) {
-        const int n = t->high - low < most_keys ? t->high - low : most_keys, room = (n + 23) / 24 * 24;
-        const int hides = n < room || low < common_from || low + n - 1 > common_to;
-        const unit *k, *v;
-        fetch(&t->store, low, n, room, &block);
-        many_units(&r, &block, room, dim, &k, &v);
-        for (int at = 0; at < vectors; at += MOST_NV) {
-            switch (vectors - at < MOST_NV ? vectors - at : MOST_NV) {
-                case 1: many_tile(t, &r, k, v, at, low, n, room, hides, dim, 1, TILE(1)); break;
-                case 2: many_tile(t, &r, k, v, at, low, n, room, hides, dim, 2, TILE(2)); break;
+    memset(r.all, 0, vectors * LANES * width * sizeof(float));
+    for (int i = 0; i < vectors; i++) r.all_m[i] = splat(NEVER), r.all_l[i] = splat(0.f);
+    for (int begin = t->low, stop; begin < t->high; begin = stop) {
+        stop = end_of(begin, t->high, PART);
+        memset(r.o, 0, vectors * LANES * width * sizeof(float));
+        for (int i = 0; i < vectors; i++) r.m[i] = splat(NEVER), r.l[i] = splat(0.f);
+        for (int low = begin, end; low < stop; low = end) {
+            end = end_of(low, stop, most_keys);
+            const int n = end - low, room = (n + 23) / 24 * 24;
+            const int hides = n < room || low < common_from || end - 1 > common_to;
+            const unit *k, *v;
+            fetch(&t->store, low, n, room, &block);
+            many_units(&r, &block, room, width, &k, &v);
+            for (int at = 0; at < vectors; at += MOST_NV) {
+                switch (vectors - at < MOST_NV ? vectors - at : MOST_NV) {
+                    case 1: many_tile(t, &r, k, v, at, low, n, room, hides, width, 1, TILE(1)); break;
+                    case 2: many_tile(t, &r, k, v, at, low, n, room, hides, width, 2, TILE(2)); break;
 #if LANES == 16
-                case 3: many_tile(t, &r, k, v, at, low, n, room, hides, dim, 3, TILE(3)); break;
-                case 4: many_tile(t, &r, k, v, at, low, n, room, hides, dim, 4, TILE(4)); break;
+                    case 3: many_tile(t, &r, k, v, at, low, n, room, hides, width, 3, TILE(3)); break;
+                    case 4: many_tile(t, &r, k, v, at, low, n, room, hides, width, 4, TILE(4)); break;
 #endif
+                }
             }
+        }
+        for (int i = 0; i < vectors; i++) {
+            const int at = i / MOST_NV * MOST_NV, nv = vectors - at < MOST_NV ? vectors - at : MOST_NV;
+            vf kept, added, *all = r.all + at * width + i - at, *o = r.o + at * width + i - at;
+            join(r.all_m + i, r.all_l + i, r.m[i], r.l[i], &kept, &added);
+            for (int d = 0; d < width * nv; d += nv) all[d] = muladd(o[d], added, all[d] * kept);
         }
     }
     for (int i = 0; i < t->rows; i++) {
         int at = i / LANES / MOST_NV * MOST_NV, nv = vectors - at < MOST_NV ? vectors - at : MOST_NV, lane = i - at * LANES;
-        finish(t, i, ((float *)r.m)[i], ((float *)r.l)[i], (float *)(r.o + at * dim) + lane, nv * LANES, dim);
+        finish(t, i, ((float *)r.all_m)[i], ((float *)r.all_l)[i], (float *)(r.all + at * width) + lane, nv * LANES, width);
     }
 }
 
 // ---- a team's work ----
 
 // The commonest head sizes are compiled by themselves.
-#define BY_DIM(call)                                                                                               \
+#define BY_WIDTH(call)                                                                                               \
     do {                                                                                                           \
-        const int dim_ = t->job->plan->dim;                                                                        \
-        if (dim_ == 64) call(64);                                                                                  \
-        else if (dim_ == 128) call(128);                                                                           \
-        else call(dim_);                                                                                           \
+        const int width_ = t->job->plan->width;                                                                    \
+        if (width_ == 64) call(64);                                                                                \
+        else if (width_ == 128) call(128);                                                                         \
+        else call(width_);                                                                                         \
     } while (0)
 
 #define FEW(rows)                                          \
     static __attribute__((noinline)) void few_##rows(const Task *t) { \
         _Pragma("clang diagnostic push");                  \
-        BY_DIM(FEW_CALL_##rows);                           \
+        BY_WIDTH(FEW_CALL_##rows);                           \
         _Pragma("clang diagnostic pop");                   \
     }
-#define FEW_CALL_1(dim) few(t, dim, 1)
-#define FEW_CALL_2(dim) few(t, dim, 2)
-#define FEW_CALL_4(dim) few(t, dim, 4)
-#define FEW_CALL_8(dim) few(t, dim, 8)
+#define FEW_CALL_1(width) few(t, width, 1)
+#define FEW_CALL_2(width) few(t, width, 2)
+#define FEW_CALL_4(width) few(t, width, 4)
+#define FEW_CALL_8(width) few(t, width, 8)
 FEW(1)
 FEW(2)
 FEW(4)
 FEW(8)
-#define MANY_CALL(dim) many(t, dim)
-static __attribute__((noinline)) void many_rows(const Task *t) { BY_DIM(MANY_CALL); }
+#define MANY_CALL(width) many(t, width)
+static __attribute__((noinline)) void many_rows(const Task *t) { BY_WIDTH(MANY_CALL); }
 
-static void run(const Job *job, int64_t index) {
+static Task task_of(const Job *job, int64_t index) {
     const Plan *plan = job->plan;
     int lower = 0, upper = plan->n_spans;  // the last span that begins at or before this task
     while (upper - lower > 1) {
@@ -688,58 +819,62 @@ static void run(const Job *job, int64_t index) {
     }
     const Span *span = plan->spans + lower;
     const int64_t inside = index - (int64_t)span->before * plan->kv_heads;
-    const int part = inside / plan->kv_heads, head = inside % plan->kv_heads;
-    const int edge = (span->low / span->size + part) * span->size, group = plan->heads / plan->kv_heads;
-    Task t = {
+    const int part = inside / plan->kv_heads, head = inside % plan->kv_heads, group = plan->heads / plan->kv_heads;
+    int low = span->low, high = span->high;
+    if (span->slot >= 0) {
+        if (part) low = (span->low / PART + part) * PART;
+        high = end_of(low, high, PART);
+    }
+    return (Task){
         .job = job,
         .span = span,
         .store = {plan, plan->pages + span->row * plan->slots, job->k + head * plan->head_stride,
                   job->v + head * plan->head_stride},
         .head = head,
-        .low = edge > span->low ? edge : span->low,
-        .high = edge + span->size < span->high ? edge + span->size : span->high,
+        .low = low,
+        .high = high,
         .slot = span->slot < 0 ? -1 : span->slot + part * span->count,
         .rows = span->count * group,
         .group = group,
     };
-    if (t.rows > FEW_ROWS) many_rows(&t);
-    else if (t.rows > 4) few_8(&t);
-    else if (t.rows > 2) few_4(&t);
-    else if (t.rows == 2) few_2(&t);
-    else few_1(&t);
 }
 
-// Puts the partial results of one token of a span together, for one KV head.
+static void run(const Task *t) {
+    if (t->rows > FEW_ROWS) many_rows(t);
+    else if (t->rows > 4) few_8(t);
+    else if (t->rows > 2) few_4(t);
+    else if (t->rows == 2) few_2(t);
+    else few_1(t);
+}
+
+// Joins the parts of one token of a span, for one KV head.
 static void merge(const Job *job, const Span *span, int token, int kv_head) {
     const Plan *plan = job->plan;
-    const int dim = plan->dim, group = plan->heads / plan->kv_heads;
+    const int width = plan->width, group = plan->heads / plan->kv_heads;
     for (int head = kv_head * group; head < (kv_head + 1) * group; head++) {
         ALIGNED float o[MAX_DIM] = {0};
-        float most = NEVER, l = 0.f;
-        for (int pass = 0; pass < 2; pass++)
-            for (int i = 0; i < span->parts; i++) {
-                const int64_t place = (span->slot + token + (int64_t)i * span->count) * plan->heads + head;
-                const float m = plan->sums[2 * place];
-                if (!pass) {
-                    most = m > most || m != m ? m : most;
-                    continue;
-                }
-                const vf weight = exp2_of(splat(m - most));
-                l += weight[0] * plan->sums[2 * place + 1];
-                for (int d = 0; d < dim; d += LANES) store(o + d, muladd(load(plan->partial + place * dim + d), weight, load(o + d)));
-            }
-        value *out = job->out + ((int64_t)(span->first + token) * plan->heads + head) * dim;
-        const vf inverse = splat(1.f / l);
-        for (int d = 0; d < dim; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
+        vf m = splat(NEVER), l = splat(0.f);
+        for (int i = 0; i < span->tasks; i++) {
+            const int64_t place = (span->slot + token + (int64_t)i * span->count) * plan->heads + head;
+            const float *partial = plan->partial + place * width;
+            vf kept, added;
+            join(&m, &l, splat(plan->sums[2 * place]), splat(plan->sums[2 * place + 1]), &kept, &added);
+            for (int d = 0; d < width; d += LANES) store(o + d, muladd(load(partial + d), added, load(o + d) * kept));
+        }
+        give(job, span->first + token, head, o, l[0]);
     }
 }
 
 static void work(void *argument) {
     Job *job = argument;
-    for (;;) {
-        int64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (index >= job->tasks) return;
-        run(job, index);
+    Task tasks[2];
+    int64_t index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+    if (index < job->tasks) tasks[0] = task_of(job, index);
+    for (int i = 0; index < job->tasks; i = !i) {
+        index = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (index < job->tasks) tasks[!i] = task_of(job, index);
+        tasks[i].then = index < job->tasks ? &tasks[!i] : 0;
+        run(&tasks[i]);
     }
 }
 
@@ -764,7 +899,7 @@ void NAME(const Plan *plan, const void *q, int64_t q_token, int64_t q_head, cons
     job.softcap = softcap * log2e;
     int64_t merges = 0;
     for (int i = 0; i < plan->n_spans; i++) {
-        job.tasks += (int64_t)plan->spans[i].parts * plan->kv_heads;
+        job.tasks += (int64_t)plan->spans[i].tasks * plan->kv_heads;
         if (plan->spans[i].slot >= 0) merges += (int64_t)plan->spans[i].count * plan->kv_heads;
     }
     // The whole team or nobody: libgomp ends threads that a smaller team leaves over.

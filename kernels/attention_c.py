@@ -4,13 +4,14 @@ The kernel is built with the package, for x86-64 on Linux (setup.py). Its ways a
 the fastest first: AVX512-BF16, AVX512, and AVX2 with FMA. It takes float32 and bfloat16; everything else, and every
 machine without it, goes torch's way (`attention_cpu`). `use` chooses one for the whole process.
 
-A chunk is cut by its own length and the model's heads alone, never by what else is in the batch or by how many threads
-there are: a request's results do not depend on either. The threads are those of torch's own OpenMP team. Maths, tiles
-and the tasks themselves: `attention_c.c`.
+What a token comes to depends on itself and the positions that it sees alone: not on how a prompt was cut, on drafts, on
+what else is in the batch, or on threads. So the work may be cut into tasks as the threads need it, which are those of
+torch's own OpenMP team. Maths, order, tiles and the tasks themselves: `attention_c.c`.
 """
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,17 +43,17 @@ _FUNCTIONS: dict[Way, dict[torch.dtype, str]] = {
     "avx512": {torch.bfloat16: "attend_bfloat16_avx512", torch.float32: "attend_float32_avx512"},
     "avx2": {torch.bfloat16: "attend_bfloat16_avx2", torch.float32: "attend_float32_avx2"},
 }
+_LANES: dict[Way, int] = {"avx512_bf16": 16, "avx512": 16, "avx2": 8}  # float32 values of a vector
 WAYS: tuple[Way, ...] = (*_FUNCTIONS, TORCH)
 
 MAX_DIM = 256
 MAX_ROWS = 128  # query rows, the heads of a group counted, of a span
-TASKS = 128  # that about fill a machine
-PART = 256  # the least positions that are worth a task
-_BLOCK = 128  # parts are multiples of so many positions
-_ALL = np.iinfo(np.int32).max
+PART = 384  # positions that are summed by themselves, `PART` in attention_c.c
+_TASKS = 4  # for each thread, at least, where the work can be cut into so many
+_READING = 16  # rows that take as long as reading the keys and values does
 
 # Columns of a span; `Span` in attention_c.c says what they are.
-FIRST, COUNT, START, ROW, LOW, HIGH, SIZE, BEFORE, PARTS, SLOT = range(10)
+FIRST, COUNT, START, ROW, LOW, HIGH, BEFORE, TASKS, SLOT = range(9)
 
 
 class _Plan(ctypes.Structure):
@@ -61,7 +62,7 @@ class _Plan(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parallel", "pages", "spans", "partial", "sums")),
         *((name, ctypes.c_int64) for name in ("slots", "page_size", "cell_stride", "head_stride")),
-        *((name, ctypes.c_int32) for name in ("n_spans", "heads", "kv_heads", "dim", "window")),
+        *((name, ctypes.c_int32) for name in ("n_spans", "heads", "kv_heads", "dim", "width", "window")),
     ]
 
 
@@ -130,18 +131,15 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _function(way: Way, dtype: torch.dtype, dim: int) -> Callable[..., None] | None:
-    """The kernel's function for a head size, or None. Vectors of 16 do not fit every size that those of 8 do."""
-    names: tuple[Way, ...] = (way, "avx2")
-    for name in names:
-        lanes = 8 if name == "avx2" else 16
-        if name in _FUNCTIONS and dtype in _FUNCTIONS[name] and dim % (2 * lanes) == 0 and 0 < dim <= MAX_DIM:
-            function = _library()[_FUNCTIONS[name][dtype]]
-            pointer, long, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-            function.argtypes = [pointer, pointer, long, long, pointer, pointer, pointer, real, real, ctypes.c_int32]
-            function.restype = None
-            return function
-    return None
+def _function(way: Way, dtype: torch.dtype) -> Callable[..., None] | None:
+    """The kernel's function, or None."""
+    if dtype not in _FUNCTIONS[way]:
+        return None
+    function = _library()[_FUNCTIONS[way][dtype]]
+    pointer, long, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    function.argtypes = [pointer, pointer, long, long, pointer, pointer, pointer, real, real, ctypes.c_int32]
+    function.restype = None
+    return function
 
 
 def takes(q: Tensor, kv: Tensor, batch: PagedBatch) -> bool:
@@ -150,7 +148,8 @@ def takes(q: Tensor, kv: Tensor, batch: PagedBatch) -> bool:
     return (
         way() != TORCH
         and q.dtype == kv.dtype
-        and _function(way(), kv.dtype, q.shape[2]) is not None
+        and _function(way(), kv.dtype) is not None
+        and q.shape[2] <= MAX_DIM
         and q.shape[1] // kv.shape[4] <= MAX_ROWS
         and stride[5] == 1
         and stride[2] == kv.shape[3] * stride[3]
@@ -194,7 +193,7 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     Raises IndexError for a chunk outside the page table, ValueError for queries that are not those of the chunks.
     """
     tokens, heads, dim = q.shape
-    function = _function(way(), kv.dtype, dim)
+    function = _function(way(), kv.dtype)
     assert function is not None
     table = batch.page_table
     if sum(batch.lengths) != tokens:
@@ -202,14 +201,16 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     extent = max(start + length for start, length in zip(batch.starts, batch.lengths, strict=True))
     if extent > table.shape[1] * batch.page_size or max(batch.rows) >= len(table):
         raise IndexError(f"position {extent - 1} lies outside a page table of {tuple(table.shape)}")
-    spans, partials = cut(batch, heads // kv.shape[4], kv.shape[4], window)
-    partial = torch.empty(max(partials, 1) * heads * (dim + 2), dtype=torch.float32)
+    spans, partials = cut(batch, heads // kv.shape[4], kv.shape[4], window, torch.get_num_threads())
+    step = 2 * _LANES[way()]
+    width = -(-dim // step) * step
+    partial = torch.empty(max(partials, 1) * heads * (width + 2), dtype=torch.float32)
     plan = _Plan(
         parallel=native.team(),
         pages=table.data_ptr(),
         spans=spans.ctypes.data,
         partial=partial.data_ptr(),
-        sums=partial[max(partials, 1) * heads * dim :].data_ptr(),
+        sums=partial[max(partials, 1) * heads * width :].data_ptr(),
         slots=table.stride(0),
         page_size=batch.page_size,
         cell_stride=kv.stride(3),
@@ -218,6 +219,7 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
         heads=heads,
         kv_heads=kv.shape[4],
         dim=dim,
+        width=width,
         window=window,
     )
     return CPlan(
@@ -231,32 +233,33 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     )
 
 
-def cut(batch: PagedBatch, group: int, kv_heads: int, window: int) -> tuple[Ints, int]:
-    """The spans of a batch [n, 10] int32, those with the longest parts first, and how many partial results they have.
+def cut(batch: PagedBatch, group: int, kv_heads: int, window: int, threads: int) -> tuple[Ints, int]:
+    """The spans of a batch [n, 9] int32, the longest first, and how many partial results they have.
 
-    A chunk of more than `MAX_ROWS` rows is cut into blocks of tokens, and each block's positions into parts: as many as
-    give a machine enough tasks, and none shorter than `PART`. Parts end at multiples of their length.
+    A chunk of more than `MAX_ROWS` rows is cut into blocks of tokens. A block's parts are tasks of their own where it
+    would otherwise be more than a fair task for each of `threads`.
     """
     block = max(1, MAX_ROWS // group)
     spans = []
-    first = partials = 0
+    first = 0
     for row, start, length in zip(batch.rows, batch.starts, batch.lengths, strict=True):
-        blocks = -(-length // block)
-        most = -(-TASKS // (blocks * kv_heads))
         for at in range(0, length, block):
             count = min(block, length - at)
-            low, high = max(0, start + at - window + 1) if window else 0, start + at + count
-            size, parts = _ALL, 1
-            wanted = min(most, (high - low) // PART)
-            if wanted > 1:
-                size = -(-(high - low) // (wanted * _BLOCK)) * _BLOCK
-                parts = -(-high // size) - low // size
-            slot = partials if parts > 1 else -1
-            partials += parts * count if parts > 1 else 0
-            longest = min(size, high - low)
-            spans.append((longest, (first + at, count, start + at, row, low, high, size, 0, parts, slot)))
+            # Pairs of positions are multiplied together, the same ones wherever a window begins.
+            low, high = max(0, start + at - window + 1) & ~1 if window else 0, start + at + count
+            spans.append(((high - low) * (_READING + count * group), first + at, count, start + at, row, low, high))
         first += length
-    spans.sort(key=lambda span: span[0], reverse=True)
-    table = np.array([span for _, span in spans], np.int32)
-    table[:, BEFORE] = np.cumsum(table[:, PARTS]) - table[:, PARTS]
+    fair = sum(span[0] for span in spans) * kv_heads / (threads * _TASKS) if threads > 1 else math.inf
+    table = np.zeros((len(spans), 9), np.int32)
+    partials = 0
+    tasks = []
+    for i, (work, *span) in enumerate(spans):
+        count, low, high = span[1], span[4], span[5]
+        parts = -(-high // PART) - low // PART
+        parts = parts if work > fair else 1
+        table[i] = (*span, 0, parts, partials if parts > 1 else -1)
+        partials += parts * count if parts > 1 else 0
+        tasks.append(work / parts)
+    table = table[np.argsort(tasks)[::-1]]
+    table[:, BEFORE] = np.cumsum(table[:, TASKS]) - table[:, TASKS]
     return table, partials

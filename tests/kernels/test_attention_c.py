@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import c_kernels
 import numpy as np
@@ -22,7 +23,7 @@ from paged_world import PagedWorld, relative_error
 
 from holdfast.kernels import attention_c, attention_cpu
 from holdfast.kernels.attention import paged_attention
-from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PARTS, SIZE, START
+from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PART, SLOT, START, TASKS
 
 WAYS = attention_c.WAYS[:-1]
 
@@ -60,7 +61,7 @@ span = st.tuples(
     page_size=st.sampled_from([1, 8, 16]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 12]),
-    dim=st.sampled_from([16, 32, 64, 80, 96, 128, 256]),
+    dim=st.sampled_from([16, 32, 33, 40, 64, 72, 80, 96, 120, 128, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
     scattered=st.sampled_from([0, 0.1, 1]),
@@ -122,6 +123,45 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype):
         first += length
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    start=st.one_of(st.integers(0, 120), st.integers(300, 1300)),
+    pieces=st.lists(st.one_of(st.integers(1, 6), st.integers(1, 70)), min_size=1, max_size=5),
+    group=st.sampled_from([1, 2, 3, 4, 8]),
+    dim=st.sampled_from([32, 40, 64, 128, 256]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.sampled_from([None, None, 7, 300]),
+    softcap=st.sampled_from([None, None, 20.0]),
+    threads=st.sampled_from([1, 1, 4]),
+)
+def test_a_token_comes_to_the_same_bits_however_its_prompt_is_cut(
+    way, start, pieces, group, dim, dtype, window, softcap, threads
+):
+    """A chunk in one piece, in several, and token by token: by either routine, in one task or in one for each part."""
+    world = PagedWorld([(start, sum(pieces))], 16, 2, group, dim, dtype, 3, scattered=0.2)
+    whole, cut, single = world.attend(window, softcap), torch.empty_like(world.q), torch.empty_like(world.q)
+    kept = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for target, lengths in ((cut, pieces), (single, [1] * sum(pieces))):
+            at = 0
+            for length in lengths:
+                batch = replace(
+                    world.batch,
+                    starts=[start + at],
+                    lengths=[length],
+                    cells=world.batch.cells[at : at + length],
+                    plans={},
+                )
+                some = slice(at, at + length)
+                target[some] = paged_attention(world.q[some], world.kv, 1, batch, 0.3, window, softcap)
+                at += length
+    finally:
+        torch.set_num_threads(kept)
+    assert torch.equal(whole, cut)
+    assert torch.equal(whole, single)
+
+
 def _copy_cells(source: PagedWorld, target: PagedWorld, only: int | None = None) -> None:
     """The keys and values of every sequence, or of one, to where they lie in another store."""
     for chunk in range(len(source.batch.starts)) if only is None else [only]:
@@ -147,11 +187,12 @@ def test_a_query_that_is_no_number_says_so_and_spoils_no_other(way):
     group=st.integers(1, 16),
     kv_heads=st.integers(1, 16),
     window=st.sampled_from([0, 0, 1, 500, 4000]),
+    threads=st.sampled_from([1, 2, 64]),
 )
-def test_every_token_meets_every_position_once(spans, group, kv_heads, window):
+def test_every_token_meets_every_position_once(spans, group, kv_heads, window, threads):
     world = PagedWorld([(1, 1)], 16, 1, 1, 16, torch.float32, 0).batch
     world.starts, world.lengths, world.rows = [s for s, _ in spans], [n for _, n in spans], range(len(spans))
-    table, partials = attention_c.cut(world, group, kv_heads, window)
+    table, partials = attention_c.cut(world, group, kv_heads, window, threads)
     position = np.concatenate([np.arange(s, s + n) for s, n in spans])
     met = np.zeros(len(position), int)
     slots = 0
@@ -159,16 +200,13 @@ def test_every_token_meets_every_position_once(spans, group, kv_heads, window):
         count, first = each[COUNT], each[FIRST]
         assert count * group <= max(attention_c.MAX_ROWS, group)
         assert list(position[first : first + count]) == list(range(each[START], each[START] + count))
-        edges = [
-            each[LOW],
-            *range((each[LOW] // each[SIZE] + 1) * int(each[SIZE]), each[HIGH], int(each[SIZE])),
-            each[HIGH],
-        ]
-        assert len(edges) - 1 == each[PARTS]
-        assert each[LOW] == (max(0, each[START] - window + 1) if window else 0)
+        parts = -(-each[HIGH] // PART) - each[LOW] // PART
+        assert each[TASKS] == (1 if each[SLOT] < 0 else parts)
+        low = max(0, each[START] - window + 1) if window else 0
+        assert each[LOW] == low - low % 2
         assert each[HIGH] == each[START] + count
         met[first : first + count] += 1
-        slots += each[PARTS] * count if each[PARTS] > 1 else 0
+        slots += each[TASKS] * count if each[SLOT] >= 0 else 0
     assert (met == 1).all()
     assert slots == partials
 
@@ -212,15 +250,15 @@ def test_what_does_not_fit_is_refused(way):
         world.attend()
 
 
-@pytest.mark.parametrize("broken", ["half", "odd head size", "a page of its own"])
+@pytest.mark.parametrize("broken", ["half", "a large head", "a page of its own"])
 def test_what_it_does_not_take_goes_torchs_way(way, broken):
-    world = PagedWorld([(40, 3)], 16, 1, 2, 24 if broken == "odd head size" else 64, torch.float32, 2)
+    world = PagedWorld([(40, 3)], 16, 1, 2, 264 if broken == "a large head" else 64, torch.float32, 2)
     if broken == "half":
         world.q, world.kv = (each.half() for each in (world.q, world.kv))
     if broken == "a page of its own":  # room between the pages
         world.kv = torch.cat((world.kv, world.kv), dim=3)[:, :, :, :16]
     assert not attention_c.takes(world.q, world.kv, world.batch)
-    if broken == "odd head size":
+    if broken == "a large head":
         torch.testing.assert_close(world.attend(), world.reference(), atol=1e-5, rtol=1e-5)
 
 

@@ -120,10 +120,11 @@ def test_a_reply_is_the_same_in_any_company_but_for_what_rounding_decides(model,
 
 
 @pytest.mark.skipif(attention_c.way() == "torch" or not product_c.available(), reason="no kernels of our own here")
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(("model", "dtype"), OWN)
-def test_by_our_own_kernels_other_company_changes_no_bit(model, dtype, temperature):
-    together = served(model, dtype).replies(list(range(8)), temperature)
+def test_by_our_own_kernels_neither_company_nor_cutting_nor_drafts_change_a_bit(model, dtype, temperature, way):
+    together = served(model, dtype).replies(list(range(8)), temperature, **WAYS[way])
     assert alone(model, dtype, temperature) == [together[number] for number in range(8)]
 
 

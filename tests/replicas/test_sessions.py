@@ -133,6 +133,33 @@ def test_a_fork_shares_all_and_then_goes_its_own_way():
     world.assert_right("again")
 
 
+def test_a_fork_of_a_fork_during_an_append_has_what_both_had_then():
+    world = make()
+    world.open("a")
+    world.append("a1", "a", words(1, 42))
+    world.fork("a", "b")  # behind the append
+    early = world.fork("b", "never")
+    assert world.end(early).error.kind is ErrorKind.NO_SESSION
+    world.run()
+    world.append("b1", "b", words(2, 30))
+    world.step()
+    last = world.fork("b", "c")
+    world.append("b2", "b", words(3, 9))
+    world.append("a2", "a", words(4, 9))
+    world.run()
+    assert isinstance(world.end(last), Finished)
+    for name, history in (("c", [1, 2]), ("b", [1, 2, 3]), ("a", [1, 4])):
+        world.query(f"ask {name}", name, words(9, 5), keep=False)
+        world.run()
+        world.assert_right(f"ask {name}")
+        sizes = {1: 42, 2: 30, 3: 9, 4: 9}
+        told = [token for seed in history for token in words(seed, sizes[seed])]
+        assert world.prompts[f"ask {name}"][0] == told + words(9, 5)
+    for name in "abc":
+        world.close(name)
+    world.assert_idle()
+
+
 def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
     world = make(cells=256, context_length=128)
     world.open("s")

@@ -7,8 +7,9 @@
   alone with and without: in the company of others prompts are cut as they come, which may move a last bit.
 - `time`: turns with calls in each form of each format, with the guarantee and without, taking turns; with 4 tools and
   with 200. The model writes what the conversation has, whole calls; all else is as it is in service, drafts and forced
-  tokens included. Grammars are compiled before: that is what `ready` is about. It is processor time of all threads, so
-  that the ratios hold on a machine that other work shares.
+  tokens included. Grammars are compiled before: that is what `ready` is about. Other work on a machine moves a turn's
+  processor time by more than grammars do, so what goes to these is taken inside of each turn, with the steps that it
+  takes; whole turns are told beside it.
 - `ready`: how long a new set of 200 tools takes until its turn is with the engine, and what others feel of it.
 - `whole`: tools and words that Pocket has never seen; how many of the turns that begin a call are whole calls, with and
   without. One that is cut before anything of it is sent has begun, too.
@@ -25,7 +26,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,24 +42,26 @@ import transformers
 
 from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
-from holdfast.replicas.config import EngineConfig, Guarantee
+from holdfast.replicas.config import DraftConfig, EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import CallForm, forms_of
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
-from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, TextDelta
+from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
 from holdfast.replicas.scheduling.plan import Drawn, Runner, StepOutput, StepPlan
 from holdfast.replicas.service import Service
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
-from holdfast.replicas.text.conversation import Encoded, TextSide
+from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 
+Made = TypeVar("Made")
 FORMATS = tuple(each for each in ToolFormat if each is not ToolFormat.NONE)
 PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
 MODELS = ("pocket", *map(str, VOCABULARIES))
 _CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
+_STEADY = replace(_CONFIG, speculation=DraftConfig(cost_gate=False))  # as many drafts however long steps take
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
 _SIDES: tuple[Guarantee, Guarantee] = ("off", "schema")
@@ -247,15 +250,67 @@ class Begun:
                 return
 
 
+class Clocked:
+    """`constraints.matcher.Matcher` as `inner` is, whose processor seconds are added to `spent`."""
+
+    def __init__(self, inner: Matcher, spent: list[float]) -> None:
+        self._inner, self._spent = inner, spent
+
+    @property
+    def words(self) -> int:
+        return self._inner.words
+
+    @property
+    def binding(self) -> bool:
+        return self._inner.binding
+
+    @property
+    def finished(self) -> bool:
+        return self._inner.finished
+
+    @property
+    def failed(self) -> bool:
+        return self._inner.failed
+
+    @property
+    def given_up(self) -> bool:
+        return self._inner.given_up
+
+    def copy(self) -> Clocked:
+        return Clocked(clocked(self._spent, self._inner.copy), self._spent)
+
+    def advance(self, token: int) -> bool:
+        return clocked(self._spent, self._inner.advance, token)
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return clocked(self._spent, self._inner.accepts, tokens)
+
+    def forced(self) -> list[int]:
+        return clocked(self._spent, self._inner.forced)
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        clocked(self._spent, self._inner.fill, drafts, out)
+
+
+def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Made:
+    """What `act` makes of its arguments; the processor seconds of that go to `spent`."""
+    began = time.thread_time()
+    made = act(*arguments)
+    spent.append(time.thread_time() - began)
+    return made
+
+
 class Scripted:
-    """A `Runner` whose model is sure of what it says: after a prompt of `n_prompt` tokens, `script`."""
+    """A `Runner` whose model is sure of what it says: after a prompt of `n_prompt` tokens, `script`. `steps` it ran."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.n_prompt = 0
         self.script: Sequence[int] = ()
+        self.steps = 0
 
     def run(self, plan: StepPlan) -> StepOutput:
+        self.steps += 1
         output = self._runner.run(plan)
         return replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn)))
 
@@ -271,7 +326,8 @@ class Scripted:
 
 class Recorded(TextSide):
     """Keeps the tokens of every reply, by the program of its request. `begun` is what replies begin with; `shown`: the
-    tools that the model sees, where these are not the declared ones.
+    tools that the model sees, where these are not the declared ones; `spent`: processor seconds of what holds replies
+    to their grammars, piece by piece.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -279,6 +335,7 @@ class Recorded(TextSide):
         self.replies: dict[str, list[int]] = {}
         self.begun: dict[str, list[int]] = {}
         self.shown: Sequence[Mapping[str, Any]] | None = None
+        self.spent: list[float] = []
         remember = self.cache.remember
 
         def recorded(text: str, ids: Any, mark: str = "", scope: str = "", program: str = "") -> None:
@@ -291,8 +348,12 @@ class Recorded(TextSide):
         seen = prompt if self.shown is None else replace(prompt, tools=self.shown)
         return await super().encoded(seen, scope, program)
 
+    def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
+        return clocked(self.spent, super().constraints, prompt)
+
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         found = super().after_thinking(request, encoded, matcher)
+        found = Clocked(found, self.spent) if found is not None else None
         prefix = self.begun.get(request.request_id)
         return Begun(prefix, found, self.vocabulary) if prefix else found
 
@@ -487,12 +548,32 @@ def _timed(tool_format: ToolFormat) -> list[tuple[str, CallForm]]:
     return [(f"{tool_format} {'bare' if not form.opener else form.opener}", form) for form in forms.all]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A turn without the guarantee and the same one with it: `whole` processor seconds of each, and what of the second
+    one's went to its grammar, less what the first one takes to find that it has none.
+    """
+
+    whole: tuple[float, float]
+    grammar: float
+    steps: tuple[int, int]
+
+    @property
+    def ratio(self) -> float:
+        return self.whole[1] / self.whole[0]
+
+    @property
+    def inside(self) -> float:
+        """The turn's time with its grammar over that without."""
+        return self.whole[1] / (self.whole[1] - self.grammar)
+
+
 async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[str, float]:
-    """Processor time of turns with the guarantee over that of those without, for each form and number of tools: the
-    median of pairs.
+    """What turns with the guarantee take over what they take without their grammar's time, for each form and number of
+    tools: the median of turns. That is told apart from the turns' other noise; whole turns are compared as well.
     """
     ratios = {}
-    runners = [load_runner(_CONFIG) for _ in range(2)]
+    runners = [load_runner(_STEADY) for _ in range(2)]
     scripts = [Scripted(loaded.runner) for loaded in runners]
     others = many_tools(196, 4, 0)
     for tool_format in tool_formats:
@@ -505,16 +586,23 @@ async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) ->
                     pairs = await _pairs((off, on), scripts, form, more, rounds)
                     refused = on[0].engine.stats.refused
                 name = f"{label}, {4 + len(more)} tools"
-                ratios[name] = median(pairs)
-                low, high = np.percentile(
-                    [median(random.Random(i).choices(pairs, k=len(pairs))) for i in range(400)], (2.5, 97.5)
-                )
-                told = f"{ratios[name] - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
+                ratios[name] = median(pair.inside for pair in pairs)
+                steps = [sum(pair.steps[side] for pair in pairs) for side in (0, 1)]
                 print(
-                    f"{name:48} {told} on a turn's processor time, {len(pairs)} pairs; {refused} tokens refused",
+                    f"{name:48} {_interval([pair.inside for pair in pairs])} of a turn's processor time for its "
+                    f"grammar, {steps[1]} steps for {steps[0]}, whole turns {_interval([each.ratio for each in pairs])}"
+                    f", {len(pairs)} pairs; {refused} tokens refused",
                     flush=True,
                 )
+    print(f"median {median(ratios.values()) - 1:+.2%}, most {max(ratios.values()) - 1:+.2%}")
     return ratios
+
+
+def _interval(ratios: Sequence[float]) -> str:
+    """The median, and where it lies with 95 %."""
+    drawn = [median(random.Random(seed).choices(ratios, k=len(ratios))) for seed in range(400)]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return f"{median(ratios) - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
 
 
 async def _pairs(
@@ -523,8 +611,8 @@ async def _pairs(
     form: CallForm,
     more: Sequence[Mapping[str, Any]],
     rounds: int,
-) -> list[float]:
-    """The second side's time over the first one's, for turns whose model writes the call that is meant in `form`.
+) -> list[_Pair]:
+    """Turns of the first side and the second, whose model writes the call that is meant in `form`.
 
     The model sees the tools of its task alone, so that a turn is a short one however many are declared.
     """
@@ -533,7 +621,7 @@ async def _pairs(
     for number in range(-2, rounds):  # two to warm up
         task = TASKS[number % _SETS]
         tools = [*task.tools, *more]
-        spent = {}
+        whole, steps = [0.0, 0.0], [0, 0]
         for side in (0, 1) if number % 2 else (1, 0):
             service, text = sides[side]
             text.shown = task.tools
@@ -543,13 +631,16 @@ async def _pairs(
             ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
             scripts[side].n_prompt = len((await text.encoded(prompt)).tokens)
             scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
+            scripts[side].steps = 0
+            text.spent.clear()
             began = time.process_time()
             answer = await service.generate(request)
-            spent[side] = time.process_time() - began
+            whole[side], steps[side] = time.process_time() - began, scripts[side].steps
             if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
                 raise RuntimeError(f"{form}: {answer}")
         if number >= 0:
-            pairs.append(spent[1] / spent[0])
+            grammar = sum(sides[1][1].spent) - sum(sides[0][1].spent)
+            pairs.append(_Pair((whole[0], whole[1]), grammar, (steps[0], steps[1])))
     return pairs
 
 

@@ -123,7 +123,8 @@ class Drafts:
 def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
     """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
 
-    Forced tokens are always drawn, so they cost a row of the forward each and never a step.
+    Forced tokens are always drawn, so they cost a row of the forward each and never a step. Drafts of tokens that are
+    drawn freely are not asked about: the grammar reads them once they are drawn, and twice is half of what it takes.
     """
     matcher = sequence.matcher
     if matcher is None or sequence.awaited is not None:  # nobody knows yet what may follow a token that is in flight
@@ -132,6 +133,8 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
     forced = matcher.forced()[:limit] if limit > 0 else []
     if forced and drafts[: len(forced)].tolist() != forced:
         return np.array(forced, np.int32)
+    if not matcher.binding:
+        return drafts
     return drafts[: matcher.accepts(drafts.tolist())] if len(drafts) else NO_DRAFT
 
 

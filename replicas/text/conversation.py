@@ -5,6 +5,7 @@ Used from one asyncio thread. Not here: the engine, and anything of HTTP.
 
 import json
 import logging
+import marshal
 import math
 import threading
 from bisect import bisect_right
@@ -262,8 +263,8 @@ class TextSide:
         if len(prompt.tools) < _MANY_TOOLS:
             return reply_rule(prompt, self._guarantee, self._writes_calls)
         form = prompt.output and (prompt.output.schema, prompt.output.strict)
-        asked = (prompt.tools, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
-        key = blake2b(json.dumps(asked, default=dict).encode(), digest_size=16).digest()
+        asked = (prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
+        key = _digest(prompt.tools) + json.dumps(asked, default=dict).encode()
         with self._reading_rules:
             if key in self._rules:
                 self._rules.move_to_end(key)
@@ -405,7 +406,7 @@ class CallSkeletons:
         """The skeletons of `tools`, in OpenAI's format. With `begin` those of many are made beside: none until then."""
         if self._form is None:
             return None
-        key = blake2b(json.dumps(tools).encode(), digest_size=16).digest()
+        key = _digest(tools)
         found = self._sets.get(key)
         if found is None:
             form, endings = self._form, self._endings
@@ -428,6 +429,15 @@ class CallSkeletons:
         ids = range(backend.get_vocab_size())
         texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
         return value_endings(zip(ids, texts, strict=True))
+
+
+def _digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Equal for tools that are declared alike; quickly, for it may be hundreds of them on the event loop's thread."""
+    try:
+        content = marshal.dumps(tools, 2)  # a later version tells the same values apart by where they stand in memory
+    except ValueError:  # a mapping that is no dict
+        content = json.dumps(tools, default=dict).encode()
+    return blake2b(content, digest_size=16).digest()
 
 
 def _remembered(config: EngineConfig) -> float:

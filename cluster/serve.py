@@ -39,8 +39,12 @@ from holdfast.router.store import RedisAddress
 Say = Callable[[str], None]
 TELL_S = 5.0  # in which routers have to hear that the server stops
 WATCH_S = 2.0  # between two looks whether all processes are there
+LOOK_S = 30.0  # in which Serve says how it is, or does not
+SERVING = "ray::ServeReplica:"  # titles of engines and routers
+CONTROL = ("gcs_server", "raylet")  # of Ray's processes those without which nothing is started again
 SERVES = {"controller": "ray::ServeController", "proxy": "ray::HAProxyManager"}  # titles of its own processes
 MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
+LONGEST_BASE = 97 - len("/holdfast-________") - len("/") - 56 - len("/admin.sock")
 OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
 
 
@@ -172,9 +176,9 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
     """A folder for sockets and logs that only this user may enter; kept when the start fails."""
-    # Trap: HAProxy puts sockets below a name of 56 characters, and a socket's path ends at 107.
+    # Trap: HAProxy puts sockets below a name of 56 characters, and takes no path of a socket that is longer than 97.
     base = Path(tempfile.gettempdir())
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=base if len(str(base)) <= 16 else "/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=base if len(str(base)) <= LONGEST_BASE else "/tmp"))
     try:
         yield folder
     except (KeyboardInterrupt, SystemExit):
@@ -247,8 +251,9 @@ def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(Exception):  # a supervisor's: `_leave_nothing` ends what is left
-            serve.shutdown()
+        if not _lost():  # Trap: it would wait for ever for a controller that nobody starts
+            with suppress(Exception):  # a supervisor's: `_leave_nothing` ends what is left
+                serve.shutdown()
 
 
 def _quiet(settings: Settings) -> dict[str, Any]:
@@ -311,13 +316,24 @@ def _reason(overview: Any) -> str:
 
 
 def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
-    """Say what dies and what is back, and start Redis again, until a signal asks to stop."""
-    up, serves, redis_there = _up(), _serves(), True
+    """Say what dies and what is back, and start Redis again, until a signal asks to stop.
+
+    Raises UnavailableError where something that serves has died and Ray is not there to start it again.
+    """
+    up, serves, redis_there, lost = _up(), _serves(), True, ""
+    whole = len(processes.titled(SERVING))
     while True:
         signals.heed()
         time.sleep(WATCH_S)
         if running.redis is not None:
             redis_there = _look_after(running.redis, redis_there, say)
+        before_lost, lost = lost, _lost()
+        if lost:
+            if len(processes.titled(SERVING)) < whole:
+                raise UnavailableError(f"Ray's {lost} has died, and with it or since an engine or a router: start anew")
+            if not before_lost:
+                say(f"Ray's {lost} has died: what is there goes on serving, until something of it dies, too")
+            continue
         before, up = up, _up() or up
         for line in changes(before, up):
             say(line)
@@ -369,14 +385,26 @@ def _serves() -> Mapping[str, Set[int]]:
     return {name: processes.titled(title) for name, title in SERVES.items()}
 
 
+def _lost() -> str:
+    """One of Ray's own processes that has died and is not started again, by its name; "" while all are there."""
+    from ray._private import worker
+
+    node = worker._global_node
+    return next((name for name, _ in node.dead_processes() if name in CONTROL), "") if node else ""
+
+
 def _up() -> Mapping[str, int]:
     """Processes that serve, by deployment; empty where Serve's controller does not answer: it comes back by itself."""
-    from ray import serve
+    import ray
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeInstanceDetails
 
     from holdfast.cluster.application import APPLICATION
 
     with suppress(Exception):  # a supervisor's: whatever a dying cluster raises
-        overview = serve.status().applications[APPLICATION]
+        # As `serve.status` does it. Trap: that waits for ever where Ray has died.
+        asked = _get_global_client()._controller.get_serve_instance_details.remote()
+        overview = ServeInstanceDetails(**ray.get(asked, timeout=LOOK_S))._get_status().applications[APPLICATION]
         return {name: each.replica_states.get("RUNNING", 0) for name, each in overview.deployments.items()}
     return {}
 

@@ -473,7 +473,7 @@ def capture(world: World, folder: Path) -> None:
     keep("redis", redis_said)
     for command in processes.values():
         words = command.split()
-        if "haproxy" in words[0] and "-f" in words:
+        if "/haproxy " in command and "-f" in words:
             configuration = Path(words[words.index("-f") + 1])
             keep("haproxy.cfg", configuration.read_text)
             keep("haproxy", lambda path=configuration: haproxy_said(path))

@@ -73,6 +73,8 @@ return {redis.call('ZCARD', KEYS[1])}
 """
 
 _RESULTS = {1: "booked", 3: "lost"}  # of `BOOK`
+_KNOWN = 8  # requests, from which on it counts how much of what others asked for they drew
+_LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved for it however few others drew
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
 
@@ -213,13 +215,13 @@ class Accounts:
                 del known[name]
 
     def estimate(self, tenant: Tenant, answers: int, input_tokens: int, output_tokens: int) -> Cost:
-        """What a request is taken to need. `input_tokens` is a guess from its length, which is put right by what such
-        guesses of this tenant's were worth.
+        """What a request is taken to need. `input_tokens` is a guess from its length, and `output_tokens` what it may
+        draw: both are put right by what such figures of this tenant's were worth.
         """
         habit = self._habits.get(tenant.name) or _Habit()
         n = round(input_tokens * habit.scale)
         uncached = round(n * habit.uncached)
-        output = output_tokens
+        output = round(output_tokens * habit.drawn_of_asked)
         units = round(priced(self._config.prices, uncached, n - uncached, output))
         return Cost(answers, n, uncached, output, units)
 
@@ -316,7 +318,7 @@ class Accounts:
         limits, now_ms = tenant.limits, self._local_ms()
         program = served.program if limits.max_programs is not None else ""
         if record is not None and admission.leased:
-            self._habit(tenant.name).learn(record, admission.guessed)
+            self._habit(tenant.name).learn(record, admission.guessed, admission.asked)
         if limits.any or admission.leased:
             periods = _periods(self.clock())
             self._local.settle(tenant.name, now_ms, admission.id, used, program, served.over, periods)
@@ -416,6 +418,7 @@ class Admission:
         self.leased = False  # it holds a place and an estimate until it ends
         self.late = False  # it was let in without Redis
         self.guessed = 0  # tokens of its prompt, by its length
+        self.asked = 0  # tokens that it may draw, as far as is known
         self._ended: asyncio.Task[None] | None = None
 
     @property
@@ -429,7 +432,7 @@ class Admission:
         self.charged = True
         if not tenant.limits.any:
             return
-        self.guessed = input_tokens
+        self.guessed, self.asked = input_tokens, output_tokens
         cost = self._accounts.estimate(tenant, answers, input_tokens, output_tokens)
         if not self.counts_tokens:
             cost = Cost(answers)
@@ -469,19 +472,31 @@ class Admission:
 
 @dataclass(slots=True)
 class _Habit:
-    """What a tenant's prompts turn out to be: tokens for each that was guessed, and the part that no cache has."""
+    """What a tenant's requests turn out to be: tokens of the prompt for each that was guessed, the part that no cache
+    has, and tokens drawn of those that were asked for.
+    """
 
     scale: float = 1.0
     uncached: float = 1.0
+    drawn: float = 0.0  # of a request, and `asked` likewise
+    asked: float = 0.0
     seen: int = 0
 
-    def learn(self, record: UsageRecord, guessed: int) -> None:
+    @property
+    def drawn_of_asked(self) -> float:
+        """Never so little that many requests at once, unlike those before them, could go over a limit by much."""
+        return max(self.drawn / self.asked, _LEAST_DRAWN) if self.asked and self.seen >= _KNOWN else 1.0
+
+    def learn(self, record: UsageRecord, guessed: int, asked: int) -> None:
         if not record.input or record.outcome == "cached":
             return
         self.seen += 1
         weight = max(0.1, 1 / self.seen)
         if guessed:
             self.scale += weight * (record.input / guessed - self.scale)
+        if asked:
+            self.drawn += weight * (record.output - self.drawn)
+            self.asked += weight * (asked - self.asked)
         self.uncached += weight * ((record.input - record.cached) / record.input - self.uncached)
 
 

@@ -3,14 +3,15 @@ import asyncio
 from prometheus_client import CollectorRegistry
 from redis_server import RedisServer
 
+from holdfast.router.accounts import Accounts
 from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
 from holdfast.router.redis_info import RedisInfo
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
-from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.watching import watch_line, watch_redis, watch_tenants
+from holdfast.router.tenants import Principal, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.watching import watch_accounts, watch_line, watch_redis, watch_tenants
 
 
 def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
@@ -42,6 +43,28 @@ def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
 
 def test_a_server_that_leaves_something_out():
     assert RedisInfo.of({"db0": {"keys": 2}, "db1": {"keys": 3}, "db_x": "y"}) == RedisInfo(0, 0, 0, 5, 0)
+
+
+def test_a_router_that_goes_by_its_own_part_of_the_quotas_says_so(tmp_path):
+    registry = CollectorRegistry()
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def run():
+        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 1.0)
+        accounts = Accounts(store=store)
+        watch_accounts(RouterMetrics(registry), accounts)
+        who, told = Principal(Tenant("t", limits=TenantLimits(requests_per_minute=9))), []
+        for lost in (False, True):
+            if lost:
+                server.kill()
+            await accounts.admission(who).charge()
+            told.append(registry.get_sample_value("holdfast_quota_local"))
+        await accounts.close()
+        await store.close()
+        return told
+
+    assert asyncio.run(run()) == [0.0, 1.0]
 
 
 def test_tenants_that_come_later_have_series_and_limits():

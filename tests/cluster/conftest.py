@@ -75,8 +75,12 @@ def start(folder: Path, settings: str, *arguments: str, replica: str = "") -> Se
             command, stdin=subprocess.DEVNULL, stdout=written, stderr=written, env={**os.environ, MARK: mark}
         )
     server = Server(f"http://127.0.0.1:{port}", port, mark, process, output)
-    eventually(lambda: process.poll() is not None or "Holdfast serves" in output.read_text(), START_S)
-    assert process.poll() is None, output.read_text()
+    try:
+        eventually(lambda: process.poll() is not None or "Holdfast serves" in output.read_text(), START_S)
+        assert process.poll() is None, output.read_text()
+    except BaseException:
+        process.terminate()  # who started it has nothing to stop
+        raise
     return server
 
 

@@ -24,6 +24,7 @@ PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "rest
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
+_STEP_MS_CPU, _STEP_MS_GPU = 200.0, 100.0  # docs/scheduling.md, how long a step is
 _INT8_ON_GPU = "int8 products are computed on a CPU: set another dtype, or device to cpu"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
 
@@ -148,6 +149,7 @@ class EngineConfig:
     high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
+    step_ms: float = 0.0  # milliseconds that prompts add to a step in which others decode; 0: 200 on a CPU, else 100
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
     chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
@@ -226,7 +228,7 @@ class EngineConfig:
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
-        _check(self, _NOT_NEGATIVE, "preposition_after_s")
+        _check(self, _NOT_NEGATIVE, "preposition_after_s", "step_ms")
         _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
@@ -291,6 +293,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         cells=cells,
         host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
+        step_ms=config.step_ms or (_STEP_MS_CPU if device == "cpu" else _STEP_MS_GPU),
         order="program" if config.order == "auto" else config.order,
         overlap_steps=config.overlap_steps if config.overlap_steps != "auto" else "on" if device != "cpu" else "off",
     )

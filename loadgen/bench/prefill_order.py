@@ -1,28 +1,45 @@
-"""When prompts have their first token, by how prefills share a step.
+"""When prompts have their first token and how long replies stand still, by how prefills share a step.
 
-``python -m holdfast.loadgen.bench.prefill_order``: the real engine over the simulator's cost model (8B on an A100), so
-it takes seconds and no GPU. `equal` is `engine.equal_chunks`, the rule of stateful inference, section 3.2; the others
-spend a step in program order, with that many tokens for everybody behind (`engine.chunk_floor`).
+``python -m holdfast.loadgen.bench.prefill_order [--machine 8b-h200]``: the real engine over the simulator's cost model
+(8B on an A100 where nothing else is said), so it takes seconds and no GPU. `equal` is `engine.equal_chunks`, the rule
+of stateful inference, section 3.2; `floor` spends a step in program order, with that many tokens for everybody behind
+(`engine.chunk_floor`); `ms` lets prompts add so much to a step in which others decode (`engine.step_ms`), here 0 any.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.loadgen.simulator.machines import profile
+from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.policies import PAGE, engine_config
+from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Sampling, Submit, Tokens
 
-PROFILE = profile("8b-a100")
+PROFILE = machines.profile("8b-a100")
+CPU = Profile(  # 253 M in bfloat16 on two cores with AVX512-BF16; docs/performance.md, forwards on a CPU
+    "cpu",
+    2e-3,
+    weights_s=13e-3,
+    token_s=1.2e-3,
+    pair_s=2.7e-7,
+    cell_s=1.3e-6,
+    reload_s=1e-6,
+    cells=60_000,
+    host_cells=0,
+)
 FLOORS = (16, 64, 256)
+BUDGETS = (0, 20, 50, 100, 200, 400)  # milliseconds
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +48,43 @@ class Load:
 
     name: str
     sizes: npt.NDArray[np.int64]
-    came: npt.NDArray[np.float64]
+    came: Floats
     replies: npt.NDArray[np.int64]
 
 
-def loads() -> Iterator[Load]:
-    """Bursts, which order helps, and a stream of prompts of very different lengths, where sharing helps the short."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Seconds: from each prompt's arrival to its first token, between the tokens of replies, and until all was said."""
+
+    first: Floats
+    gaps: Floats
+    wall: float
+
+
+def loads(pace: float = 1.0) -> Iterator[Load]:
+    """Bursts, which order helps, and streams of prompts of very different lengths, where sharing helps the short; time
+    goes `pace` times as fast.
+    """
     rng = np.random.default_rng(1)
     yield Load("16 prompts of 4,096 at once", np.full(16, 4096), np.zeros(16), np.full(16, 32))
     yield Load("64 of 200 to 12,000 at once", rng.integers(200, 12_000, 64), np.zeros(64), np.full(64, 64))
     sizes = np.minimum(rng.lognormal(7.6, 1.0, 300), 30_000).astype(np.int64) + 10
-    yield Load("300 log-normal, 3 a second", sizes, np.cumsum(rng.exponential(1 / 3, 300)), rng.integers(16, 200, 300))
+    came = np.cumsum(rng.exponential(1 / 3, 300)) / pace
+    yield Load("300 log-normal, 3 a second", sizes, came, rng.integers(16, 200, 300))
+    turns = np.minimum(rng.lognormal(5.7, 0.9, 300), 4_000).astype(np.int64) + 10
+    yield Load(
+        "300 turns, 8 a second", turns, np.cumsum(rng.exponential(1 / 8, 300)) / pace, rng.integers(16, 120, 300)
+    )
 
 
-def first_tokens(load: Load, config: EngineConfig) -> npt.NDArray[np.float64]:
-    """Seconds from each prompt's arrival to its first token."""
-    runner = CostRunner(PROFILE, PAGE)
+def play(load: Load, config: EngineConfig, profile: Profile = PROFILE) -> Played:
+    """All requests of a load, each served as it comes."""
+    runner = CostRunner(profile, PAGE)
     engine = Engine(config, runner, stopwatch=lambda: 0.0)
     rng = np.random.default_rng(0)
     first: dict[str, float] = {}
+    latest: dict[str, float] = {}
+    gaps = []
     now, i, n = 0.0, 0, len(load.sizes)
     while i < n or engine.busy:
         while i < n and (load.came[i] <= now or not engine.busy):
@@ -58,24 +93,41 @@ def first_tokens(load: Load, config: EngineConfig) -> npt.NDArray[np.float64]:
             reply = Sampling(int(load.replies[i]))
             engine.handle(Submit(str(i), tokens, reply, "", f"program {i}", came + 1.0), now, came)
             i += 1
-        events = engine.step(now)
-        now += runner.seconds
+        begun = now
+        events = engine.step(begun, lambda begun=begun: begun + runner.seconds)  # type: ignore[misc]
+        now = begun + runner.seconds
         for event in events:
             if isinstance(event, Tokens):
-                first.setdefault(event.request_id, now)
-    return np.array([first[str(i)] for i in range(n)]) - load.came
+                if event.request_id in first:
+                    gaps.append(now - latest[event.request_id])
+                else:
+                    first[event.request_id] = now
+                latest[event.request_id] = now
+    return Played(np.array([first[str(i)] for i in range(n)]) - load.came, np.array(gaps), now)
 
 
-def main() -> int:
-    """Print mean, median, 99th percentile and longest, in seconds, of each load under each rule."""
-    base = engine_config("default", PROFILE, host=False)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print seconds to first tokens, milliseconds between tokens, and seconds in all, of each load under each rule."""
+    parser = argparse.ArgumentParser(prog="bench prefill_order", description="How prefills share a step.")
+    parser.add_argument("--machine", choices=("cpu", *machines.names()), default=PROFILE.name)
+    options = parser.parse_args(argv)
+    machine = CPU if options.machine == "cpu" else machines.profile(options.machine)
+    base = engine_config("default", machine, host=False)
     rules = {"equal": replace(base, equal_chunks=True)}
     rules |= {f"in order, floor {floor}": replace(base, chunk_floor=floor) for floor in FLOORS}
-    for load in loads():
-        print(f"{load.name:<28} {'mean':>8} {'median':>8} {'p99':>8} {'longest':>8}")
+    rules |= {f"in order, {budget} ms": replace(base, step_ms=budget) for budget in BUDGETS}
+    columns = ("mean", "median", "p99", "longest", "median", "p99", "longest", "wall")
+    for load in loads(machines.profile("8b-a100").token_s / machine.token_s):
+        print(f"{load.name:<28} " + " ".join(f"{column:>8}" for column in columns))
         for rule, config in rules.items():
-            waits = first_tokens(load, config)
-            figures = (waits.mean(), np.median(waits), np.percentile(waits, 99), waits.max())
+            played = play(load, config, machine)
+            waits, gaps = played.first, played.gaps * 1e3
+            figures = [
+                waits.mean(),
+                *np.percentile(waits, (50, 99, 100)),
+                *np.percentile(gaps, (50, 99, 100)),
+                played.wall,
+            ]
             print(f"  {rule:<26} " + " ".join(f"{figure:8.3f}" for figure in figures), flush=True)
     return 0
 

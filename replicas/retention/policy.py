@@ -362,6 +362,11 @@ class Learned:
         self._prefill.measured(spans, seconds)
 
     @property
+    def cost(self) -> RestoreCost:
+        """What computing takes; nothing until enough has been seen."""
+        return self._prefill.cost
+
+    @property
     def token_s(self) -> float:
         """Seconds that a prompt of a thousand tokens takes for each of them; 0: not known yet."""
         return self._prefill.cost.seconds(1000) / 1000

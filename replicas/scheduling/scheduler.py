@@ -4,6 +4,8 @@
 what it brought back and drew. No tensors and no clock: cells and rows come through `running`, time from the caller.
 """
 
+import math
+
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.events import (
@@ -17,7 +19,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.retention.policy import Learned
+from holdfast.replicas.retention.policy import Learned, RestoreCost
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.ahead import WorkAhead
@@ -34,6 +36,8 @@ from holdfast.replicas.types import Priority
 
 _TENANTS = 200  # whose seconds are counted apart
 _OTHERS = "other"
+_LEAST_CHUNK = 64  # tokens of a prompt beside others: fewer take nearly as long
+_UNBOUNDED = 1 << 62
 _NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
@@ -231,7 +235,7 @@ class Scheduler:
         prefilling = [each for each in prefilling if each.submit.background is None]
         if not prefilling:
             return
-        for sequence, size in zip(prefilling, self._chunks(prefilling), strict=True):
+        for sequence, size in zip(prefilling, self._chunks(prefilling, beside=len(builder.chunks)), strict=True):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
             if size == 0 or (builder.chunks and not self._below_high_water(builder, sequence, now)):
@@ -252,16 +256,21 @@ class Scheduler:
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
 
-    def _chunks(self, prefilling: list[Sequence]) -> list[int]:
-        """Tokens of each, in order. Those of batch share what the others leave of the step, and may have nothing."""
+    def _chunks(self, prefilling: list[Sequence], beside: int) -> list[int]:
+        """Tokens of each, in order, with so many that decode `beside` them. Those of batch share what the others leave
+        of the step, and may have nothing.
+        """
         hurry = [each for each in prefilling if not each.batch or self._classes.due]
+        most = self._config.step_tokens
+        if beside and self._config.step_ms:
+            most = min(most, tokens_within(self._config.step_ms / 1e3, prefilling[0].n_computed, self._learned.cost))
         sizes = (
-            chunk_sizes([s.pending for s in hurry], narrow(hurry, self._running, self._config), self._config)
+            chunk_sizes([s.pending for s in hurry], narrow(hurry, self._running, self._config), self._config, most)
             if hurry
             else []
         )
         batch = prefilling[len(hurry) :]
-        left = self._config.step_tokens - sum(sizes)
+        left = most - sum(sizes)
         if batch and left > 0:
             sizes = [
                 *sizes,
@@ -449,6 +458,15 @@ def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -
     hurried = any(0 < s.sampling.max_tokens <= config.latency_max_tokens for s in running)
     waited_for = any(not s.batch and not s.background for s in running)
     return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
+
+
+def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
+    """How many tokens from position `start` on make a step so many seconds longer: the greatest n with
+    a ((start + n)^2 - start^2) + b n <= seconds, but never fewer than `_LEAST_CHUNK`.
+    """
+    each = 2 * cost.a * start + cost.b
+    slope = each + math.sqrt(each * each + 4 * cost.a * seconds)  # of the root that is no difference of like numbers
+    return max(int(2 * seconds / slope), _LEAST_CHUNK) if slope else _UNBOUNDED
 
 
 def chunk_sizes(

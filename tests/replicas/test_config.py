@@ -105,3 +105,9 @@ def test_auto_is_never_int8(cpu, cuda):
     for checkpoint in ("float32", "bfloat16", "float16"):
         resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), ModelShape(2048, checkpoint, 1024, 2048))
         assert resolved.dtype == (checkpoint if cuda else cpu)
+
+
+@pytest.mark.parametrize(("device", "asked", "found"), [("cpu", 0, 200), ("cuda", 0, 100), ("cpu", 35.5, 35.5)])
+def test_a_step_beside_sequences_that_decode_is_bounded_by_what_the_device_is(device, asked, found):
+    config = EngineConfig(device=device, step_ms=asked)
+    assert resolve(config, Hardware(device == "cuda", 2), ModelShape(2048, "bfloat16", 1024, 2048)).step_ms == found

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling.admission import Budget, find_leader
-from holdfast.replicas.scheduling.scheduler import chunk_sizes
+from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within
 from holdfast.replicas.sequences import Sequence, Status
 
 CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admission_ceiling=0.5, completion_reserve=100)
@@ -54,6 +55,23 @@ def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
     assert chunk_sizes([9000] * 4, [False] * 4, CONFIG) == [4096 - 3 * CONFIG.chunk_floor] + [CONFIG.chunk_floor] * 3
     assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, equal_chunks=True)) == [1024] * 4
     assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, adaptive_chunks=False)) == [4096] * 4
+
+
+@given(
+    start=st.integers(0, 100_000),
+    seconds=st.floats(1e-3, 10),
+    a=st.one_of(st.just(0.0), st.floats(1e-10, 1e-6)),
+    b=st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+)
+def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, a, b):
+    n = tokens_within(seconds, start, RestoreCost(a, b, 5.0))
+
+    def taken(n):
+        return a * ((start + n) ** 2 - start**2) + b * n
+
+    assert n >= 64
+    assert n == 64 or taken(n) <= seconds * (1 + 1e-6)
+    assert not (a or b) or taken(n + 1) >= seconds * (1 - 1e-6)
 
 
 def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion():

@@ -193,13 +193,13 @@ def test_ten_thousand_handles_take_no_more_than_there_is():
 
     for begin in range(0, len(names), 100):
         for n in range(begin, begin + 100):
-            prompt = [1 + n % 97, 1 + n % 89, 1 + n % 83, 7]
-            world.ahead(names[n], prompt, f"p{n % 100}", names[n], keep_s=1e9)
+            prompt = [1 + n % 49, 1 + n // 49 % 49, 1 + n // 2401, 7]
+            world.ahead(names[n], prompt, f"p{n}", names[n], keep_s=1e9)
         engine_runs()
         world.check()
     assert {type(world.end(name)) for name in names} == {Finished}
     assert 0 < len(pins(world)) <= world.config.cells // world.config.page_size
-    world.submit("turn", words(9, 40), 8, program="another")
+    world.submit("turn", words(9, 40), 8, program="another", ends=True)
     world.run()
     world.assert_right("turn")
     for name in names:

@@ -124,7 +124,7 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
     """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
 
     Forced tokens are always drawn, so they cost a row of the forward each and never a step. Drafts of tokens that are
-    drawn freely are not asked about: the grammar reads them once they are drawn, and twice is half of what it takes.
+    drawn freely are not asked about: the grammar reads them once they are drawn, and twice took a third of its time.
     """
     matcher = sequence.matcher
     if matcher is None or sequence.awaited is not None:  # nobody knows yet what may follow a token that is in flight

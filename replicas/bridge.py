@@ -29,6 +29,7 @@ from holdfast.replicas.events import (
     Request,
     Stop,
     Terminal,
+    Tokens,
     Usage,
     Work,
     used_by,
@@ -41,6 +42,7 @@ Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent
 _LONGEST_WAIT_S = 3600.0
 FADING = 0.999  # of the longest step, with each one after it: a thousand steps later it counts a third
 ENDED = 4096  # requests that have ended, or whose callers have left: it is remembered what was drawn for them
+HANDING_S = 0.001  # for which the engine's thread leaves the interpreter to the event loop behind a first token
 
 
 class EngineThread:
@@ -230,6 +232,8 @@ class Bridge:
         self._before: dict[str, Work] = {}  # what was done for live requests that were submitted before
         self._used: dict[str, asyncio.Future[Usage]] = {}  # by those of `ENDED`, once they have ended
         self._closed = False
+        self._silent: set[str] = set()  # requests of which no token was delivered so far
+        self._handed = threading.Event()  # the readers of the events that were delivered last have had them
         self._thread = EngineThread(engine, self._deliver, self._thread_ended)
         self._thread.start()
 
@@ -262,6 +266,7 @@ class Bridge:
         mailbox = Mailbox(self._loop, self._interval)
         self._mailboxes[request_id] = mailbox
         self._unended.add(request_id)
+        self._silent.add(request_id)
         self._used.pop(request_id, None)  # of an attempt before
         if before != NO_WORK:
             self._before[request_id] = before
@@ -274,6 +279,7 @@ class Bridge:
                 yield events
         finally:
             del self._mailboxes[request_id]
+            self._silent.discard(request_id)
             if not ended:
                 self._use(request_id)
                 self._thread.send(Abort(request_id))
@@ -308,7 +314,17 @@ class Bridge:
     # ---- on the engine's thread ----
 
     def _deliver(self, events: list[Event]) -> None:
+        """Hand events to the loop. Where first tokens are among them their readers have them before the next step is
+        planned, or `HANDING_S` is over: a loop that waits for the interpreter may wait for as long as planning takes.
+        """
+        first = {event.request_id for event in events if isinstance(event, Tokens)} & self._silent
+        if not first:
+            self._call_on_loop(self._dispatch, events)
+            return
+        self._silent.difference_update(first)
+        self._handed.clear()
         self._call_on_loop(self._dispatch, events)
+        self._handed.wait(HANDING_S)
 
     def _thread_ended(self) -> None:
         self._call_on_loop(self._fail_the_rest)
@@ -336,6 +352,7 @@ class Bridge:
             mailbox = self._mailboxes.get(request_id)
             if mailbox is not None:
                 mailbox.put(batch)
+        self._loop.call_soon(self._handed.set)  # behind the readers, which these events have woken
 
     def _use(self, request_id: str) -> asyncio.Future[Usage]:
         """What the request will have cost is remembered; of too many the first one is forgotten."""

@@ -32,26 +32,68 @@ class Source(Protocol):
         ...
 
 
+class Connection:
+    """A client's connection, from when its request has been read until its answer is sent, or it goes.
+
+    One for a request: watching it takes a task.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._gone = asyncio.ensure_future(_disconnect(receive))
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the client goes: then raises ClientGoneError.
+
+        The work is done in the caller's task. In one of its own the end of it would be known some turns of the event
+        loop later, and a stream begins with what this returns.
+        """
+        over = False
+
+        def gone(_: object) -> None:
+            if not over:
+                until.reschedule(asyncio.get_running_loop().time())
+
+        try:
+            async with asyncio.timeout(None) as until:
+                self._gone.add_done_callback(gone)
+                try:
+                    return await work
+                finally:
+                    over = True
+                    self._gone.remove_done_callback(gone)
+        except Exception:
+            if until.expired():
+                raise ClientGoneError from None
+            raise
+
+    def close(self) -> None:
+        """Watch it no longer."""
+        self._gone.cancel()
+
+
 class EventStream(Response):
     """Sends what `source` gives until it ends or the client goes, then closes it.
 
     A client that takes nothing for `stall_s` seconds counts as gone: it would hold what its request holds for as long
-    as it likes.
+    as it likes. `connection`: where it is watched already.
     """
 
-    def __init__(self, source: Source, stall_s: float | None = None) -> None:
+    def __init__(self, source: Source, stall_s: float | None = None, connection: Connection | None = None) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(EVENT_HEADERS)
         self._source = source
         self._stall_s = stall_s
+        self._connection = connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = self._connection or Connection(receive)
         try:
-            await until_disconnect(receive, self._pump(send))
+            await connection.during(self._pump(send))
         except (ClientGoneError, OSError):
             return
         finally:
+            connection.close()
             await self._source.close()
 
     async def _pump(self, send: Send) -> None:
@@ -67,18 +109,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
+    connection = Connection(receive)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        return await connection.during(work)
     finally:
-        for each in (task, watch):
-            if not each.done():
-                each.cancel()
-                await asyncio.wait((each,))
+        connection.close()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -190,6 +190,30 @@ class ResponseEncoder:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
+class CompactionEncoder(ResponseEncoder):
+    """Writes a response whose one item is a compaction: what the model says is its summary, and only we can read it."""
+
+    def __init__(self, shell: dict[str, Any], unique: str, conceal: Callable[[str], str]) -> None:
+        super().__init__(shell, unique)
+        self._seal = conceal
+        self._summary: list[str] = []
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            self._summary.append(piece.text)
+            return b""
+        if isinstance(piece, ReasoningDelta | ToolCallDelta):
+            return b""
+        return super()._piece(piece)
+
+    def _completed(self, piece: Completed) -> bytes:
+        summary = self._seal("".join(self._summary).strip())
+        item = {"id": f"cmp_{self._unique}", "type": "compaction", "encrypted_content": summary}
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.output_item.done", output_index=0, item=item) + super()._completed(piece)
+
+
 def _text_part(text: str, logprobs: Iterable[LogprobText] = ()) -> dict[str, Any]:
     told = chat_logprobs(tuple(logprobs))["content"]
     return {"type": "output_text", "annotations": [], "logprobs": told, "text": text}

@@ -21,7 +21,9 @@ from holdfast.router.protocol.responses import (
     ResponsesBody,
     Translated,
     chat_messages,
+    compacted,
     compaction_turn,
+    compacts,
     input_items,
     read_input,
     read_responses,
@@ -30,8 +32,8 @@ from holdfast.router.protocol.responses import (
     responses_turn,
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
-from holdfast.router.response_events import ResponseEncoder
-from holdfast.router.stored_responses import StoredResponse, StoredResponses
+from holdfast.router.response_events import CompactionEncoder, ResponseEncoder
+from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 
 PAGE = 20  # input items in one answer where a client does not say how many
 MOST = 100
@@ -39,12 +41,16 @@ MOST = 100
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds."""
+    """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds.
+
+    It `compacts` where it asks to have all of that made short, and for no answer.
+    """
 
     body: ResponsesBody
-    before: list[StoredResponse]
+    before: list[StoredTurn]
     own: list[dict[str, Any]]
     translated: Translated
+    compacts: bool = False
 
     @property
     def program(self) -> str:
@@ -66,8 +72,11 @@ class ResponseExchange:
     def encoder(self, choice: int = 0) -> ResponseEncoder:
         arrival, body = self._arrival, self._asked.body
         shell = response_object(body, f"resp_{arrival.unique}", arrival.created)
-        conceal = partial(self._stored.conceal, arrival.tenant) if ENCRYPTED in body.include else None
-        self._written = ResponseEncoder(shell, arrival.unique, conceal)
+        conceal = partial(self._stored.conceal, arrival.tenant)
+        if self._asked.compacts:
+            self._written = CompactionEncoder(shell, arrival.unique, conceal)
+        else:
+            self._written = ResponseEncoder(shell, arrival.unique, conceal if ENCRYPTED in body.include else None)
         return self._written
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
@@ -77,9 +86,9 @@ class ResponseExchange:
 
     async def keep(self, program: str) -> None:
         if self._asked.body.store and self._written is not None:
-            chain = [each.response["id"] for each in self._asked.before]
-            kept = StoredResponse(self._written.response, self._asked.own, chain, program)
-            await self._stored.keep(self._arrival.tenant, kept)
+            response, chain = self._written.response, [each.id for each in self._asked.before]
+            turn = StoredTurn(response["id"], self._asked.own, response["output"], chain, program)
+            await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
 
 
 class CompactionExchange:
@@ -98,15 +107,14 @@ class CompactionExchange:
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         arrival, items = self._arrival, [*_items(self._asked.before), *self._asked.own]
-        said = [item for item in items if item.get("type") == "message" and item.get("role") == "user"]
         summary = self._stored.conceal(arrival.tenant, (answer.text or "").strip())
-        compacted = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
+        compaction = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
         return orjson.dumps(
             {
                 "id": f"resp_{arrival.unique}",
                 "object": "response.compaction",
                 "created_at": arrival.created,
-                "output": [*said, compacted],
+                "output": compacted(items, compaction),
                 "usage": response_usage(answer.usage),
             }
         )
@@ -127,7 +135,9 @@ class ResponsesFormat:
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         asked, card = await _asked(self._guard, self._stored, request, arrival)
-        turn, skipped = responses_turn(asked.body, asked.translated, card)
+        asked = replace(asked, compacts=compacts(asked.own))
+        translate = compaction_turn if asked.compacts else responses_turn
+        turn, skipped = translate(asked.body, asked.translated, card)
         if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
             turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length))
         return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
@@ -172,7 +182,8 @@ class CompactionFormat:
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         asked, card = await _asked(self._guard, self._stored, request, arrival)
-        turn, skipped = compaction_turn(asked.body, asked.translated, card)
+        body = asked.body.model_copy(update={"stream": False, "stream_options": None})
+        turn, skipped = compaction_turn(body, asked.translated, card)
         return CompactionExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
 
@@ -206,7 +217,7 @@ class ResponseEndpoints:
         """The items that the response's own request had, the latest first unless `order` says `asc`."""
         async with self._guard.entered(request) as tenant:
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
-            return json_response(orjson.dumps(_page(stored.input, request.query_params)))
+            return json_response(orjson.dumps(_page(stored.turn.input, request.query_params)))
 
 
 class CountInput:
@@ -238,7 +249,7 @@ async def _asked(guard: Guard, stored: StoredResponses, request: Request, arriva
 
 
 async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> Asked:
-    before: list[StoredResponse] = []
+    before: list[StoredTurn] = []
     if body.previous_response_id is not None:
         before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
     own = input_items(body, arrival.unique)
@@ -246,8 +257,14 @@ async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arr
     return Asked(body, before, own, chat_messages(_items(before), own, body.instructions, reveal))
 
 
-def _items(responses: Sequence[StoredResponse]) -> list[dict[str, Any]]:
-    return [item for each in responses for item in each.items]
+def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:
+    """What a conversation has so far; a compaction in it stands for what was before."""
+    items: list[dict[str, Any]] = []
+    for each in turns:
+        items += each.items
+        if items and items[-1]["type"] == "compaction" and compacts(each.input):
+            items = compacted(items[:-1], items[-1])
+    return items
 
 
 def _page(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:

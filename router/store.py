@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -51,6 +52,24 @@ RENEW = """
 local found = {}
 for i = 1, #KEYS do found[i] = redis.call('GETEX', KEYS[i], 'PX', ARGV[1]) end
 return found
+"""
+# A value, and before it those that its first line names; each lives on. The names stand in for the end of its key. They
+# come as one string, behind their lengths, as the client takes long for each; nothing where one is not there.
+# KEYS: the last value's. ARGV: for how many milliseconds they live on.
+FOLLOW = """
+local last = redis.call('GETEX', KEYS[1], 'PX', ARGV[1])
+if not last then return {} end
+local found, sizes = {}, {}
+local begin = string.match(KEYS[1], '^.*/')
+for name in string.gmatch(string.match(last, '^[^\\n]*'), '%S+') do
+  local value = redis.call('GETEX', begin .. name, 'PX', ARGV[1])
+  if not value then return {} end
+  found[#found + 1] = value
+  sizes[#sizes + 1] = #value
+end
+found[#found + 1] = last
+sizes[#sizes + 1] = #last
+return {table.concat(sizes, ' '), table.concat(found)}
 """
 # A value, or where there is none the lease on making it. KEYS: the value's, the lease's. ARGV: who asks, milliseconds.
 TAKE = """
@@ -101,6 +120,13 @@ class Store(Protocol):
         """The values under `keys`; each of them lives for `ttl_s` from now on."""
         ...
 
+    async def follow(self, key: str, ttl_s: float) -> list[bytes]:
+        """The value under `key`, and before it those that its first line names: each name, without white space, stands
+        in for what the key has behind its last slash. All of them live for `ttl_s` from now on. Empty where one is not
+        there, or not in the same place as the others.
+        """
+        ...
+
     async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
 
     async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
@@ -149,6 +175,15 @@ class MemoryStore:
         for key in keys:
             self._values.renew(key, now + ttl_s)
         return found
+
+    async def follow(self, key: str, ttl_s: float) -> list[bytes]:
+        last = self._values.get(key, self._clock())
+        if last is None:
+            return []
+        begin = key[: key.rindex("/") + 1]
+        names = last.partition(b"\n")[0].decode().split()
+        found = await self.renew([*(begin + name for name in names), key], ttl_s)
+        return [value for value in found if value is not None] if None not in found else []
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         self._values.put(key, value, self._clock() + ttl_s, len(key) + len(value))
@@ -279,6 +314,13 @@ class RedisStore:
         near = await self._fallback.renew(keys, ttl_s)  # what was put while Redis was away is here only
         found = await self.script(RENEW, keys, [_milliseconds(ttl_s)])  # one command: the client takes long for each
         return near if found is None else [there or here for there, here in zip(found, near, strict=True)]
+
+    async def follow(self, key: str, ttl_s: float) -> list[bytes]:
+        told = await self.script(FOLLOW, [key], [_milliseconds(ttl_s)])
+        if not told:
+            return await self._fallback.follow(key, ttl_s)
+        ends = list(accumulate(map(int, told[0].split())))
+        return [told[1][begin:end] for begin, end in pairwise([0, *ends])]
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         async def work() -> bool:

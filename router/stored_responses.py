@@ -1,7 +1,8 @@
 """Responses that were stored, a tenant's own: in the store, each with a time to live, together bounded in bytes.
 
 A record has what its request added, the response, and the ids of those before it. So what a chain takes grows with its
-length and not with its square, and it is read in one trip, which also makes all of it live on.
+length and not with its square. It is three lines: the ids, so that a chain is read in one trip, which also makes all of
+it live on; the items; and the rest of the response, mostly tools, which is not parsed for a conversation.
 """
 
 import base64
@@ -22,17 +23,28 @@ OPAQUE = "hf1."
 
 
 @dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """`input` are the request's own items; `chain` the ids before, the oldest first; `program` its key."""
+class StoredTurn:
+    """What a conversation has of a response: `input` are its request's own items, `output` its; `chain` the ids before,
+    the oldest first; `program` its key.
+    """
 
-    response: dict[str, Any]
+    id: str
     input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
     chain: list[str]
     program: str
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        return [*self.input, *self.response["output"]]
+        return [*self.input, *self.output]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and what a conversation that goes on with it has of it."""
+
+    response: dict[str, Any]
+    turn: StoredTurn
 
 
 class StoredResponses:
@@ -45,26 +57,37 @@ class StoredResponses:
 
     async def keep(self, tenant: str, stored: StoredResponse) -> None:
         """Keep it, unless the tenant has stored as much as it may; then it is not found later."""
-        key = _key(tenant, stored.response["id"])
-        value = orjson.dumps(stored)
-        value = self._seal.close(key, value) if self._seal else value
+        key = _key(tenant, stored.turn.id)
+        record = orjson.dumps(stored.turn) + b"\n" + orjson.dumps({**stored.response, "output": []})
+        record = self._seal.close(key, record) if self._seal else record
+        value = " ".join(stored.turn.chain).encode() + b"\n" + record
         config = self._config
         owner = f"responses/{tenant}"
         await self._store.set_shared(key, value, config.response_ttl_s, owner, config.response_tenant_bytes)
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises RefusedError (404) where it is not there or another tenant's."""
-        found = await self._read(tenant, [response_id])
+        key = _key(tenant, response_id)
+        [value] = await self._store.renew([key], self._config.response_ttl_s)
+        found = None if value is None else self._opened(key, value)
         if found is None:
             message = f"Response with id '{response_id}' not found: never stored, deleted, or expired"
             raise RefusedError(Refusal.NO_RESPONSE, message)
-        return found[0]
+        turn, response = found
+        return StoredResponse({**orjson.loads(response), "output": turn.output}, turn)
 
-    async def conversation(self, tenant: str, response_id: str, field: str) -> list[StoredResponse]:
+    async def conversation(self, tenant: str, response_id: str, field: str) -> list[StoredTurn]:
         """The response, which the request names in `field`, and all before it, the oldest first.
 
         Raises RefusedError (400) where it, or one before it, is not there or another tenant's.
         """
+        values = await self._store.follow(_key(tenant, response_id), self._config.response_ttl_s)
+        if values:
+            ids = values[-1].partition(b"\n")[0].decode().split()
+            together = self._turns(tenant, [*ids, response_id], values)
+            if together is not None and together[-1].chain == ids:
+                return together
+        # It may be in two places: what was stored while Redis was away is in this process.
         found = await self._read(tenant, [response_id])
         before = None if found is None else await self._read(tenant, found[0].chain)
         if found is None or before is None:
@@ -93,21 +116,32 @@ class StoredResponses:
         except (ValueError, binascii.Error):
             return None
 
-    async def _read(self, tenant: str, ids: Sequence[str]) -> list[StoredResponse] | None:
+    async def _read(self, tenant: str, ids: Sequence[str]) -> list[StoredTurn] | None:
         """All of these; None where one of them is not there."""
         if not ids:
             return []
         keys = [_key(tenant, each) for each in ids]
-        found = await self._store.renew(keys, self._config.response_ttl_s)
-        read = []
-        for key, value in zip(keys, found, strict=True):
-            if value is None:
+        return self._turns(tenant, ids, await self._store.renew(keys, self._config.response_ttl_s))
+
+    def _turns(self, tenant: str, ids: Sequence[str], values: Sequence[bytes | None]) -> list[StoredTurn] | None:
+        """What these records have; None where one of them is not there, or cannot be read."""
+        turns = []
+        for response_id, value in zip(ids, values, strict=True):
+            found = None if value is None else self._opened(_key(tenant, response_id), value)
+            if found is None:
                 return None
-            try:
-                read.append(StoredResponse(**orjson.loads(self._seal.open(key, value) if self._seal else value)))
-            except (ValueError, TypeError):  # another version's, or with another key: as good as absent
-                return None
-        return read
+            turns.append(found[0])
+        return turns
+
+    def _opened(self, key: str, value: bytes) -> tuple[StoredTurn, bytes] | None:
+        """A record, with the rest of its response as it stands; None for one that cannot be read."""
+        try:
+            record = value[value.index(b"\n") + 1 :]
+            record = self._seal.open(key, record) if self._seal else record
+            turn, _, response = record.partition(b"\n")
+            return StoredTurn(**orjson.loads(turn)), response
+        except (ValueError, TypeError):  # another version's, or with another key: as good as absent
+            return None
 
 
 def _key(tenant: str, response_id: str) -> str:

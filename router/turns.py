@@ -41,7 +41,7 @@ from holdfast.router.conversations import (
     prompt_tokens,
 )
 from holdfast.router.drain import Drain
-from holdfast.router.event_stream import EVENT_HEADERS, EventStream, until_disconnect
+from holdfast.router.event_stream import EVENT_HEADERS, Connection, EventStream, until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
@@ -290,9 +290,15 @@ class Turns:
         command = replace(command, prefixes=place.prefixes)
         if not accepted.turn.stream:
             return await self._whole(request, served, command, place)
-        stream = await self._begin_stream(request, served, command, place)
+        connection = Connection(request.receive)
+        try:
+            stream = await self._begin_stream(connection, served, command, place)
+        except BaseException:
+            connection.close()
+            raise
+        answer_headers(request).replica = stream.replica_id
         stream.held = held.pop_all()
-        return EventStream(stream, self._config.stall_s)
+        return EventStream(stream, self._config.stall_s, connection)
 
     async def _whole(self, request: Request, served: Served, command: GenerateRequest, place: Place) -> Response:
         accepted = served.accepted
@@ -321,7 +327,7 @@ class Turns:
         return await generate(self._backend, commands(command, others), others, place)
 
     async def _begin_stream(
-        self, request: Request, served: Served, command: GenerateRequest, place: Place
+        self, connection: Connection, served: Served, command: GenerateRequest, place: Place
     ) -> TurnStream:
         """The stream after its first pieces, so that what fails before them is answered with an HTTP status."""
         accepted = served.accepted
@@ -347,11 +353,10 @@ class Turns:
         )
         with self._paid(accepted):
             try:
-                await until_disconnect(request.receive, events.start())
+                await connection.during(events.start())
             except BaseException:
                 await batches.aclose()
                 raise
-        answer_headers(request).replica = events.replica_id
         return events
 
     @contextmanager

@@ -16,6 +16,7 @@ from holdfast.router.protocol.replies import (
     Error,
     MessageUsage,
     OutputCall,
+    OutputCompaction,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -225,7 +226,7 @@ class ItemState(TypedDict):
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
     output_index: int
-    item: OutputMessage | OutputReasoning | OutputCall
+    item: OutputMessage | OutputReasoning | OutputCall | OutputCompaction
 
 
 @with_config(CLOSED)

@@ -251,6 +251,13 @@ class OutputCall(TypedDict):
 
 
 @with_config(CLOSED)
+class OutputCompaction(TypedDict):
+    id: str
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
+@with_config(CLOSED)
 class InputDetails(TypedDict):
     cached_tokens: int
     cache_write_tokens: int
@@ -292,7 +299,7 @@ class ResponseReply(TypedDict):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCompaction]
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None

@@ -45,6 +45,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 CALLS = frozenset({"function_call", "custom_tool_call"})
+TRIGGER = "compaction_trigger"
 SUMMARY = "Summary of the conversation so far:\n"
 SUMMARISE = (
     "Summarise this conversation for whoever goes on with it without having seen it: what was asked, what was done and "
@@ -112,6 +113,13 @@ class CompactionItem(TypedDict):
 
 
 @with_config(OPEN)
+class TriggerItem(TypedDict):
+    """The last item of a request that asks for a compaction of all before it."""
+
+    type: Literal["compaction_trigger"]
+
+
+@with_config(OPEN)
 class ReferenceItem(TypedDict):
     type: NotRequired[Literal["item_reference"]]
     id: str
@@ -126,6 +134,7 @@ KINDS: Mapping[str, str] = {
     "reasoning": "thoughts",
     "compaction": "a compaction",
     "compaction_summary": "a compaction",
+    "compaction_trigger": "a trigger",
     "item_reference": "a reference",
 }
 
@@ -145,6 +154,7 @@ Item: TypeAlias = Annotated[
     | Annotated[CallOutputItem, Tag("an output")]
     | Annotated[ReasoningItem, Tag("thoughts")]
     | Annotated[CompactionItem, Tag("a compaction")]
+    | Annotated[TriggerItem, Tag("a trigger")]
     | Annotated[ReferenceItem, Tag("a reference")]
     | Annotated[dict[str, Any], Tag("another")],
     Discriminator(_kind),
@@ -266,6 +276,21 @@ def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
     return items
 
 
+def compacts(own: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a request asks for a compaction, by its last item. Raises InvalidRequestError for one before others."""
+    for index, item in enumerate(own[:-1]):
+        if item["type"] == TRIGGER:
+            message = f"'input.{index}': a {TRIGGER} must be the last item"
+            raise InvalidRequestError(message, f"input.{index}")
+    return bool(own) and own[-1]["type"] == TRIGGER
+
+
+def compacted(items: Sequence[dict[str, Any]], compaction: dict[str, Any]) -> list[dict[str, Any]]:
+    """What stands for `items` from then on: what users said, and the summary of it all."""
+    said = [item for item in items if item["type"] == "message" and item.get("role") == "user"]
+    return [*said, compaction]
+
+
 def _of(kind: Any, *more: str) -> frozenset[str]:
     """The fields that are known of an item: those that are read, and those that clients send back as we told them."""
     return frozenset({*kind.__annotations__, "id", "status", *more})
@@ -278,6 +303,7 @@ _OF_ITEM: Mapping[str, frozenset[str]] = {
     "an output": _of(CallOutputItem),
     "thoughts": _of(ReasoningItem, "summary"),
     "a compaction": _of(CompactionItem),
+    "a trigger": _of(TriggerItem),
     "a reference": _of(ReferenceItem),
 }
 _OF_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
@@ -373,6 +399,8 @@ class _ItemReader:
             self._output(item, where)
         elif kind == "reasoning":
             self._reasoning(item)
+        elif kind == TRIGGER:
+            pass  # what it asks for is asked at the end of the messages
         elif kind.startswith("compaction"):
             summary = self._reveal(item["encrypted_content"])
             if summary is None:
@@ -481,9 +509,7 @@ def _effort(body: ResponsesBody) -> str | None:
 def compaction_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
     """The turn in which the model sums its conversation up: no calls, no form."""
     asked = [*translated.messages, {"role": "user", "content": SUMMARISE}]
-    plain = body.model_copy(
-        update={"tool_choice": "none", "text": TextField(), "stream": False, "stream_options": None}
-    )
+    plain = body.model_copy(update={"tool_choice": "none", "text": TextField()})
     return responses_turn(plain, replace(translated, messages=asked), card)
 
 

@@ -98,6 +98,52 @@ def test_many_requests_at_once_each_get_their_own_tokens():
     asyncio.run(main())
 
 
+class WatchedRunner(GatedRunner):
+    """Notes, as each of its steps begins, how many lists of events a reader has had."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
+        self.read: list[list[Event]] = []
+        self.had: list[int] = []
+        self.third = threading.Event()
+
+    def run(self, plan):
+        self.had.append(len(self.read))
+        if len(self.had) == 3:
+            self.third.set()
+        return super().run(plan)
+
+    def bridge(self) -> Bridge:
+        return Bridge(Engine(CONFIG, self, frozenset({EOS}), VOCABULARY))
+
+
+def test_a_first_token_is_with_its_reader_before_the_next_step_begins(monkeypatch):
+    monkeypatch.setattr("holdfast.replicas.bridge.HANDING_S", 30.0)
+
+    async def main():
+        runner = WatchedRunner()
+        bridge = runner.bridge()
+        async for events in bridge.run(submit("a")):
+            runner.read.append(events)
+        assert runner.had[:2] == [0, 1]
+        await bridge.close()
+
+    asyncio.run(main())
+
+
+def test_steps_go_on_while_the_event_loop_is_busy():
+    async def main():
+        runner = WatchedRunner()
+        bridge = runner.bridge()
+        reading = asyncio.create_task(collect(bridge, submit("a")))
+        await asyncio.sleep(0)
+        assert runner.third.wait(30), "the engine waits for its reader"
+        assert isinstance((await reading)[-1], Finished)
+        await bridge.close()
+
+    asyncio.run(main())
+
+
 def test_what_was_drawn_for_who_left_is_known():
     async def main():
         engine, runner = make()

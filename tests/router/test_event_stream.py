@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.event_stream import ClientGoneError, EventStream, until_disconnect
+from holdfast.router.event_stream import ClientGoneError, Connection, EventStream, until_disconnect
 
 
 class Client:
@@ -158,5 +158,33 @@ def test_work_goes_on_until_the_client_goes():
         with pytest.raises(ClientGoneError):
             await until_disconnect(client.receive, forever())
         assert cancelled == [True]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_client_waits_for_is_done_in_its_task():
+    """A task more would cost turns of the event loop before the first event."""
+
+    async def scenario():
+        client = Client()
+        connection = Connection(client.receive)
+
+        async def task():
+            return asyncio.current_task()
+
+        async def late():
+            async with asyncio.timeout(0):
+                await asyncio.Event().wait()
+
+        assert await connection.during(task()) is asyncio.current_task()
+        with pytest.raises(TimeoutError):  # the work's own
+            await connection.during(late())
+        client.leave()
+        with pytest.raises(ClientGoneError):
+            await connection.during(asyncio.Event().wait())
+        with pytest.raises(ClientGoneError):
+            await connection.during(asyncio.Event().wait())
+        connection.close()
+        assert not asyncio.current_task().cancelling()
 
     asyncio.run(scenario())

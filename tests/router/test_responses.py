@@ -488,6 +488,40 @@ def test_a_compacted_conversation_goes_on_as_codex_sends_it():
     assert all(item["type"] != "compaction" for item in again_compacted[:-1]), "one summary, of all before it"
 
 
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_compaction_is_asked_for_in_the_input_too(stream, store):
+    """As Codex CLI asks for it since 2026: the last item of a usual request is a trigger."""
+    world = World(FakeBackend(((ReasoningDelta("Hm."), TextDelta("It is")), (TextDelta(" 7."), DONE))))
+    said = [{"role": "user", "content": "remember 7"}, {"role": "assistant", "content": "Yes."}]
+    asked = {"input": [*said, {"type": "compaction_trigger"}], "tools": [TOOL], "store": store, "stream": stream}
+    answer = post(world, **asked)
+    assert "x-holdfast-skipped" not in answer.headers
+    if stream:
+        told = events(answer.text)
+        kinds = ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+        assert [event["type"] for event in told] == [f"response.{kind}" for kind in kinds]
+    response = told[-1]["response"] if stream else answer.json()
+    conforms(response)
+    [summary] = response["output"]
+    assert summary["type"] == "compaction"
+    prompt = world.backend.requests[-1].prompt
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "user"]
+    assert (prompt.tool_choice, len(prompt.tools)) == ("none", 1), "the conversation's prompt, as far as it goes"
+
+    more = {"role": "user", "content": "which?"}
+    if store:
+        whole(world, input=[more], previous_response_id=response["id"])
+    else:
+        whole(world, input=[said[0], summary, more])
+    texts = [message["content"] for message in world.backend.requests[-1].prompt.messages]
+    assert (texts[0], texts[2]) == ("remember 7", "which?")
+    assert texts[1].endswith("It is 7.")
+
+    refused = post(world, input=[{"type": "compaction_trigger"}, more])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input.0")
+
+
 def test_pages_of_input_items():
     world = World()
     made = whole(world, input=[{"role": "user", "content": str(n)} for n in range(5)])
@@ -638,6 +672,30 @@ def test_a_continued_chain_lives_on_and_another_ends():
     assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
 
 
+def test_a_chain_may_be_in_two_places(tmp_path):
+    """What is stored while Redis is away stays with its router, and is found beside what came before it."""
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+
+        async def scenario():
+            memory = MemoryStore(10, 2**20)
+            store = RedisStore(RedisAddress(server.url), memory, PATIENT)
+            world = World(responses=StoredResponses(store, RouterConfig()))
+            first = await acall(world, input="one")
+            second = await acall(world, input="two", previous_response_id=first["id"])
+            key = f"responses/default/{second['id']}"
+            await memory.set(key, await store.get(key), 60.0)
+            await store._redis.delete(f"holdfast/{key}")
+            await acall(world, input="three", previous_response_id=second["id"])
+            await store.close()
+            return [message["content"] for message in world.backend.requests[-1].prompt.messages]
+
+        assert asyncio.run(scenario()) == ["one", "Hello!", "two", "Hello!", "three"]
+    finally:
+        server.kill()
+
+
 def test_what_a_tenant_may_store_is_bounded(tmp_path):
     server = RedisServer(tmp_path)
     server.start()
@@ -677,10 +735,13 @@ def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, s
     try:
 
         async def turn(n, previous):
-            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 2**20), timeout_s=PATIENT)
+            trips = []
+            memory = MemoryStore(10, 2**20)
+            store = RedisStore(RedisAddress(server.url), memory, PATIENT, observe=lambda *_: trips.append(1))
             world = World(responses=StoredResponses(store, config))
             try:
                 answer = await acall(world, input=f"word {n}", previous_response_id=previous)
+                assert len(trips) == (1 if previous is None else 2), "a chain is read in one"
                 values = await store.get(f"responses/default/{answer['id']}")
                 assert (b"word" in values) is not sealed
                 return answer["id"], world.backend.requests[0]

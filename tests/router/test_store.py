@@ -36,6 +36,11 @@ async def same_behaviour(store):
     assert await store.get("a") == b"\x00\xff"
     await store.set("b", b"first", 60.0)
     assert await store.get("b") == b"first"
+    for name, value in (("1", b"\nfirst"), ("2", b"1\n\x00\nsecond"), ("3", b"1 2\n"), ("4", b"gone 3\n")):
+        await store.set(f"chain/{name}", value, 60.0)
+    assert await store.follow("chain/1", 90.0) == [b"\nfirst"]
+    assert await store.follow("chain/3", 90.0) == [b"\nfirst", b"1\n\x00\nsecond", b"1 2\n"]
+    assert await store.follow("chain/4", 90.0) == await store.follow("chain/gone", 90.0) == []
     assert not store.degraded
 
 

@@ -9,7 +9,7 @@ validation, and the template's own complaints).
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -29,6 +29,7 @@ _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 _BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
+_MOST_LOOKS = 1 << 21  # at messages, of one rendering: templates that go over them a few times look ten times at each
 _HEAD = 48  # characters by which a message is found in a prompt
 _NEAR = 65_536  # and how far behind the one before it
 # What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
@@ -59,12 +60,13 @@ class Renderer:
         self.hits = 0
         self.misses = 0
 
-    def render(self, prompt: ChatPrompt, *, remember: bool = True) -> Rendered:
+    def render(self, prompt: ChatPrompt, scope: str = "", *, remember: bool = True) -> Rendered:
         """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
 
+        What is remembered is each scope's own: a tenant is not to learn from the time what another one has sent.
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
-        given, plain, key = self._given(prompt)
+        given, plain, key = self._given(prompt, scope)
         found = self._found(key)
         if found is None:
             found = self._rendered(given, plain)
@@ -73,10 +75,10 @@ class Renderer:
         return found
 
     async def rendered(
-        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
+        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]], scope: str = ""
     ) -> Rendered:
         """As `render`. What is new and long is rendered by `beside`, which need not hold up the event loop."""
-        given, plain, key = self._given(prompt)
+        given, plain, key = self._given(prompt, scope)
         found = self._found(key)
         if found is None:
             work = partial(self._rendered, given, plain)
@@ -84,14 +86,14 @@ class Renderer:
             self._remember(key, found)
         return found
 
-    def _given(self, prompt: ChatPrompt) -> tuple[list[Any], str, bytes]:
+    def _given(self, prompt: ChatPrompt, scope: str) -> tuple[list[Any], str, bytes]:
         """What the template is given, as text too, and the key of its rendering. Raises as `render`."""
         self._check(prompt)
         messages = self._messages(prompt)
         tools = list(prompt.tools) if prompt.tool_choice != "none" else []
         given = [messages, tools, prompt.template_kwargs]
         plain = _as_json(given)
-        return given, plain, blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return given, plain, blake2b(f"{scope}\0{plain}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     def _found(self, key: bytes) -> Rendered | None:
         found = self._cache.get(key)
@@ -180,9 +182,34 @@ class Renderer:
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
+                Looked(messages), tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
+
+
+class Looked(list[Any]):
+    """Messages that a template may look at so often, and parts of them: one that goes over all of them for each is
+    refused where that takes long, whoever sent them. Raises ValueError.
+    """
+
+    def __init__(self, messages: Iterable[Any], left: list[int] | None = None) -> None:
+        super().__init__(messages)
+        self._left = [_MOST_LOOKS] if left is None else left  # one count, of all parts
+
+    def __iter__(self) -> Iterator[Any]:
+        for message in super().__iter__():
+            self._look()
+            yield message
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self._look(len(found) // 64 + 1 if isinstance(place, slice) else 1)
+        return Looked(list.__iter__(found), self._left) if isinstance(place, slice) else found
+
+    def _look(self, n: int = 1) -> None:
+        self._left[0] -= n
+        if self._left[0] < 0:
+            raise ValueError(f"it looks at messages more than {_MOST_LOOKS} times: there are too many for it")
 
 
 def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:

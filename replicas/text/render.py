@@ -9,7 +9,7 @@ validation, and the template's own complaints).
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -29,7 +29,6 @@ _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 _BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
-_MOST_LOOKS = 1 << 21  # at messages, of one rendering: templates that go over them a few times look ten times at each
 _HEAD = 48  # characters by which a message is found in a prompt
 _NEAR = 65_536  # and how far behind the one before it
 # What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
@@ -182,34 +181,9 @@ class Renderer:
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                Looked(messages), tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
-
-
-class Looked(list[Any]):
-    """Messages that a template may look at so often, and parts of them: one that goes over all of them for each is
-    refused where that takes long, whoever sent them. Raises ValueError.
-    """
-
-    def __init__(self, messages: Iterable[Any], left: list[int] | None = None) -> None:
-        super().__init__(messages)
-        self._left = [_MOST_LOOKS] if left is None else left  # one count, of all parts
-
-    def __iter__(self) -> Iterator[Any]:
-        for message in super().__iter__():
-            self._look()
-            yield message
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        self._look(len(found) // 64 + 1 if isinstance(place, slice) else 1)
-        return Looked(list.__iter__(found), self._left) if isinstance(place, slice) else found
-
-    def _look(self, n: int = 1) -> None:
-        self._left[0] -= n
-        if self._left[0] < 0:
-            raise ValueError(f"it looks at messages more than {_MOST_LOOKS} times: there are too many for it")
 
 
 def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:

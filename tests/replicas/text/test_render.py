@@ -239,24 +239,3 @@ def test_what_a_template_leaves_out_ends_the_search(qwen_like: Any) -> None:
     text = "x" * 10_000_000
     messages = [user("x"), *(user(f"not there {n}") for n in range(2_000))]
     assert message_starts(messages, text) == [0] + [len(text)] * 2_000
-
-
-def test_a_template_that_looks_at_all_messages_for_each_is_refused_where_they_are_many(
-    qwen_like: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long that would take: who sends them holds nobody else up. One that does not takes as many."""
-    squares = "{% for m in messages %}{% for n in messages %}{% if loop.first %}{{ n.content }}{% endif %}"
-    squares += "{% endfor %}{% endfor %}"
-    slices = "{% for m in messages %}{% for n in messages[1:] %}{% endfor %}{{ m.content }}{% endfor %}"
-    plain = "{% for m in messages %}{{ messages[loop.index0].content }}{% if not loop.last %},{% endif %}{% endfor %}"
-    for template, many in ((squares, True), (slices, True), (plain, False)):
-        monkeypatch.setattr(qwen_like, "chat_template", template)
-        renderer = Renderer(qwen_like)
-        assert renderer.render(ChatPrompt([user("a"), user("b")])).text.strip(",")
-        asked = ChatPrompt([user("a")] * 1500)
-        if many:
-            with pytest.raises(InvalidRequestError, match="too many") as refused:
-                renderer.render(asked)
-            assert refused.value.field == "messages"
-        else:
-            assert len(renderer.render(asked).text) == 2999

@@ -27,7 +27,7 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "Tenants and their keys, limits and usage, on a running server."
     command = commands.add_parser("tenants", help=text, description=text)
     kinds = command.add_subparsers(
-        metavar="list | add | limit | cache | purge | rotate | remove | usage | audit", required=True
+        metavar="list | add | limit | cache | cells | purge | rotate | remove | usage | audit", required=True
     )
     text = "Who there is: limits, keys with what they are for, when they expire and were used last."
     listed = _kind(kinds, "list", text)
@@ -49,6 +49,13 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     cache.add_argument("--age", metavar="TIME", help="answers no older than this, as 30m (default: as for all)")
     cache.add_argument("--size", type=int, metavar="BYTES", help="of its answers in each process, and put into Redis")
     cache.set_defaults(run=_cache)
+    text = "Say what a tenant may have of each engine's cells, in the place of what was said before."
+    cells = _kind(kinds, "cells", text)
+    cells.add_argument("tenant")
+    cells.add_argument("--floor", type=float, default=0.0, metavar="SHARE", help="others take none of it (default: 0)")
+    cells.add_argument("--ceiling", type=float, default=1.0, metavar="SHARE", help="it has no more (default: 1)")
+    cells.add_argument("--pinned", type=float, default=1.0, metavar="SHARE", help="it pins no more (default: 1)")
+    cells.set_defaults(run=_cells)
     text = "Forget every answer that the response cache has for a tenant."
     purged = _kind(kinds, "purge", text)
     purged.add_argument("tenant")
@@ -150,6 +157,14 @@ def _cache(options: argparse.Namespace) -> int:
     ages = "as for all" if told["ttl_s"] is None else f"{told['ttl_s']:g} s"
     size = "as for all" if told["bytes"] is None else f"{told['bytes']:,} bytes"
     print(f"on; age {ages}; size {size}")
+    return 0
+
+
+def _cells(options: argparse.Namespace) -> int:
+    body = {"cells": {"floor": options.floor, "ceiling": options.ceiling, "pinned": options.pinned}}
+    with _client(options) as client:
+        told = _ask(client, "PATCH", f"{TENANTS}/{options.tenant}", body).json()["cells"]
+    print(" ".join(f"{name}={value:g}" for name, value in told.items()))
     return 0
 
 

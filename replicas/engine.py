@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import CellLimits, EngineConfig
 from holdfast.replicas.errors import (
     ConfigError,
     ContextLengthError,
@@ -29,11 +29,13 @@ from holdfast.replicas.events import (
     Command,
     Event,
     Failed,
+    Finished,
     ForkSession,
     Notice,
     OpenSession,
     Rejected,
     Request,
+    Sampling,
     Stop,
     Submit,
     Terminal,
@@ -42,8 +44,10 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.beginnings import Beginnings
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.retention.policy import Learned
+from holdfast.replicas.scheduling.admission import check_cells
 from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
 from holdfast.replicas.scheduling.running import BooksError
@@ -55,7 +59,7 @@ from holdfast.replicas.sessions import Session, SessionFacts, Sessions, check_ro
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
-from holdfast.replicas.types import NO_TOKENS
+from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +96,9 @@ class Engine:
         self._arrivals = Arrivals()
         self._beginnings = Beginnings()
         self._events: list[Event] = []
-        self._open_books()
+        self._preambles: dict[str, TokenIds] = {}  # that are kept for all tenants, by the id of their request
+        self._uncomputed: list[str] = []
+        self._open_books({})
         self._sessions = Sessions(
             self.scheduler.rows, self._events, config.session_rows, config.session_idle_s, config.tenant_sessions
         )
@@ -100,7 +106,23 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        return self.scheduler.busy or self._pipeline.flying
+        return self.scheduler.busy or self._pipeline.flying or bool(self._uncomputed)
+
+    def share(self, preambles: list[TokenIds]) -> None:
+        """What prompts of all tenants may begin with: computed once, before all else, and kept as no tenant's.
+
+        Raises ConfigError, naming the field, where one does not fit the context, or all take more than half the cells.
+        """
+        config = self.config
+        for tokens in preambles:
+            if len(tokens) >= config.context_length:
+                told = f"a shared preamble of {len(tokens)} tokens leaves no room in {config.context_length}"
+                raise ConfigError(told, "shared_preambles")
+        if 2 * sum(map(len, preambles)) > config.cells or not config.prefix_cache:
+            told = f"shared preambles need the prefix cache, and at most half of {config.cells} cells"
+            raise ConfigError(told, "shared_preambles")
+        self._preambles = {f"{SHARED} {i}": tokens for i, tokens in enumerate(preambles)}
+        self._uncomputed = list(self._preambles)
 
     @property
     def due(self) -> float | None:
@@ -135,6 +157,11 @@ class Engine:
         """
         return self._order.contended
 
+    def most_cells(self, scope: str, limits: CellLimits | None) -> int:
+        """How many cells a request of a tenant may have at most. Any thread may ask."""
+        told = self.config.cells if limits is None else int(limits.ceiling * self.config.cells)
+        return min(told, self.cache.tree.tenants.most(scope) * self.config.page_size)
+
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
         """An open session. Any thread may ask, this and the next."""
         return next((facts for facts in self._sessions.of(scope) if facts.session_id == session_id), None)
@@ -150,6 +177,7 @@ class Engine:
         """
         try:
             self._sessions.expire(now)
+            self._begin_preambles(now)
             if isinstance(command, Stop | Abort):
                 self._end(command, now)
             elif isinstance(command, Notice):
@@ -169,6 +197,7 @@ class Engine:
         """
         try:
             self._sessions.expire(now)
+            self._begin_preambles(now)
             self._pipeline.advance(self.scheduler, self.cache, now, clock)
             self._beginnings.look(self.cache, now)
         except Exception as failure:
@@ -219,8 +248,12 @@ class Engine:
             arrival = self._arrivals.of(submit, arrived, began)
             submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
             check_submit(submit, self.config, self._vocabulary)
+            if submit.cells is not None:
+                self.cache.limit(submit.scope, submit.cells, now)
+            if self.cache.tree.tenants.any or self._preambles:
+                check_cells(submit, self.cache)
             if session is not None:
-                room = self.scheduler.admission.room_for_sessions - self._sessions.promised
+                room = self.scheduler.admission.room_for_sessions(submit.scope) - self._sessions.promised
                 check_room(submit, len(history), room)
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
             sequence.n_history = len(history)
@@ -298,11 +331,14 @@ class Engine:
             owner = Owner(submit.scope, submit.program_id, session=False)
         return owner.own_scope if owner is not None and (owner.session or self.config.sessions) else None
 
-    def _open_books(self) -> None:
+    def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:
+        """`limits`: what tenants may have of the cells, and when they were told."""
         config = self.config
         size = config.page_size
         host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
         self.cache = KVCache(config.cells // size, size, host, config.kv_tags_share, self.stats.evicted_by_tag)
+        for tenant, (asked, heard) in limits.items():
+            self.cache.limit(tenant, asked, heard)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self.scheduler = Scheduler(
             config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned
@@ -329,10 +365,12 @@ class Engine:
                 self._events.append(sequence.failed(error))
             if sequence.status is not Status.ENDED:
                 sequence.move(Status.ENDED)
-        self._open_books()
+        self._open_books(self.cache.tree.tenants.asked)
         self._sessions.rows = self.scheduler.rows
+        self._uncomputed = list(self._preambles)
         for sequence in waiting:
-            self.scheduler.add(sequence, now)
+            if sequence.request_id not in self._preambles:
+                self.scheduler.add(sequence, now)
 
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
@@ -345,9 +383,26 @@ class Engine:
                     session = self._sessions.ended(sequence, event, now)
                     if session is not None:
                         self._begin_next(session, now)
-        events = self._events[:]
+        events = [event for event in self._events if not self._is_own(event, now)]
         self._events.clear()
         return events
+
+    def _begin_preambles(self, now: float) -> None:
+        """Before whoever waits for them (`admission`)."""
+        while self._uncomputed:
+            name = self._uncomputed.pop()
+            self._begin(Submit(name, self._preambles[name], Sampling(max_tokens=0), SHARED), now, now)
+
+    def _is_own(self, event: Event, now: float) -> bool:
+        """Whether it is of a shared preamble, which is pinned for good once it is computed."""
+        tokens = self._preambles.get(event.request_id)
+        if tokens is None:
+            return False
+        if isinstance(event, Finished):
+            self.cache.pin(SHARED, tokens, now)
+        elif isinstance(event, Terminal):
+            log.error("a shared preamble could not be computed: %s", event)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

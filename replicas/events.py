@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, TypeAlias
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
@@ -167,10 +168,11 @@ class Submit:
     `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
     `program_end`: it has none after this one.
     `weight` is the tenant's, `priority` the request's class, and `root` the program that it counts for, where that is
-    not its own: a sub-agent's. `prefixes` are a router's digests of what it begins with. `background`: it is work
-    ahead, with `sampling.max_tokens` 0; it ends sooner, with reason "stop", where the turn comes that it is for, or no
-    cells are free for it. `labels` say what its tokens are, a session's excepted: they have none. Its answer is wanted
-    within `within_s` seconds of its arrival, with `begins` only the beginning of it.
+    not its own: a sub-agent's. `cells`: what its tenant may have of them from now on; None: as before. `prefixes` are a
+    router's digests of what it begins with. `background`: it is work ahead, with `sampling.max_tokens` 0; it ends
+    sooner, with reason "stop", where the turn comes that it is for, or no cells are free for it. `labels` say what its
+    tokens are, a session's excepted: they have none. Its answer is wanted within `within_s` seconds of its arrival,
+    with `begins` only the beginning of it.
     """
 
     request_id: str
@@ -198,6 +200,7 @@ class Submit:
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)
     standing: bool = False
     labels: Labels = UNLABELLED
+    cells: CellLimits | None = None
 
     @property
     def rank(self) -> int:

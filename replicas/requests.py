@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, TypeAlias
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
@@ -92,9 +93,9 @@ class GenerateRequest:
 
     `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many.
     `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
-    the program will not come back after it. `weight` is the tenant's, `priority` the
-    request's class, `root` the program that it is a sub-agent of, if it is; with a `cache_salt` it finds
-    cells that came with the same, and no others. `prefixes`: a router's digests of what the
+    the program will not come back after it. `weight` is the tenant's, `cells` what it may have of them (None: as
+    before), `priority` the request's class, `root` the program that it is a sub-agent of, if it is; with a
+    `cache_salt` it finds cells that came with the same, and no others. `prefixes`: a router's digests of what the
     prompt of a new program begins with.
     `background`: of the prompt, a chat, what the program's next one is sure to begin with is computed ahead; the reply
     is empty, with reason "length" where all of it is, "stop" where as much as there was time and room for.
@@ -117,6 +118,7 @@ class GenerateRequest:
     answered_turns: int = 0
     program_end: bool = False
     weight: float = 1.0
+    cells: CellLimits | None = None
     priority: Priority = Priority.INTERACTIVE
     within_s: float = inf
     begins: bool = False

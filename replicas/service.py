@@ -7,6 +7,7 @@ goes the same way: an append is a request that draws nothing. `SessionService` i
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -27,6 +29,7 @@ from holdfast.replicas.constraints.compiler import GUARANTEE, CompilerThreads
 from holdfast.replicas.constraints.matcher import GivenTokens, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
+    ConfigError,
     ErrorInfo,
     ErrorKind,
     HoldfastError,
@@ -60,6 +63,7 @@ from holdfast.replicas.events import (
     Work,
     used_by,
 )
+from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.preposition import OWN, PrePositioning
@@ -90,6 +94,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts
+from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
@@ -123,6 +128,8 @@ class Service:
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
         engine = Engine(loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost)
         text.prepare()
+        if loaded.config.shared_preambles:
+            engine.share([text.preamble(each, SHARED) for each in read_preambles(loaded.config.shared_preambles)])
         name, context = loaded.config.served_name, loaded.config.context_length
         card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
         return cls(engine, text, card)
@@ -257,11 +264,11 @@ class Service:
         submit = Submit(
             request.request_id,
             encoded.tokens,
-            _sampling(request, len(encoded.tokens), self.engine.config, self._text.eos),
+            _sampling(request, len(encoded.tokens), self.engine, self._text.eos),
             request.scope,
             request.program_id,
             request.program_arrival,
-            skeletons=self._text.skeletons(request.prompt) if self.engine.config.speculation.skeleton else None,
+            skeletons=self._skeletons(request),
             session_id=turn.session_id,
             keep=turn.keep,
             matcher=matcher,
@@ -269,6 +276,7 @@ class Service:
             answered_turns=request.answered_turns,
             program_end=request.program_end,
             weight=request.weight,
+            cells=request.cells,
             priority=request.priority,
             within_s=request.within_s if request.drawn is None else inf,  # what has begun goes on
             begins=request.begins,
@@ -281,6 +289,9 @@ class Service:
         )
         drawing.seed = submit.sampling.seed
         return Attempt(submit, self._text.reply(request, encoded, limits), spent, drawing)
+
+    def _skeletons(self, request: GenerateRequest) -> SkeletonSet | None:
+        return self._text.skeletons(request.prompt, request.scope) if self.engine.config.speculation.skeleton else None
 
     def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
         """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.
@@ -349,7 +360,7 @@ def _foresee(engine: Engine, bridge: Bridge, request: GenerateRequest) -> None:
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
     """What the reply must be. A guarantee that nobody has asked for is left out where it would be waited for."""
     try:
-        found = await compiling.run(partial(text.constraints, request.prompt), request.scope)
+        found = await compiling.run(partial(text.constraints, request.prompt, request.scope), request.scope)
         text.unguarded += found.loose
         return found
     except OverloadedError as error:
@@ -372,6 +383,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
         request.program_id,
         request.program_arrival,
         weight=request.weight,
+        cells=request.cells,
         cache_salt=request.cache_salt,
         prefixes=request.prefixes,
         background=request.background,
@@ -415,6 +427,7 @@ async def _echo(
             program_arrival=request.program_arrival,
             matcher=given,
             weight=request.weight,
+            cells=request.cells,
             priority=request.priority,
             root=request.root or request.program_id,
             cache_salt=request.cache_salt,
@@ -675,14 +688,36 @@ def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
     return result
 
 
-def _sampling(request: GenerateRequest, n_prompt: int, config: EngineConfig, eos: frozenset[int]) -> Sampling:
+def read_preambles(path: str) -> list[ChatPrompt]:
+    """What prompts may begin with: a list of objects with `messages`, and `tools` where there are any.
+
+    Raises ConfigError.
+    """
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"shared preambles cannot be read: {error}", "shared_preambles") from error
+    if not isinstance(found, list):
+        raise ConfigError(f"{path} holds no list", "shared_preambles")
+    prompts = []
+    for i, each in enumerate(found):
+        known = isinstance(each, dict) and each.get("messages") and set(each) <= {"messages", "tools"}
+        if not known or not all(isinstance(value, list) for value in each.values()):
+            told = f"number {i} in {path} is no object of `messages`, and maybe `tools`, which are lists"
+            raise ConfigError(told, "shared_preambles")
+        prompts.append(ChatPrompt(each["messages"], each.get("tools", ())))
+    return prompts
+
+
+def _sampling(request: GenerateRequest, n_prompt: int, engine: Engine, eos: frozenset[int]) -> Sampling:
     """The request's sampling with what it left open: the room for its reply, a seed where none is derived, its ends."""
-    sampling = request.sampling
+    sampling, config = request.sampling, engine.config
     if sampling.min_tokens:
         sampling = replace(sampling, ends=eos | sampling.stop_token_ids)
     if sampling.max_tokens == -1 or request.fits:
-        # What the context and the cache leave.
-        room = max(1, min(config.context_length, config.cells - 2 * config.page_size) - n_prompt)
+        # What the context, the cache and the tenant's limits leave.
+        cells = engine.most_cells(request.scope, request.cells)
+        room = max(1, min(config.context_length, cells - 2 * config.page_size) - n_prompt)
         most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
         sampling = replace(sampling, max_tokens=most)
     if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:

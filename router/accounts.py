@@ -74,6 +74,7 @@ return {redis.call('ZCARD', KEYS[1])}
 
 _RESULTS = {1: "booked", 3: "lost"}  # of `BOOK`
 _KNOWN = 8  # requests, from which on it counts how much of what others asked for they drew
+_MORE = 1.1  # times what is expected is reserved: what runs is let in where less was, so it needs more as a rule
 _LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved for it however few others drew
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
@@ -485,7 +486,7 @@ class _Habit:
     @property
     def drawn_of_asked(self) -> float:
         """Never so little that many requests at once, unlike those before them, could go over a limit by much."""
-        return max(self.drawn / self.asked, _LEAST_DRAWN) if self.asked and self.seen >= _KNOWN else 1.0
+        return max(_MORE * self.drawn / self.asked, _LEAST_DRAWN) if self.asked and self.seen >= _KNOWN else 1.0
 
     def learn(self, record: UsageRecord, guessed: int, asked: int) -> None:
         if not record.input or record.outcome == "cached":

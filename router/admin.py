@@ -28,7 +28,7 @@ from holdfast.router.protocol.admin import (
 )
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenant_store import TenantStore
-from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, hash_key, key_of, make_key
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, expect_floors, hash_key, key_of, make_key
 from holdfast.router.usage import Books, as_csv, as_json_lines, first_rows
 
 T = TypeVar("T")
@@ -103,6 +103,7 @@ class AdminEndpoints:
         if before or self._directory.named(body.name) is not None:
             raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
         made = changed(Tenant(body.name), body)
+        self._expect_floors(made)
         key, api_key = self._make(body.key)
         entry = self._audit.entry("tenant added", who, body.name, key=api_key.id)
         await self._put(body.name, before, replace(made, keys=(api_key,)), entry)
@@ -117,6 +118,7 @@ class AdminEndpoints:
             raise InvalidRequestError(f"Tenant '{name}' stands in the configuration: change it there", "name")
         made, before = await self._known(name)
         after = changed(made, body)
+        self._expect_floors(after)
         entry = self._audit.entry("tenant changed", who, name, fields=sorted(body.model_fields_set))
         await self._put(name, before, after, entry)
         return json_response(orjson.dumps(_tenant_row(after, "redis")))
@@ -229,6 +231,14 @@ class AdminEndpoints:
         if not await _there(self._tenants).change(name, before, after, entry):
             raise RefusedError(Refusal.CHANGED, f"Somebody else has changed tenant '{name}' meanwhile: look again")
 
+    def _expect_floors(self, changed: Tenant) -> None:
+        """Raises InvalidRequestError where a tenant would be promised cells that others have been."""
+        others = (tenant for tenant in self._directory.tenants if tenant.name != changed.name)
+        try:
+            expect_floors((changed, *others))
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, error.field) from error
+
     def _make(self, body: KeyBody) -> tuple[str, ApiKey]:
         key = make_key()
         expires = None if body.expires_in_s is None else self._clock() + body.expires_in_s
@@ -261,7 +271,7 @@ async def export(asked: RowQuery, books: Books, tenants: Iterable[str]) -> Respo
 
 def _tenant_row(tenant: Tenant, source: str) -> dict[str, Any]:
     told = {"name": tenant.name, "source": source, "weight": tenant.weight, "limits": asdict(tenant.limits)}
-    told["cache"] = asdict(tenant.cache)
+    told["cache"], told["cells"] = asdict(tenant.cache), asdict(tenant.cells)
     classes = {"priority": tenant.priority.value, "priorities": [each.value for each in tenant.priorities]}
     return {**told, "operator": tenant.operator, **classes, "prompt_seed": tenant.prompt_seed}
 

@@ -274,6 +274,7 @@ class PrefillEndpoints:
             program_id=prefill.program,
             program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
             weight=tenant.weight,
+            cells=tenant.cells,
             cache_salt=prefill.cache_salt,
             prefixes=(begins.digest,) if begins.digest else (),
             background=PartialPrefill(prefill.id, prefill.keep_s),

@@ -149,6 +149,7 @@ class ProgramEndpoints:
         return RunId(program.life, program.arrival, program.came <= max(program.run_turns, 1))
 
     async def tool_latency(self, request: Request) -> Response:
-        """The caller's own tools, and all tenants' together."""
+        """The caller's own tools; for operators all tenants' together as well."""
         async with self._guard.entered(request) as tenant:
-            return json_response(latency_reply(tenant.name, await self._latencies.known()))
+            snapshot = await self._latencies.known()
+            return json_response(latency_reply(tenant.name, snapshot, operates=tenant.operator))

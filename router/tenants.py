@@ -6,11 +6,12 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.types import Priority
 from holdfast.router.config import KEY_HASH
@@ -117,6 +118,7 @@ class Tenant:
     keys: tuple[ApiKey, ...] = ()  # more of them, each with what it is for and when it expires
     limits: TenantLimits = TenantLimits()
     cache: TenantCache = TenantCache()
+    cells: CellLimits = field(default_factory=CellLimits)
     operator: bool = False  # may read the metrics and the status of the whole cluster
     priority: Priority = Priority.INTERACTIVE  # the class of a request that asks for none
     priorities: tuple[Priority, ...] = tuple(Priority)  # the classes that its requests may ask for
@@ -147,6 +149,13 @@ class Tenant:
     def all_keys(self) -> tuple[ApiKey, ...]:
         """Those that are hashes alone have the first digits of it for an id."""
         return (*(ApiKey(value.removeprefix("sha256:")[:8], value) for value in self.key_hashes), *self.keys)
+
+
+def expect_floors(tenants: Iterable[Tenant]) -> None:
+    """Raise ConfigError where tenants are promised more cells than there are."""
+    floors = math.fsum(tenant.cells.floor for tenant in tenants)
+    if floors > 1 + 1e-9:
+        raise ConfigError(f"the floors of all tenants come to {floors:g} of an engine's cells", "cells.floor")
 
 
 DEFAULT_TENANT = Tenant("default")
@@ -261,6 +270,7 @@ class TenantDirectory:
             fresh = [key for key in tenant.all_keys if key.hash not in by_key and key.id not in ids]
             tenants[tenant.name] = known or tenant
             by_key.update({key.hash: (tenant.name, key) for key in fresh})
+        expect_floors(tenants.values())
         self.configured, self._added, self._by_key = tuple(configured), tuple(added), by_key
         self._by_name = tenants
         self.tenants = tuple(tenants.values()) or (DEFAULT_TENANT,)

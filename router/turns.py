@@ -276,6 +276,7 @@ class Turns:
             answered_turns=program.answered_turns,
             program_end=accepted.turn.program_end,
             weight=accepted.tenant.weight,
+            cells=accepted.tenant.cells,
             priority=accepted.priority,
             within_s=accepted.deadline - asyncio.get_running_loop().time(),
             begins=accepted.turn.stream,

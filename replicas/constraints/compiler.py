@@ -94,15 +94,17 @@ class Compiler:
         if AVAILABLE:
             self._read(watch=True)
 
-    def matcher(self, rule: ReplyRule) -> Matcher:
+    def matcher(self, rule: ReplyRule, scope: str = "") -> Matcher:
         """A matcher at the beginning of a reply under `rule`.
 
+        Each `scope` (a tenant) has its own grammars: that one is known would tell who asks what others have asked for.
         A new grammar is compiled on the caller's thread, for milliseconds as a rule; a hostile schema takes minutes.
         Nobody waits here: NotCompiledError while another thread compiles the same grammar, and on an event loop's
         thread for a new one. Raises InvalidRequestError naming the field: a schema that cannot be followed or is too
         long, calls that the model cannot write, or no library to follow anything with.
         """
         whole, (rule, key) = rule, _key_of(rule)
+        key = (scope, *key)
         with self._lock:
             found = self._known.get(key)
             new = found is None and not _on_event_loop()

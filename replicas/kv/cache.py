@@ -11,11 +11,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin, audit
 from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel
+from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel, tenant_of
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
 from holdfast.replicas.types import TokenIds
 
@@ -55,6 +57,18 @@ class CellCounts:
     def available(self) -> int:
         """Cells that are free, or would be by eviction."""
         return (self._pool.free + self._tree.evictable) * self._pool.page_size
+
+    def available_to(self, tenant: str) -> int:
+        """The same, as far as its ceiling and the floors of others leave them to a tenant."""
+        return self._tree.tenants.available(tenant, self._pool.free + self._tree.evictable) * self._pool.page_size
+
+    def may_pin(self, tenant: str) -> int:
+        """Cells that a tenant's soft pins and sessions may keep."""
+        return self._tree.tenants.pinned(tenant) * self._pool.page_size
+
+    def active_of(self, tenant: str) -> int:
+        """Cells of a tenant that no eviction could free now."""
+        return self._tree.tenants.active(tenant) * self._pool.page_size
 
     @property
     def in_use(self) -> int:
@@ -153,6 +167,7 @@ class KVCache:
         prefix: Prefix | None = None,
         labels: Labels = UNLABELLED,
         who: str = "",
+        tenant: str | None = None,
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
@@ -163,11 +178,12 @@ class KVCache:
         With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
         written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
         `prefix` is what `find` says of these tokens now, where that is known. `labels` say what the tokens are worth to
-        `who` they are for, those that are found and those that come.
+        `who` they are for, those that are found and those that come. `tenant`: whose its cells are; None: the scope's.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
         root, reuse = self.tree.root(scope or ""), reuse and scope is not None
+        tenant = tenant_of(scope or "") if tenant is None else tenant
         if prefix is None or not reuse:
             prefix = self.tree.walk(root, tokens[: -1 if reuse else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
@@ -180,7 +196,7 @@ class KVCache:
             row[prefix.length // self.page_size] = page[0]
             n_shared = node.end
         else:
-            node, prefix, fresh = self._alias(root, prefix, tokens, now)
+            node, prefix, fresh = self._alias(root, prefix, tokens, now, tenant)
             self.tree.fill(row, node)
             n_shared = prefix.length
             if len(fresh):
@@ -190,7 +206,9 @@ class KVCache:
         n_pages = self.pool.pages_for(prefix.length)
         if labels is not UNLABELLED:
             relabel(node, labels, who, self.page_size, self.tree.sharing)
-        holding = Holding(scope, node, prefix.length, n_shared, self.page_size, row, n_pages, labels=labels, who=who)
+        holding = Holding(
+            scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
+        )
         self._live.add(holding)
         self._lookups += 1
         self._hits += prefix.length > 0
@@ -208,7 +226,7 @@ class KVCache:
         missing = self.pool.pages_for(n_tokens) - first
         if missing <= 0:
             return NO_PAGES
-        pages = self._take(missing, after=holding.row.item(first - 1) if first else None)
+        pages = self._take(missing, holding.tenant, after=holding.row.item(first - 1) if first else None)
         if pages is None:
             return None
         end = first + missing
@@ -264,9 +282,7 @@ class KVCache:
         self.tree.lease(node, now, held=holding.node)
         if not (pin and node.end == n_computed):
             self.tree.release(node)
-        self.pool.release(holding.row[first:known])
-        self.pool.release(holding.row[kept : holding.n_pages])
-        self.pool.release(holding.duplicates)
+        self._free(holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
         if not pin:
             return None
         # The lease of a moment ago is the pin's, but where what is kept ends inside a node.
@@ -279,8 +295,7 @@ class KVCache:
         self._expect(holding)
         self._live.remove(holding)
         self.tree.release(holding.node)
-        self.pool.release(holding.own)
-        self.pool.release(holding.duplicates)
+        self._free(holding, holding.own, holding.duplicates)
 
     @_change
     def pin(self, scope: str, tokens: TokenIds, now: float, *, soft: bool = False) -> Pin:
@@ -312,6 +327,31 @@ class KVCache:
             self.tree.queue.let_go(node)
             node = node.parent
             below = len(node.children) > 1
+
+    @_change
+    def adopt(self, scope: str, tokens: TokenIds, now: float) -> None:
+        """Let a scope find what is kept for all tenants (`SHARED`) of the beginning of `tokens`, in whole pages.
+
+        The pages stay where they are, and count for no tenant of this.
+        """
+        root = self.tree.roots.get(SHARED)
+        if root is None or scope == SHARED:
+            return
+        known = self.tree.walk(root, tokens[:-1])
+        length = known.length - known.length % self.page_size
+        prefix = self.tree.walk(self.tree.root(scope), tokens[:length])
+        if prefix.length >= length:
+            return
+        row = np.empty(self.pool.pages_for(known.node.end), np.int32)
+        self.tree.fill(row, known.node)
+        node = self.tree.alias(prefix, tokens[:length].copy(), row[: length // self.page_size])
+        self.tree.lease(node, now)
+        self.tree.release(node)
+
+    @_change
+    def limit(self, tenant: str, limits: CellLimits, now: float) -> None:
+        """What a tenant may have from now on; what it has too much goes as it needs more, or others do."""
+        self.tree.limit(tenant, limits, now)
 
     # ---- looking ----
 
@@ -357,11 +397,13 @@ class KVCache:
 
     # ---- parts ----
 
-    def _alias(self, root: Node, prefix: Prefix, tokens: TokenIds, now: float) -> tuple[Node, Prefix, PageIds]:
+    def _alias(
+        self, root: Node, prefix: Prefix, tokens: TokenIds, now: float, tenant: str
+    ) -> tuple[Node, Prefix, PageIds]:
         """Lease the end of `prefix`, with a fresh page where it lies inside one, or cut it to whole pages."""
         node = self.tree.lease_at(prefix, now)
         tail = prefix.length % self.page_size
-        fresh = self._take(1 if tail else 0)
+        fresh = self._take(1 if tail else 0, tenant)
         if fresh is not None:
             return node, prefix, fresh
         self.tree.release(node)
@@ -390,20 +432,37 @@ class KVCache:
             begun = end
         return node
 
-    def _take(self, n: int, after: int | None = None) -> PageIds | None:
-        """`n` fresh pages, those behind page `after` first. Evicts as many as are missing, and none in vain.
+    def _take(self, n: int, tenant: str, after: int | None = None) -> PageIds | None:
+        """`n` fresh pages for a tenant, those behind page `after` first. Evicts as many as are missing, and none in
+        vain: the tenant's own where its ceiling wants that, else what is next in order beyond the floors of others.
 
         None, and nothing evicted, when they are not to be had.
         """
-        pool = self.pool
+        pool, tree = self.pool, self.tree
+        if tree.tenants.any:
+            if n > tree.tenants.available(tenant, pool.free + tree.evictable):
+                return None
+            while (over := tree.tenants.over(tenant, n)) > 0:
+                self._evict(over, tenant, own=True)
         if n > pool.free:
-            if n > pool.free + self.tree.evictable:
+            if n > pool.free + tree.evictable:
                 return None
             while pool.free < n:
-                freed = self.tree.evict(n - pool.free, self.host.save if self.host is not None else None)
-                assert freed is not None, "evictable pages were counted that are not there"
-                self._evicted_pages += freed
-        return pool.alloc(n, after)
+                self._evict(n - pool.free, tenant)
+        pages = pool.alloc(n, after)
+        if pages is not None:
+            tree.tenants.took(tenant, n)
+        return pages
+
+    def _evict(self, n: int, to: str, *, own: bool = False) -> None:
+        freed = self.tree.evict(n, self.host.save if self.host is not None else None, to, own=own)
+        assert freed is not None, "evictable pages were counted that are not there"
+        self._evicted_pages += freed
+
+    def _free(self, holding: Holding, *pages: PageIds) -> None:
+        """Pages of a holding have no other owner any more, but for those that the tree has."""
+        for each in pages:
+            self.tree.tenants.took(holding.tenant, -self.pool.release(each))
 
     def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
         """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""

@@ -34,6 +34,7 @@ class Holding:
     page_size: int
     row: PageIds = field(repr=False)  # valid up to `n_pages`
     n_pages: int
+    tenant: str = ""  # whose the pages are that it writes
     # Own pages below `n_shared`: the tree had their tokens already when they were published. The row goes on reading
     # them; they are freed at the end.
     duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
@@ -101,6 +102,7 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
     for node in nodes:
         _audit_node(node, pool)
     _audit_leases(tree, holdings, pins)
+    _audit_tenants(tree, nodes, holdings)
     idle = [node for node in nodes if node.leases == 0]
     assert tree.nodes == len(nodes)
     assert tree.pages == sum(node.owned for node in nodes) == len(set(in_tree)), "pages of the tree are miscounted"
@@ -136,7 +138,9 @@ def _audit_node(node: Node, pool: PagePool) -> None:
     assert len(node.pages) == pool.pages_for(node.end) - node.start // pool.page_size, "pages do not cover the tokens"
     inside = node.start % pool.page_size != 0
     shared = inside and len(parent.pages) > 0 and parent.pages[-1] == node.pages[0]
-    assert node.owned == len(node.pages) - shared, "a shared page is not counted for the upper node"
+    owned = 0 if node.alias else len(node.pages) - shared
+    assert node.owned == owned, "a shared page is not counted for the upper node"
+    assert node.tenant == parent.tenant == tenant_of(node.root.tag), "a node of another tenant"
     assert parent.touched >= node.touched, "a node was touched without its path"
 
 
@@ -152,6 +156,23 @@ def _audit_leases(tree: RadixTree, holdings: Collection[Holding], pins: Collecti
         assert root.parent is None
         for node in (root, *_below(root)):
             assert node.leases == leases[node], "leases are miscounted"
+
+
+def _audit_tenants(tree: RadixTree, nodes: Collection[Node], holdings: Collection[Holding]) -> None:
+    used: Counter[str] = Counter()
+    evictable: Counter[str] = Counter()
+    for node in nodes:
+        used[node.tenant] += node.owned
+        evictable[node.tenant] += node.owned if node.leases == 0 else 0
+    for holding in holdings:
+        used[holding.tenant] += len(holding.own) + len(holding.duplicates)
+    assert tree.tenants.used == {tenant: n for tenant, n in used.items() if n}, "a tenant's pages are miscounted"
+    for tenant in used:
+        assert tree.tenants.evictable(tenant) == evictable[tenant], "a tenant's evictable pages are miscounted"
+    kept = {each: max(0, tree.tenants.floor(each) - tree.tenants.active(each)) for each in tree.tenants.asked}
+    for tenant in (*kept, "nobody"):
+        others = sum(n for other, n in kept.items() if other != tenant)
+        assert tree.tenants.kept(tenant) == others, "what floors keep is miscounted"
 
 
 def _audit_soft_pins(tree: RadixTree, nodes: Collection[Node], pins: Collection[Pin]) -> None:

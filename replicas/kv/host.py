@@ -111,6 +111,7 @@ class HostTier:
         if length <= prefix.length:
             return node
         pages = self._take(self.pool.pages_for(length) - first)
+        self.tree.tenants.took(leaf.tenant, len(pages))
         self._saves.update(zip(pages.tolist(), self._row(leaf)[first:].tolist(), strict=False))
         label = Label(leaf.tag, leaf.priority if leaf.lasts == math.inf else 0)  # uses are counted here, not timed
         added = self.tree.add(node, tokens[prefix.length : length], pages, label, held=node)

@@ -11,7 +11,7 @@ node plus a fraction of a nanosecond a token.
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.replicas.config import CellLimits
+from holdfast.replicas.kv.limits import TenantPages
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
-from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, Label, Labels
+from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, SYSTEM, Label, Labels
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
 
 _LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
@@ -50,6 +52,8 @@ class Node:
     pages: PageIds
     owned: int  # pages counted for this node: all, less the first where the parent refers to it too
     parent: "Node | None" = field(default=None, repr=False)
+    tenant: str = ""
+    alias: bool = False  # its pages are those of a shared preamble: none is counted for it
     touched: float = 0.0
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
@@ -85,6 +89,8 @@ class Node:
 
     def owned_before(self, at: int, page_size: int) -> int:
         """Pages counted for the part before the absolute position `at`, which is past `start`."""
+        if self.alias:
+            return 0
         shared_above = len(self.pages) - self.owned
         return -(-at // page_size) - self.start // page_size - shared_above
 
@@ -120,6 +126,7 @@ class RadixTree:
     def __init__(self, pool: PagePool, share: float = 0.5, evicted: dict[str, int] | None = None) -> None:
         self.roots: dict[str, Node] = {}
         self.queue = EvictionQueue(int(pool.total * share))
+        self.tenants = TenantPages(pool.total)
         self.sharing = Sharing()
         self.nodes = 0  # without roots
         self.pages = 0
@@ -136,7 +143,7 @@ class RadixTree:
         if root is None:
             if len(self.roots) > 2 * self.nodes + _EMPTY_ROOTS:  # most of them have been emptied since
                 self.roots = {name: each for name, each in self.roots.items() if each.children or each.leases}
-            root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tag=scope)
+            root = self.roots[scope] = Node(NO_TOKENS, 0, NO_PAGES, owned=0, tenant=tenant_of(scope), tag=scope)
         return root
 
     def walk(self, node: Node, tokens: TokenIds) -> Prefix:
@@ -173,18 +180,30 @@ class RadixTree:
             self.pages += len(pages)
             return parent
         others = parent.leases - (1 if parent is held else 0)
-        leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, tag=label.tag, by=by)
+        leaf = Node(tokens.copy(), parent.end, pages.copy(), len(pages), parent, parent.tenant, tag=label.tag, by=by)
         leaf.priority, leaf.lasts = label.priority, label.lasts
         if label.learns:
-            tenant = tenant_of(parent.root.tag)
-            leaf.priority = label.priority if self.sharing.likely(tenant) else 0
-            self.sharing.computed(tenant)
+            leaf.priority = label.priority if self.sharing.likely(leaf.tenant) else 0
+            self.sharing.computed(leaf.tenant)
         if parent.end % self._pool.page_size and not others:
             self._replace_last_page(parent, leaf)
         parent.children[int(tokens[0])] = leaf
         self.nodes += 1
         self.pages += leaf.owned
-        self.evictable += leaf.owned
+        self._evictable(leaf.tenant, leaf.owned)
+        return leaf
+
+    def alias(self, prefix: Prefix, tokens: TokenIds, pages: PageIds) -> Node:
+        """A leaf with the rest of `tokens` below `prefix`, over pages of another scope: one more owner of each of them.
+
+        `pages` are those of all of `tokens`, by page slot; they end with a page. The caller leases it.
+        """
+        parent = self.node_at(prefix)
+        mine = pages[parent.end // self._pool.page_size :].copy()
+        self._pool.retain(mine)
+        leaf = Node(tokens[parent.end :], parent.end, mine, 0, parent, parent.tenant, alias=True, tag=SYSTEM)
+        parent.children[int(leaf.tokens[0])] = leaf
+        self.nodes += 1
         return leaf
 
     def lease(self, node: Node, now: float, held: Node | None = None) -> None:
@@ -193,14 +212,16 @@ class RadixTree:
         With `held`, a node on that path whose lease the caller has, that lease moves down to `node`.
         """
         step: Node | None = node
+        protected = 0
         while step is not None and step is not held:
             step.leases += 1
             if step.leases == 1:
-                self.evictable -= step.owned
+                protected += step.owned
                 self.queue.discard(step)
             elif step.leases == step.soft + 1:
                 self.soft_only -= step.owned
             step = step.parent
+        self._evictable(node.tenant, -protected)
         self.queue.now = now
         step = node
         while step is not None:
@@ -215,16 +236,17 @@ class RadixTree:
 
     def release(self, node: Node) -> None:
         """Give one lease on the path to `node` back."""
-        step = node
+        released, step = 0, node
         while step.parent is not None:
             step.leases -= 1
             if step.leases == 0:
-                self.evictable += step.owned
+                released += step.owned
                 self.queue.append(step)
             elif step.leases == step.soft:
                 self.soft_only += step.owned
             step = step.parent
         step.leases -= 1
+        self._evictable(node.tenant, released)
 
     def soften(self, node: Node) -> None:
         """The lease that the caller has on the path to `node` is a soft pin's from now on."""
@@ -236,7 +258,7 @@ class RadixTree:
             if step.soft == step.leases:
                 self.soft_only += step.owned
             step = step.parent
-        self._count_soft(gained, tenant_of(step.tag))
+        self._count_soft(gained, step.tenant)
 
     def harden(self, node: Node) -> None:
         """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
@@ -248,7 +270,7 @@ class RadixTree:
             if step.soft == 0:
                 lost += step.owned
             step = step.parent
-        self._count_soft(-lost, tenant_of(step.tag))
+        self._count_soft(-lost, step.tenant)
 
     def fill(self, row: PageIds, node: Node) -> None:
         """Write the pages of the path to `node` into `row`, each at its page slot."""
@@ -260,18 +282,27 @@ class RadixTree:
             slot, pages = step.start // size, step.pages
             row[slot : slot + len(pages)] = pages
 
-    def evict(self, n: int, leaving: Callable[[Node], None] | None = None) -> int | None:
+    def evict(
+        self, n: int, leaving: Callable[[Node], None] | None = None, to: str | None = None, *, own: bool = False
+    ) -> int | None:
         """Let up to `n` pages go from the end of the leaf that is next in order; None when nothing may go.
+
+        `to`: for this tenant, so that floors of others stay; `own`: only what that has itself.
 
             leaf     |---- stays, and is next in order ----|--- n pages ---|
 
         A leaf without that many goes whole. Returns how many pages came free: none, where all there was to go is half
         of a page cut in two. `leaving` is told of the leaf while it is whole and in its place.
         """
-        leaf = self.queue.head()
+        lanes = None
+        if to is not None and self.tenants.any:
+            lanes = (to,) if own else (None, *self.tenants.spared(to))
+        leaf = self.queue.head(lanes)
         if leaf is None or leaf.parent is None:
             return None
-        if leaving is not None:
+        if lanes is not None and leaf.tenant != to:
+            n = min(n, max(1, self.tenants.spare(leaf.tenant)))
+        if leaving is not None and not leaf.alias:
             leaving(leaf)
         if n < leaf.owned:
             gone = self._shorten(leaf, n)
@@ -279,6 +310,7 @@ class RadixTree:
             gone = leaf.pages
             self._detach(leaf, leaf.parent)
         freed = self._pool.release(gone)
+        self.tenants.took(leaf.tenant, 0 if leaf.alias else -freed)
         tag = leaf.tag or OTHER
         self._evicted[tag] = self._evicted.get(tag, 0) + freed * self._pool.page_size
         return freed
@@ -311,7 +343,22 @@ class RadixTree:
             self.queue.lost_last_child(parent)
         self.nodes -= 1
         self.pages -= leaf.owned
-        self.evictable -= leaf.owned
+        self._evictable(leaf.tenant, -leaf.owned)
+
+    def limit(self, tenant: str, limits: CellLimits, now: float) -> None:
+        """A tenant's limits from now on; those of tenants that are long gone are forgotten."""
+        self._limit(tenant, limits, now)
+        for gone in self.tenants.forgotten(now):
+            self._limit(gone, CellLimits(), now)
+
+    def _limit(self, tenant: str, limits: CellLimits, now: float) -> None:
+        apart = self.tenants.limit(tenant, limits, now)
+        if apart is not None:
+            self.queue.set_apart(tenant, apart=apart)
+
+    def _evictable(self, tenant: str, pages: int) -> None:
+        self.evictable += pages
+        self.tenants.evictable_changed(tenant, pages)
 
     def _shorten(self, leaf: Node, n: int) -> PageIds:
         """Cut `n` of the owned pages, but not all, off the end of a leaf without leases; they keep their owner."""
@@ -321,7 +368,7 @@ class RadixTree:
         leaf.pages = _head(leaf.pages, kept)
         leaf.owned -= n
         self.pages -= n
-        self.evictable -= n
+        self._evictable(leaf.tenant, -n)
         self.queue.recount(leaf)
         return gone
 
@@ -341,13 +388,14 @@ class RadixTree:
         if self._pool.owners[old[0]] == 1:
             parent.pages[-1:] = new
             self._pool.retain(new)
-            self._pool.release(old)
+            self.tenants.took(parent.tenant, -self._pool.release(old))
             leaf.owned -= 1
 
     def _may_grow(self, leaf: Node, more: int, label: Label) -> bool:
         """Whether a leased leaf is its holder's alone, ends with a page, and is short enough."""
         return (
             leaf.parent is not None
+            and not leaf.alias
             and not leaf.children
             and leaf.leases == 1
             and leaf.end % self._pool.page_size == 0
@@ -374,12 +422,13 @@ class RadixTree:
             self._pool.retain(lower[:1])
         upper.owned = node.owned_before(at, size)
         upper.touched, upper.tag, upper.by = node.touched, node.tag, node.by
+        upper.tenant, upper.alias = node.tenant, node.alias
         upper.priority, upper.lasts = node.priority, node.lasts
         upper.leases, upper.soft = node.leases, node.soft
         node.parent.children[int(node.tokens[0])] = upper
         upper.children[int(node.tokens[cut])] = node
         node.tokens, node.start, node.pages, node.parent = node.tokens[cut:].copy(), at, lower, upper
-        node.owned = len(lower) - (1 if at % size else 0)
+        node.owned = 0 if node.alias else len(lower) - (1 if at % size else 0)
         self.nodes += 1
         self.queue.recount(node)
         return upper
@@ -419,7 +468,7 @@ def relabel(node: Node, labels: Labels, who: str, page_size: int, sharing: Shari
         if label.learns and step.by == who:
             continue
         if label.learns and step.by:
-            sharing.used(tenant_of(step.root.tag))
+            sharing.used(step.tenant)
             step.by = ""
         if label.priority or step.tag == AHEAD:
             step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
@@ -433,6 +482,23 @@ class _Above:
     pages: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Nodes without leases in the order of eviction, by tier. `lapsed` are of tier 0 as well, in the order of uses."""
+
+    tiers: dict[int, OrderedDict[Node, None]] = field(default_factory=lambda: {0: OrderedDict()})
+    lapsed: OrderedDict[Node, None] = field(default_factory=OrderedDict)
+
+    def head(self) -> Node | None:
+        for priority in sorted(self.tiers):
+            leaf = _first_leaf(self.tiers[priority])
+            if priority == 0 and (lapsed := _first_leaf(self.lapsed)) is not None:
+                leaf = lapsed if leaf is None or lapsed.touched < leaf.touched else leaf
+            if leaf is not None:
+                return leaf
+        return None
+
+
 class EvictionQueue:
     """Nodes without leases in the order of eviction: lower priority tier first, then oldest use first, leaves only.
 
@@ -443,20 +509,37 @@ class EvictionQueue:
     At most `most` pages are in tiers above 0, and as many of each tenant with pages there. Beyond that a tenant's
     lapse: lowest tier first, then oldest use first, they count as tier 0 from then on, with their age. So does a node
     whose label has lasted. `now` is the time of the last use of any node.
+
+    Tenants with limits stand in lanes of their own, so that theirs can be passed over, or taken alone; all others in
+    one lane, whose name is None.
     """
 
     def __init__(self, most: int) -> None:
         self.now = 0.0
         self.most = most
-        self._tiers: dict[int, OrderedDict[Node, None]] = {0: OrderedDict()}
-        self._lapsed: OrderedDict[Node, None] = OrderedDict()  # of tier 0 as well, in the order of their uses
+        self._lanes: dict[str | None, _Lane] = {None: _Lane()}
         self._above: dict[str, _Above] = {}  # by tenant
-        self._tenants: dict[Node, str] = {}  # of the nodes in there
+        self._raised: set[Node] = set()  # the nodes in there
         self._until: list[tuple[float, int, Node]] = []  # a heap of when their labels have lasted
         self._numbers = count()
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._tiers.get(node.priority, ()) or node in self._lapsed
+        lane = self._lane(node)
+        return node in lane.tiers.get(node.priority, ()) or node in lane.lapsed
+
+    def set_apart(self, tenant: str, *, apart: bool) -> None:
+        """A tenant's nodes get a lane of their own, or go back to the others, each behind those used before it."""
+        source = self._lanes[None] if apart else self._lanes.pop(tenant)
+        target = self._lanes.setdefault(tenant if apart else None, _Lane())
+        for priority, tier in list(source.tiers.items()):
+            moved = [node for node in tier if node.tenant == tenant]
+            for node in moved:
+                del tier[node]
+            _merge(target.tiers.setdefault(priority, OrderedDict()), moved)
+        moved = [node for node in source.lapsed if node.tenant == tenant]
+        for node in moved:
+            del source.lapsed[node]
+        _merge(target.lapsed, moved)
 
     @property
     def raised(self) -> int:
@@ -465,7 +548,7 @@ class EvictionQueue:
 
     def append(self, node: Node) -> None:
         """`node` was just used, after all its descendants in the queue were."""
-        tier = self._tiers.setdefault(node.priority, OrderedDict())
+        tier = self._lane(node).tiers.setdefault(node.priority, OrderedDict())
         tier[node] = None
         tier.move_to_end(node)
         if node.priority > 0:
@@ -473,13 +556,14 @@ class EvictionQueue:
 
     def discard(self, node: Node) -> None:
         """`node` is in use, or gone; it may have been missing here (see `head`)."""
-        if (tier := self._tiers.get(node.priority)) is not None:
+        lane = self._lane(node)
+        if (tier := lane.tiers.get(node.priority)) is not None:
             tier.pop(node, None)
             if not tier and node.priority:
-                del self._tiers[node.priority]
+                del lane.tiers[node.priority]
         if not node.priority:
-            self._lapsed.pop(node, None)
-        elif node in self._tenants:
+            lane.lapsed.pop(node, None)
+        elif node in self._raised:
             self._lower(node)
 
     def let_go(self, node: Node) -> None:
@@ -490,48 +574,50 @@ class EvictionQueue:
 
     def recount(self, node: Node) -> None:
         """`node` owns another number of pages than before."""
-        if node in self._tenants:
-            above = self._above[self._tenants[node]]
+        if node in self._raised:
+            above = self._above[node.tenant]
             tier = above.tiers[node.priority]
             above.pages += node.owned - tier[node]
             tier[node] = node.owned
 
-    def head(self) -> Node | None:
-        """The leaf to evict next, which stays where it is; None when there is none.
+    def head(self, lanes: Iterable[str | None] | None = None) -> Node | None:
+        """The leaf to evict next, which stays where it is; None when there is none. `lanes`: of these; None: of all.
 
         Inner nodes met on the way wait for descendants in a higher tier. They leave the queue, so that they are met
         only once, and `lost_last_child` brings them back.
         """
         while self._until and self._until[0][0] <= self.now:
             _, _, node = heapq.heappop(self._until)
-            if node in self._tenants and node.touched + node.lasts <= self.now:
+            if node in self._raised and node.touched + node.lasts <= self.now:
                 self._lapse(node)
-        for priority in sorted(self._tiers):
-            leaf = _first_leaf(self._tiers[priority])
-            if priority == 0 and (lapsed := _first_leaf(self._lapsed)) is not None:
-                leaf = lapsed if leaf is None or lapsed.touched < leaf.touched else leaf
-            if leaf is not None:
-                return leaf
-        return None
+        if len(self._lanes) == 1 and lanes is None:
+            return self._lanes[None].head()
+        names = self._lanes if lanes is None else lanes
+        heads = (self._lanes[name].head() for name in names if name in self._lanes)
+        return min((h for h in heads if h is not None), key=lambda h: (h.priority, h.touched), default=None)
 
     def lost_last_child(self, node: Node) -> None:
         """`node` is a leaf now. If `head` had passed it over it goes to the front, where it was then."""
-        tier = self._tiers.setdefault(node.priority, OrderedDict())
-        if node not in tier and node not in self._lapsed:
+        lane = self._lane(node)
+        tier = lane.tiers.setdefault(node.priority, OrderedDict())
+        if node not in tier and node not in lane.lapsed:
             tier[node] = None
             tier.move_to_end(node, last=False)
 
+    def _lane(self, node: Node) -> "_Lane":
+        return self._lanes.get(node.tenant) or self._lanes[None]
+
     def _raise(self, node: Node) -> None:
-        tenant = tenant_of(node.root.tag)
+        tenant = node.tenant
         new = tenant not in self._above
         above = self._above.setdefault(tenant, _Above())
         above.tiers.setdefault(node.priority, OrderedDict())[node] = node.owned
         above.pages += node.owned
-        self._tenants[node] = tenant
+        self._raised.add(node)
         if node.lasts < math.inf:
             heapq.heappush(self._until, (node.touched + node.lasts, next(self._numbers), node))
-            if len(self._until) > 2 * len(self._tenants) + _SLACK:  # most have been used, or have gone, since
-                live = (each for each in self._tenants if each.lasts < math.inf)
+            if len(self._until) > 2 * len(self._raised) + _SLACK:  # most have been used, or have gone, since
+                live = (each for each in self._raised if each.lasts < math.inf)
                 self._until = [(each.touched + each.lasts, next(self._numbers), each) for each in live]
                 heapq.heapify(self._until)
         for each in list(self._above) if new else (tenant,):
@@ -543,14 +629,15 @@ class EvictionQueue:
 
     def _lapse(self, node: Node) -> None:
         """Its tier does not count any more. One that `head` has passed over comes back as a leaf of tier 0."""
-        listed = node in self._tiers.get(node.priority, ())
+        listed = node in self._lane(node).tiers.get(node.priority, ())
         self.discard(node)
         node.priority, node.lasts = 0, math.inf
         if listed:
-            self._lapsed[node] = None
+            self._lane(node).lapsed[node] = None
 
     def _lower(self, node: Node) -> None:
-        tenant = self._tenants.pop(node)
+        self._raised.discard(node)
+        tenant = node.tenant
         above = self._above[tenant]
         tier = above.tiers[node.priority]
         above.pages -= tier.pop(node)
@@ -558,6 +645,13 @@ class EvictionQueue:
             del above.tiers[node.priority]
         if not above.tiers:
             del self._above[tenant]
+
+
+def _merge(tier: OrderedDict[Node, None], moved: list[Node]) -> None:
+    """Put these into a tier, where each has its place by its last use; those of one use stay in their order."""
+    both = sorted((*tier, *moved), key=lambda node: node.touched)
+    tier.clear()
+    tier.update(dict.fromkeys(both))
 
 
 def _first_leaf(tier: OrderedDict[Node, None]) -> Node | None:

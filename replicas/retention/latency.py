@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
@@ -97,6 +98,18 @@ class LatencySnapshot:
 
     def of(self, tenant: str, tools: str) -> ToolLatency:
         return self.tools.get((tenant, tools), UNKNOWN)
+
+
+def pooled(several: Iterable[ToolLatency]) -> ToolLatency:
+    """What several sets of tools have together."""
+    those = [each for each in several if each.count]
+    count = sum(each.count for each in those)
+    if not count:
+        return UNKNOWN
+    mean = sum(each.count * each.mean for each in those) / count
+    squares = sum((each.count - 1) * each.variance + each.count * (each.mean - mean) ** 2 for each in those)
+    recent = tuple(sorted(chain.from_iterable(each.recent for each in those)))
+    return ToolLatency(count, mean, squares / (count - 1) if count > 1 else 0.0, recent)
 
 
 class Tally:

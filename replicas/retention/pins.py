@@ -12,7 +12,7 @@ happens to programs. Not here: for how long (`policy`), what sessions keep and w
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeAlias
@@ -131,14 +131,14 @@ class Pins:
     def find(self, owner: Owner | None) -> ProgramPin | None:
         return self._pins.get(owner) if owner is not None else None
 
-    def latest(self, besides: Owner | None = None) -> ProgramPin | None:
-        """That of the program that arrived last, but for `besides`; one of batch before all others."""
+    def latest(self, may: Callable[[ProgramPin], bool] = lambda _: True) -> ProgramPin | None:
+        """That of the program that arrived last, of those that `may` go; one of batch before all others."""
         if self._batch:
-            batch = (pin for pin in self if pin.batch and pin.program != besides)
+            batch = (pin for pin in self if pin.batch and may(pin))
             if (found := max(batch, key=lambda pin: pin.arrival, default=None)) is not None:
                 return found
         passed = []
-        while (top := self._latest.top()) is not None and top[1].program == besides:
+        while (top := self._latest.top()) is not None and not may(top[1]):
             passed.append(top)
             self._latest.pop()
         for each in passed:
@@ -151,14 +151,14 @@ class Pins:
         self._lapsing.push(when, pin)
         self._lapsing.trim(2 * len(self))
 
-    def lapsed(self, now: float, besides: Owner | None = None) -> ProgramPin | None:
-        """That which lapsed first, but for `besides`; None where none has by `now`."""
+    def lapsed(self, now: float, may: Callable[[ProgramPin], bool] = lambda _: True) -> ProgramPin | None:
+        """That which lapsed first, of those that `may` go; None where none has by `now`."""
         passed, found = [], None
         while found is None and (top := self._lapsing.top()) is not None and top[0] <= now:
             when, pin = top
             if pin.lapse != when:
                 self._lapsing.pop()  # it was given another time since
-            elif pin.program == besides:
+            elif not may(pin):
                 passed.append(top)
                 self._lapsing.pop()
             else:
@@ -268,7 +268,7 @@ class Pins:
 
     def _keep_within_limits(self, tenant: str) -> int:
         before = len(self)
-        while self.cells_of(tenant) > self._most_of_tenant:
+        while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             self.drop(max((pin for pin in self if pin.owner.scope == tenant), key=lambda pin: pin.arrival))
         while self.cells > self._most:
             latest = self.latest()
@@ -451,15 +451,21 @@ class Retention:
             self._stats.pins_expired += 1
             self.pins.drop(pin)
 
-    def give_way(self, to: Sequence | None, besides: Owner | None = None) -> bool:
+    def give_way(
+        self, to: Sequence | None, besides: Owner | None = None, whose: Callable[[str], bool] = lambda _: True
+    ) -> bool:
         """Drop a pin that has lapsed, if there is one; else that of the program that comes last in order, if it comes
         behind `to`; None: wherever it comes.
 
-        False where there is none to drop.
+        `whose`: pins of these tenants alone. False where there is none to drop.
         """
-        pin = self._lapsed(besides)
+
+        def may(pin: ProgramPin) -> bool:
+            return pin.program != besides and whose(pin.owner.scope)
+
+        pin = self._lapsed(may)
         if pin is None:
-            pin = self._last(besides)
+            pin = self._last(may)
             if pin is None or (to is not None and self._rank(pin) <= (to.batch, *self._ranking.rank(to))):
                 return False
         self._stats.pins_given_way += 1
@@ -478,9 +484,9 @@ class Retention:
                 return False
         return True
 
-    def _lapsed(self, besides: Owner | None) -> ProgramPin | None:
+    def _lapsed(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
         """A pin that has lapsed and, as things are now, would have."""
-        while (pin := self.pins.lapsed(self._now, besides)) is not None:
+        while (pin := self.pins.lapsed(self._now, may)) is not None:
             assert pin.paused is not None, "what nobody spoke of does not lapse"
             lapse = pin.since + self._ttl(pin.paused)
             if lapse <= self._now:
@@ -488,10 +494,10 @@ class Retention:
             self.pins.lapses(pin, lapse)
         return None
 
-    def _last(self, besides: Owner | None) -> ProgramPin | None:
+    def _last(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
         if self._ranking.by_arrival:
-            return self.pins.latest(besides)
-        return max((pin for pin in self.pins if pin.program != besides), key=self._rank, default=None)
+            return self.pins.latest(may)
+        return max(filter(may, self.pins), key=self._rank, default=None)
 
     def _rank(self, pin: ProgramPin) -> Rank:
         return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))

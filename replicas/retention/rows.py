@@ -180,6 +180,12 @@ class SessionCells:
         """Cells of all histories. What an operation adds is no part of it before the operation has ended."""
         return self._counted()[1] * self._pool.page_size
 
+    def of(self, tenant: str) -> int:
+        """Cells of a tenant's histories. Looks at all sessions."""
+        pins = [pin for pin in self._pins if pin.node.tenant == tenant]
+        running = [each for owner, each in self._running.items() if owner.scope == tenant]
+        return self._count(pins, running)[1] * self._pool.page_size
+
     def runs(self, sequence: Sequence) -> None:
         """A sequence that runs holds its cells now, or has given some of them to the tree."""
         if sequence.n_history and sequence.owner is not None:
@@ -200,16 +206,16 @@ class SessionCells:
 
     def _counted(self) -> tuple[int, int]:
         if self._pages is None:
-            self._pages = self._count()
+            self._pages = self._count(self._pins, self._running.values())
         return self._pages
 
-    def _count(self) -> tuple[int, int]:
+    def _count(self, pins: Iterable[Pin], running: Iterable[Sequence]) -> tuple[int, int]:
         in_tree: dict[Node, int] = {}
         written = 0
-        for pin in self._pins:
+        for pin in pins:
             _count_path(in_tree, pin.node, pin.length, self._pool)
         idle = sum(in_tree.values())
-        for sequence in self._running.values():
+        for sequence in running:
             n_shared, n_history = sequence.the_holding.n_shared, sequence.n_history
             _count_path(in_tree, sequence.the_holding.node, n_history, self._pool)
             if n_history > n_shared:

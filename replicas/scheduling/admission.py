@@ -10,18 +10,21 @@ what they share, and then aliases them through the tree like any cached prefix.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from math import inf
 
 import numpy as np
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import DeadlineError, ErrorInfo, ErrorKind, OverloadedError
+from holdfast.replicas.errors import ContextLengthError, DeadlineError, ErrorInfo, ErrorKind, OverloadedError
 from holdfast.replicas.events import Event, Rejected, Submit
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.radix import Prefix
-from holdfast.replicas.scheduling.queue import Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
 from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.scheduling.step import StepBuilder
@@ -29,6 +32,7 @@ from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import common_prefix
 
+_PASSED_OVER = 64  # requests that are held of one line, which others stand in, too, and are passed over in a step
 _TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 _PASSED = ErrorInfo(ErrorKind.DEADLINE, "too little of the time that the request gave is left to serve it")
 _GAVE_WAY = ErrorInfo(ErrorKind.OVERLOADED, "so much waits that this request had to give way to one of a higher class")
@@ -47,6 +51,32 @@ class Following:
     def over(self) -> bool:
         """Nothing is left to wait for: the shared tokens are computed, or the leader has gone."""
         return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.shared
+
+
+class Held(Enum):
+    """Why a waiting sequence is not started."""
+
+    ALL = "all"  # there is no room: nobody passes it, but who has a floor to come to
+    TENANT = "tenant"  # its tenant may have no more, or the floors of others are kept from it: theirs pass it
+
+
+@dataclass(slots=True)
+class _Round:
+    """One look at all that wait. In cells, what those who run may come to need beyond what they have, and by tenant.
+
+    `passed`: lines of tenants whose head is held; `aside`: heads that are, of lines that others stand in, too. `short`:
+    somebody is held for lack of room, so that from then on only who stays within its floor is started.
+    """
+
+    needed: int
+    promised: Counter[str]
+    passed: set[Line] = field(default_factory=set)
+    aside: list[Sequence] = field(default_factory=list)
+    short: bool = False
+
+    def began(self, sequence: Sequence, need: int) -> None:
+        self.needed += need
+        self.promised[sequence.submit.scope] += need
 
 
 class Admission:
@@ -192,10 +222,12 @@ class Admission:
         sequence.move(Status.ENDED)
         return Rejected(sequence.request_id, why)
 
-    @property
-    def room_for_sessions(self) -> int:
-        """Cells that sessions may still come to keep."""
-        return self._budget.ceiling - self._running.cells_pinned
+    def room_for_sessions(self, tenant: str) -> int:
+        """Cells that a tenant's sessions may still come to keep."""
+        room = self._budget.ceiling - self._running.cells_pinned
+        if not self._cache.tree.tenants.any:
+            return room
+        return min(room, self._cache.cells.may_pin(tenant) - self._running.rows.sessions.of(tenant))
 
     def admit(self, builder: StepBuilder, now: float) -> None:
         """Start waiting sequences, in order, while a row and the cell budget are there.
@@ -214,30 +246,65 @@ class Admission:
             self._waiting.put_back(done.follower)
         if not len(self._waiting):
             return
-        needed = self._budget.committed(self._running)
-        while (sequence := self._waiting.head()) is not None:
+        this = self._round()
+        while (sequence := self._waiting.head(this.passed)) is not None:
             try:
-                need = self._start(builder, sequence, needed, now)
+                need = self._start(builder, sequence, this, now)
             except Exception as failure:
                 if sequence.status is Status.RUNNING:
                     self._waiting.remove(sequence)
                 self._ends.fault(builder, sequence, failure, now)
                 continue
-            if need is None:
-                if self._fits_over_batch(sequence, needed) and self.yields(builder, sequence, now):
-                    needed = self._budget.committed(self._running)
-                    continue
-                if not sequence.background or len(self._running):
-                    return
+            if not isinstance(need, Held):
+                this.began(sequence, need)
+            elif self._batch_gives_way(builder, sequence, need, this, now):
+                this.needed, this.promised = self._committed()
+            elif sequence.background and not len(self._running):
                 self._ends.give_up(None, sequence, now)  # nobody leaves who would make room for it
-                continue
-            needed += need
+            elif not self._pass_over(sequence, need, this):
+                break
+        for sequence in this.aside:
+            self._waiting.put_back(sequence)
 
-    def yields(self, builder: StepBuilder, to: Sequence, now: float) -> bool:
-        """Preempt the last request of batch for an interactive one. False where there is none, or it is its turn."""
+    def _round(self) -> _Round:
+        return _Round(*self._committed())
+
+    def _committed(self) -> tuple[int, Counter[str]]:
+        """What those who run may come to need, and, where tenants have limits, how much of it is whose."""
+        needed, promised = self._budget.committed(self._running), Counter[str]()
+        if self._cache.tree.tenants.any:
+            for each in self._running:
+                promised[each.submit.scope] += self._budget.committed((each,))
+        return needed, promised
+
+    def _pass_over(self, sequence: Sequence, held: Held, this: _Round) -> bool:
+        """Let others be looked at past one that is held; False where nobody may be."""
+        if sequence.background or not self._cache.tree.tenants.any:
+            return False
+        this.short |= held is Held.ALL
+        line = self._waiting.line_of(sequence)
+        if line is not None:
+            this.passed.add(line)
+        elif len(this.aside) < _PASSED_OVER:
+            this.aside.append(self._waiting.set_aside(this.passed))
+        else:
+            return False
+        return True
+
+    def _batch_gives_way(self, builder: StepBuilder, sequence: Sequence, held: Held, this: _Round, now: float) -> bool:
+        if held is Held.TENANT:  # its tenant's own batch alone helps
+            return self.yields(builder, sequence, now, own=True)
+        return not this.short and self._fits_over_batch(sequence, this.needed) and self.yields(builder, sequence, now)
+
+    def yields(self, builder: StepBuilder, to: Sequence, now: float, *, own: bool = False) -> bool:
+        """Preempt the last request of batch for an interactive one. False where there is none, or it is its turn.
+
+        `own`: of its tenant alone; else of any whose cells are of use to it.
+        """
         if to.batch or to.background or self._classes.due:
             return False
-        victim = next((each for each in reversed(self._running.in_order()) if each.batch), None)
+        those = [each for each in self._running.helpers(to) if each.batch]
+        victim = next((each for each in reversed(those) if not own or each.submit.scope == to.submit.scope), None)
         if victim is None:
             return False
         self._ends.preempt(builder, victim, now)
@@ -259,27 +326,32 @@ class Admission:
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         return prefix.length if prefix is not None else 0
 
-    def _start(self, builder: StepBuilder, sequence: Sequence, needed: int, now: float) -> int | None:
-        """Start the head, or set it aside for a leader; the cells it may come to need, None where it has to wait.
-
-        `needed` are the cells that those who run may come to need beyond those they have.
-        """
+    def _start(self, builder: StepBuilder, sequence: Sequence, this: _Round, now: float) -> int | Held:
+        """Start the head, or set it aside for a leader; the cells it may come to need, or why it has to wait."""
+        if sequence.cache_scope is not None:
+            self._cache.adopt(sequence.cache_scope, sequence.tokens, now)
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         n_cached = prefix.length if prefix is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
-            self._waiting.set_aside()
+            self._waiting.set_aside(this.passed)
             return 0
+        self._expect_within_limits(sequence)
         need = self._budget.need(sequence, n_cached)
+        within = self._within_floor(sequence, need, prefix, this)
+        if this.short and not within:
+            return Held.ALL
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         alone = not len(self._running) and not sequence.background
-        if not self._budget.admits(taken + needed, need, alone=alone):
-            return None
-        if not self._has_room(sequence, needed + need, prefix):
-            return None
+        if not within:
+            if not self._budget.admits(taken + this.needed, need, alone=alone):
+                return Held.ALL
+            held = self._held(sequence, need, prefix, this)
+            if held is not None:
+                return held
         if not self._running.start(builder, sequence, prefix, now):
-            return None
+            return Held.ALL
         self._waiting.remove(sequence)
         if sequence.scheduled is None:
             sequence.scheduled = now
@@ -288,27 +360,59 @@ class Admission:
                 self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _has_room(self, sequence: Sequence, needed: int, prefix: Prefix | None) -> bool:
-        """Whether `needed` cells are to be had beside the sequence's cached prefix, which is evicted for nobody then.
+    def _held(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> Held | None:
+        """Why a sequence has not the cells that it needs beside its cached prefix, which is evicted for nobody then;
+        None: it has.
 
         `prefix` is where that ends: giving way lets leases go and leaves the tree as it is.
 
         What is kept for programs that pause can give way: those behind it in order, the last one first. Where nothing
         runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
-        never waits for pins alone (Continuum, section 5.3). To work ahead nothing gives way.
+        never waits for pins alone (Continuum, section 5.3). To work ahead nothing gives way. A tenant at its ceiling
+        has its own programs alone give way, and starts likewise where nothing of its own runs.
         """
-        if sequence.background:
-            return needed + self._cache.cells.available_in(prefix) <= self._cache.cells.available
+        cells, scope = self._cache.cells, sequence.submit.scope
         retention, owner = self._running.retention, sequence.owner
+        tenants, size = self._cache.tree.tenants, self._config.page_size
         alone = not len(self._running)
         to = None if alone else sequence
+        limits = tenants.any and not sequence.background
+        while limits and self._after(sequence, need, prefix, this) > tenants.ceiling(scope) * size:
+            first = not any(each.submit.scope == scope for each in self._running)
+            if retention.give_way(None if first else sequence, besides=owner, whose=scope.__eq__):
+                continue
+            if not first:
+                return Held.TENANT
+            break
+        helps = self._running.helping(sequence, -(-need // size))
         while True:
-            claimed = self._cache.cells.available_in(prefix)
-            if needed + claimed <= self._cache.cells.available:
-                return True
-            others = len(retention.pins) > (owner in retention.pins)
-            if not (others and retention.give_way(to, besides=owner)):
-                return alone
+            wanted = this.needed + need + cells.available_in(prefix)
+            kept = tenants.kept(scope, {t: n // size for t, n in this.promised.items()}) * size if tenants.any else 0
+            if wanted + kept <= cells.available:
+                return None
+            others = not sequence.background and len(retention.pins) > (owner in retention.pins)
+            if others and retention.give_way(to, besides=owner, whose=helps):
+                continue
+            if alone and not sequence.background:
+                return None
+            return Held.ALL if wanted > cells.available else Held.TENANT
+
+    def _after(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> int:
+        """Cells that its tenant may come to use with a sequence."""
+        cells, scope = self._cache.cells, sequence.submit.scope
+        return cells.active_of(scope) + this.promised[scope] + need + cells.available_in(prefix)
+
+    def _within_floor(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> bool:
+        """Whether a sequence is to have cells of its tenant's floor alone: nobody else has those, so they are there."""
+        floor = self._cache.tree.tenants.floor(sequence.submit.scope)
+        if not floor or sequence.background:
+            return False
+        return self._after(sequence, need, prefix, this) <= floor * self._config.page_size
+
+    def _expect_within_limits(self, sequence: Sequence) -> None:
+        """Raise ContextLengthError for one that its tenant may not have the cells for: its limits have changed."""
+        if self._cache.tree.tenants.any:
+            check_cells(sequence.submit, self._cache)
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config
@@ -319,6 +423,21 @@ class Admission:
         if following is not None:
             self._stats.prompt_grouped += following.gain
         return following
+
+
+def check_cells(submit: Submit, cache: KVCache) -> None:
+    """Raise ContextLengthError, naming the field, for a request that needs more cells than its tenant may have, beyond
+    those of a shared preamble.
+    """
+    n_prompt, max_tokens, size = len(submit.tokens), submit.sampling.max_tokens, cache.page_size
+    most = cache.tree.tenants.most(submit.scope)
+    # One page more: the end of a cached prefix may be copied into a page of its own.
+    room = most - 1 + cache.peek(SHARED, submit.tokens) // size
+    if cache.pool.pages_for(n_prompt + max_tokens) > room:
+        alone = cache.pool.pages_for(n_prompt + min(max_tokens, 1)) > room
+        asked = f"{n_prompt} prompt tokens and max_tokens {max_tokens}"
+        told = f"{asked} exceed the {most * size} cells that this tenant may have (its ceiling, and others' floors)"
+        raise ContextLengthError(told, "prompt" if alone else "max_tokens")
 
 
 def _deadline(sequence: Sequence) -> float:
@@ -373,7 +492,9 @@ def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, 
     window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
     best: Following | None = None
     for leader in running:
-        if leader.prompt_computed or leader.background or leader.cache_scope != sequence.cache_scope:
+        if leader.prompt_computed or leader.background or sequence.cache_scope is None:
+            continue
+        if leader.cache_scope not in (sequence.cache_scope, SHARED):
             continue
         if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
             continue

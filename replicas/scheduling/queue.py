@@ -11,7 +11,7 @@ and a policy that changes them lets them settle. Orders that share among tenants
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import TypeAlias
@@ -318,6 +318,7 @@ class WaitingQueue:
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
         self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
         self._changes = (0, False)  # of the order, and of the classes, when the head was looked for
+        self._passed = 0  # how many lines were passed over then
         self._lines = _Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
@@ -359,21 +360,24 @@ class WaitingQueue:
             self._turns.setdefault(sequence.owner, []).append(sequence)
         self._place(sequence)
 
-    def head(self) -> Sequence | None:
+    def head(self, passed: Collection[Line] = ()) -> Sequence | None:
         """The next to be admitted; it stays in the queue, and the next, until who waits or what comes first changes.
 
-        Then it is looked for among the heads of all lines of the class whose turn it is. Work ahead comes where nobody
-        else waits.
+        Then it is looked for among the heads of all lines of the class whose turn it is, but for those that are
+        `passed`. Work ahead comes where nobody else waits.
         """
         changes = self._order.changes, self._classes.due
-        if self._changes != changes:
-            self._changes, self._first = changes, None
+        if self._changes != changes or self._passed != len(passed):
+            self._changes, self._passed, self._first = changes, len(passed), None
         if self._first is None and self._entries:
             heads = self._lines.heads()
+            for line in passed:
+                heads.pop(line, None)
             ahead = heads.pop(_AHEAD, None)
             first, other = Priority.INTERACTIVE, Priority.BATCH
             if self.waiting[other]:
-                if self._classes.due or not any(line[0] is first for line in heads):
+                due = self._classes.due and any(line[0] is other for line in heads)
+                if due or not any(line[0] is first for line in heads):
                     first = other
                 heads = {line: head for line, head in heads.items() if line[0] is first}
             if not heads:
@@ -384,9 +388,14 @@ class WaitingQueue:
                 self._first = self._order.first(tuple(heads.values()))
         return self._first
 
-    def set_aside(self) -> Sequence:
+    def line_of(self, sequence: Sequence) -> Line | None:
+        """The line of its tenant in which a sequence waits; None where others wait in it as well."""
+        line = _line(self._order, sequence)
+        return line if line[1] else None
+
+    def set_aside(self, passed: Collection[Line] = ()) -> Sequence:
         """Set the head aside: it still waits, can be removed and expires, but is not the head until `put_back`."""
-        sequence = self.head()
+        sequence = self.head(passed)
         if sequence is None:
             raise IndexError("nobody is waiting")
         self._lines.pop(_line(self._order, sequence))

@@ -6,7 +6,7 @@
 import logging
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError
@@ -116,6 +116,7 @@ class Running:
                 prefix=prefix,
                 labels=sequence.submit.labels,
                 who=sequence.submit.who,
+                tenant=sequence.submit.scope,
             )
         except Exception:
             self.rows.release(row)
@@ -153,10 +154,20 @@ class Running:
         builder.write(sequence, first, pages)
         return True
 
+    def helping(self, sequence: Sequence, n: int = 1) -> Callable[[str], bool]:
+        """Of which tenants cells could be among the `n` pages that a sequence lacks."""
+        tenants, scope = self._cache.tree.tenants, sequence.submit.scope
+        return lambda other: tenants.helps(other, scope, n)
+
+    def helpers(self, sequence: Sequence) -> list[Sequence]:
+        """Who could make room for a sequence that lacks a page, itself among them, first to be served first."""
+        helps = self.helping(sequence)
+        return [each for each in self.in_order() if helps(each.submit.scope)]
+
     def grow_over_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """The same; if need be with cells that were kept for programs which come behind it, but not to work ahead."""
         while not self.grow(builder, sequence, n_tokens):
-            if sequence.background or not self.retention.give_way(to=sequence):
+            if sequence.background or not self.retention.give_way(sequence, whose=self.helping(sequence)):
                 return False
         return True
 

@@ -174,6 +174,32 @@ class Scheduler:
                 self.admission.admit(builder, now)
             self._prefill(builder, now)
 
+    def _start_over(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+        """Nobody else could make room for one that lacks cells: it starts again without its cached prefix, and fails
+        where that was not what is missing.
+        """
+        if sequence.reuse:
+            sequence.reuse = False
+            self.ends.preempt(builder, sequence, now)
+        else:
+            self.ends.fail(sequence, _NO_ROOM, now)
+
+    def _unstick(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+        """A prompt goes on for lack of cells only once others leave: see that one of those does, where none gets on.
+
+        Other tenants may, so that a step is never without work: their ends do not help one at its ceiling, or beside
+        their floors.
+        """
+        helpers = self._running.helpers(sequence)
+        if any(each.in_flight or each in builder.sequences for each in helpers):
+            return
+        if self.retention.give_way(to=None, whose=self._running.helping(sequence)):
+            return  # what that makes room for is seen in the next step
+        if len(helpers) > 1:
+            self.ends.preempt(builder, helpers[-1], now)
+        else:
+            self._start_over(builder, sequence, now)
+
     def _decode(self, builder: StepBuilder, now: float) -> bool:
         """The last token of each decoding sequence and drafts after it, in order.
 
@@ -203,12 +229,16 @@ class Scheduler:
         preempted = False
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
             # Who arrived last gives way, whether its program runs or pauses.
-            alone, last = len(self._running) == 1, self._running.in_order()[-1]
-            if self.retention.give_way(to=None if alone else last):
+            helpers = self._running.helpers(sequence)
+            alone, last = len(helpers) == 1, helpers[-1]
+            if self.retention.give_way(to=None if alone else last, whose=self._running.helping(sequence)):
                 continue
-            if alone:
+            if not alone:
+                self.ends.preempt(builder, last, now)
+            elif len(self._running) > 1:
+                self._start_over(builder, sequence, now)
+            else:
                 return preempted
-            self.ends.preempt(builder, last, now)
             preempted = True
         if sequence.status is Status.RUNNING:
             builder.compute(sequence, 1)
@@ -235,6 +265,7 @@ class Scheduler:
         prefilling = [each for each in prefilling if each.submit.background is None]
         if not prefilling:
             return
+        stuck: Sequence | None = None
         for sequence, size in zip(prefilling, self._chunks(prefilling, beside=len(builder.chunks)), strict=True):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
@@ -253,8 +284,12 @@ class Scheduler:
                     grown = self._running.grow(builder, sequence, end + len(drafts))
                 if grown:
                     builder.compute(sequence, size, drafts)
+                else:
+                    stuck = stuck or sequence
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
+        if stuck is not None and stuck.status is Status.RUNNING and builder.busy and self._cache.tree.tenants.any:
+            self._unstick(builder, stuck, now)
 
     def _chunks(self, prefilling: list[Sequence], beside: int) -> list[int]:
         """Tokens of each, in order, with so many that decode `beside` them. Those of batch share what the others leave

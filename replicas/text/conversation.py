@@ -36,10 +36,10 @@ from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
-from holdfast.replicas.text.render import UNKNOWN, Renderer, continuations, message_starts
+from holdfast.replicas.text.render import UNKNOWN, Rendered, Renderer, continuations, message_starts
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
 from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
-from holdfast.replicas.text.token_cache import Entry, TokenCache, common_start
+from holdfast.replicas.text.token_cache import Begun, Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class TextSide:
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content)))
-        rendered = await self.renderer.rendered(prompt, self._long.beside)
+        rendered = await self.renderer.rendered(prompt, self._long.beside, scope)
         begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
@@ -156,15 +156,30 @@ class TextSide:
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
         rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
-        mark, text = rendered[0].mark, rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
-        begun = self.cache.begin(text, mark, scope, program)
+        begun = self._begun(rendered, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)
         entry = await self._long.run(work, len(begun.rest)) if long else work(self.cache.encoder)
+        return self._sure(prompt, rendered, begun, entry)
+
+    def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
+        """The tokens of `beginning`, at once. Raises InvalidRequestError."""
+        rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
+        begun = self._begun(rendered, scope, "")
+        return self._sure(prompt, rendered, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
+
+    def _begun(self, rendered: list[Rendered], scope: str, program: str) -> Begun:
+        """What all of these begin with, as far as the cache has not tokenized it."""
+        text = rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
+        return self.cache.begin(text, rendered[0].mark, scope, program)
+
+    def _sure(self, prompt: ChatPrompt, rendered: list[Rendered], begun: Begun, entry: Entry) -> Encoded:
+        """The tokens of it that are the same whatever comes behind it."""
+        text, mark = begun.text, rendered[0].mark
         tokens = self.cache.end(begun, entry)
         if len(rendered) > 1:
             for each in UNKNOWN:
-                more = self.cache.begin(text + each, mark, scope, program)
+                more = self.cache.begin(text + each, mark, begun.scope, begun.program)
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
             tokens = tokens[: len(entry.ids) - self.cache.unsure(text)]
         if not len(tokens):
@@ -188,7 +203,7 @@ class TextSide:
         an empty prompt, and ids outside the vocabulary.
         """
         if isinstance(prompt, ChatPrompt):
-            rendered = self.renderer.render(prompt)
+            rendered = self.renderer.render(prompt, scope)
             tokens = self.cache.encode(rendered.text, rendered.mark, scope, program)
             return Encoded(tokens, rendered.text, rendered.mark)
         content = prompt.content
@@ -228,28 +243,28 @@ class TextSide:
         """The text of token ids, special tokens included. Raises InvalidRequestError for unknown ids."""
         return str(self.tokenizer.backend_tokenizer.decode(self._ids(tokens).tolist(), skip_special_tokens=False))
 
-    def skeletons(self, prompt: ChatPrompt | RawPrompt) -> SkeletonSet | None:
+    def skeletons(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> SkeletonSet | None:
         """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools.
 
         Those of many tools are made on a thread: the first replies do without.
         """
         if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
             return None
-        return self._skeletons.of(_callable(prompt).tools, self._long.begin)
+        return self._skeletons.of(_callable(prompt).tools, self._long.begin, scope)
 
-    def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
-        """What a reply to `prompt` must be.
+    def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
+        """What a reply to `prompt` must be; what is known of it is each scope's own.
 
         Compiles a grammar, for milliseconds, unless it is known; not on an event loop's thread: NotCompiledError.
         Raises InvalidRequestError, naming the field, for what cannot be followed.
         """
         if not isinstance(prompt, ChatPrompt):
             return FREE
-        rule = self._rule(_callable(prompt))
+        rule = self._rule(_callable(prompt), scope)
         if rule is None:
             return FREE
         try:
-            matcher = self._compiler.matcher(rule)
+            matcher = self._compiler.matcher(rule, scope)
         except InvalidRequestError:
             if rule.strict or not rule.in_text:
                 raise
@@ -258,12 +273,12 @@ class TextSide:
             return Constraints(matcher)
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
 
-    def _rule(self, prompt: ChatPrompt) -> ReplyRule | None:
+    def _rule(self, prompt: ChatPrompt, scope: str) -> ReplyRule | None:
         """What `prompt` asks for. That of many tools is read away from the event loop: NotCompiledError there."""
         if len(prompt.tools) < _MANY_TOOLS:
             return reply_rule(prompt, self._guarantee, self._writes_calls)
         form = prompt.output and (prompt.output.schema, prompt.output.strict)
-        asked = (prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
+        asked = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
         key = _digest(prompt.tools) + json.dumps(asked, default=dict).encode()
         with self._reading_rules:
             if key in self._rules:
@@ -402,11 +417,14 @@ class CallSkeletons:
         self,
         tools: Sequence[Mapping[str, Any]],
         begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]] | None = None,
+        scope: str = "",
     ) -> SkeletonSet | None:
-        """The skeletons of `tools`, in OpenAI's format. With `begin` those of many are made beside: none until then."""
+        """The skeletons of `tools`, in OpenAI's format, for a scope. With `begin` those of many are made beside: none
+        until then.
+        """
         if self._form is None:
             return None
-        key = _digest(tools)
+        key = f"{scope}\0".encode() + _digest(tools)
         found = self._sets.get(key)
         if found is None:
             form, endings = self._form, self._endings

@@ -59,12 +59,13 @@ class Renderer:
         self.hits = 0
         self.misses = 0
 
-    def render(self, prompt: ChatPrompt, *, remember: bool = True) -> Rendered:
+    def render(self, prompt: ChatPrompt, scope: str = "", *, remember: bool = True) -> Rendered:
         """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
 
+        What is remembered is each scope's own: a tenant is not to learn from the time what another one has sent.
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
-        given, plain, key = self._given(prompt)
+        given, plain, key = self._given(prompt, scope)
         found = self._found(key)
         if found is None:
             found = self._rendered(given, plain)
@@ -73,10 +74,10 @@ class Renderer:
         return found
 
     async def rendered(
-        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
+        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]], scope: str = ""
     ) -> Rendered:
         """As `render`. What is new and long is rendered by `beside`, which need not hold up the event loop."""
-        given, plain, key = self._given(prompt)
+        given, plain, key = self._given(prompt, scope)
         found = self._found(key)
         if found is None:
             work = partial(self._rendered, given, plain)
@@ -84,14 +85,14 @@ class Renderer:
             self._remember(key, found)
         return found
 
-    def _given(self, prompt: ChatPrompt) -> tuple[list[Any], str, bytes]:
+    def _given(self, prompt: ChatPrompt, scope: str) -> tuple[list[Any], str, bytes]:
         """What the template is given, as text too, and the key of its rendering. Raises as `render`."""
         self._check(prompt)
         messages = self._messages(prompt)
         tools = list(prompt.tools) if prompt.tool_choice != "none" else []
         given = [messages, tools, prompt.template_kwargs]
         plain = _as_json(given)
-        return given, plain, blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return given, plain, blake2b(f"{scope}\0{plain}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     def _found(self, key: bytes) -> Rendered | None:
         found = self._cache.get(key)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.types import Priority
 from holdfast.router.protocol.body import Body, decode, validate
@@ -41,6 +42,14 @@ class CacheBody(Body):
     bytes: Limit | None = None
 
 
+class CellsBody(Body):
+    """As `tenants[].cells` of the configuration: shares of each engine's cells."""
+
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    ceiling: Annotated[float, Field(gt=0, le=1)] = 1.0
+    pinned: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
 class KeyBody(Body):
     """A key that is to be made. `retire_in_s`: the others that were made here expire so long from now."""
 
@@ -51,11 +60,12 @@ class KeyBody(Body):
 
 
 class ChangeBody(Body):
-    """What a tenant is from now on; what is absent stays as it is. `limits` and `cache` are replaced as a whole."""
+    """What a tenant is from now on; what is absent stays as it is. `limits`, `cache` and `cells` are replaced whole."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     limits: LimitsBody | None = None
     cache: CacheBody | None = None
+    cells: CellsBody | None = None
     operator: bool | None = None
     priority: ClassName | None = None
     priorities: list[ClassName] | None = None
@@ -116,6 +126,8 @@ def changed(tenant: Tenant, body: ChangeBody) -> Tenant:
     if body.cache is not None:
         given["cache"] = TenantCache(**body.cache.model_dump())
     try:
+        if body.cells is not None:
+            given["cells"] = CellLimits(**body.cells.model_dump())
         return Tenant(**given)
     except ConfigError as error:
         raise InvalidRequestError(error.message, error.field) from error

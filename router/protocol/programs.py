@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency, pooled
 from holdfast.router.protocol.body import Body, decode, validate
 
 QUANTILES = (50, 90, 99)
@@ -31,15 +31,17 @@ def program_ended_reply(program_id: str) -> bytes:
     return orjson.dumps({"id": program_id, "object": "program.deleted", "deleted": True})
 
 
-def latency_reply(tenant: str, snapshot: LatencySnapshot) -> bytes:
-    """The tenant's tools, the most called first, and `overall`: of all tools of all tenants together.
+def latency_reply(tenant: str, snapshot: LatencySnapshot, *, operates: bool) -> bytes:
+    """The tenant's tools, the most called first, and `overall`: all of these together, and for those who `operates`
+    the tools of all tenants.
 
     Times are in seconds; quantiles are of the latest intervals, the rest is of all.
     """
     own = [(tools, latency) for (owner, tools), latency in snapshot.tools.items() if owner == tenant]
     own.sort(key=lambda item: (-item[1].count, item[0]))
     data = [{"tools": tools.split(","), **_figures(latency)} for tools, latency in own]
-    return orjson.dumps({"object": "list", "data": data, "overall": _figures(snapshot.overall)})
+    overall = snapshot.overall if operates else pooled(latency for _, latency in own)
+    return orjson.dumps({"object": "list", "data": data, "overall": _figures(overall)})
 
 
 def _figures(latency: ToolLatency) -> dict[str, Any]:

@@ -137,6 +137,18 @@ def test_what_is_cached_for_a_tenant(holdfast: Any, url: str) -> None:
     holdfast("remove", "keeps")
 
 
+def test_what_a_tenant_may_have_of_the_cells(holdfast: Any, url: str) -> None:
+    holdfast("add", "roomy")
+    holdfast("add", "other")
+    assert holdfast("cells", "roomy", "--floor", "0.6", "--ceiling", "0.8") == "floor=0.6 ceiling=0.8 pinned=1\n"
+    assert "floors" in holdfast("cells", "other", "--floor", "0.5", status=2), "there is not so much for both"
+    assert "floor" in holdfast("cells", "other", "--floor", "0.3", "--ceiling", "0.2", status=2)
+    [told] = [each for each in json.loads(holdfast("list", "--json"))["tenants"] if each["name"] == "roomy"]
+    assert told["cells"] == {"floor": 0.6, "ceiling": 0.8, "pinned": 1.0}
+    holdfast("remove", "roomy")
+    holdfast("remove", "other")
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

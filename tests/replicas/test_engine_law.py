@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.replicas.config import DraftConfig, OrderName
+from holdfast.replicas.config import CellLimits, DraftConfig, OrderName
 from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.types import Priority
 
 sessions = st.sampled_from("stu")
 lengths = st.integers(1, 24)
@@ -76,23 +77,43 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.runner.fail = lambda plan: self.failing == 1
         self.failing_moves = False
         self.world.runner.fail_moves = lambda plan: self.failing_moves
+        self.limits: dict[str, CellLimits] = {}
         self.texts: dict[str, list[int]] = {}  # of programs, as far as their last turn went
         self.stopped: set[str] = set()
 
     def _name(self) -> str:
         return f"r{len(self.world.ends)}"
 
-    @rule(program=st.sampled_from(["", "p", "q", "r"]), new=lengths, most=st.integers(0, 12), rewrites=st.booleans())
-    def submit(self, program: str, new: int, most: int, rewrites: bool) -> None:
+    @rule(
+        program=st.sampled_from(["", "p", "q", "r", "r"]),
+        new=lengths,
+        most=st.integers(0, 12),
+        rewrites=st.booleans(),
+        priority=st.sampled_from([Priority.INTERACTIVE, Priority.INTERACTIVE, Priority.BATCH]),
+    )
+    def submit(
+        self, program: str, new: int, most: int, rewrites: bool, priority: Priority = Priority.INTERACTIVE
+    ) -> None:
         name = self._name()
         known = self.texts.get(program, words(1, 14))
         text = (known[: len(known) // 2] if rewrites else known) + words(len(self.world.ends), new)
         if len(text) + most > 64:
             text = text[:40]
         scope, weight = ("other", 3.0) if program == "r" else ("", 1.0)
-        self.world.submit(name, text, most, scope=scope, program=program, weight=weight)
+        cells = self.limits.get(scope)
+        self.world.submit(name, text, most, scope=scope, program=program, weight=weight, priority=priority, cells=cells)
         if program:
             self.texts[program] = text
+
+    @rule(
+        scope=st.sampled_from(["", "other"]),
+        floor=st.sampled_from([0.0, 0.2, 0.4]),
+        ceiling=st.sampled_from([0.4, 0.6, 1.0]),
+        pinned=st.sampled_from([0.0, 0.3, 1.0]),
+    )
+    def limit(self, scope: str, floor: float, ceiling: float, pinned: float) -> None:
+        """From a tenant's next request on it may have no more cells, and is sure of these."""
+        self.limits[scope] = CellLimits(floor, ceiling, pinned)
 
     @rule(program=st.sampled_from(["p", "q"]), new=lengths, handle=st.sampled_from(["", "h", "i"]))
     def work_ahead(self, program: str, new: int, handle: str) -> None:

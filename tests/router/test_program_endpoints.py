@@ -120,19 +120,25 @@ def test_a_response_from_the_cache_ends_a_pause_too():
     assert shown(world)["data"][0]["mean_s"] == 3.0
 
 
-def test_tenants_see_their_own_tools_and_what_all_have_together():
+def test_tenants_see_their_own_tools_and_operators_what_all_have_together():
     tenants = TenantDirectory(
-        [Tenant("one", key_hashes=(hash_key("k1"),)), Tenant("two", key_hashes=(hash_key("k2"),))], exposed=True
+        [
+            Tenant("one", key_hashes=(hash_key("k1"),)),
+            Tenant("two", key_hashes=(hash_key("k2"),)),
+            Tenant("ops", key_hashes=(hash_key("k3"),), operator=True),
+        ],
+        exposed=True,
     )
     world = make(tenants=tenants)
-    one, two = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+    one, two, ops = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2", "k3"))
     for headers in (one, one, two, one):
         world.call("POST", "/v1/chat/completions", json=chat_body(program_id="p"), headers=headers)
         world.now += 1.0
     mine, theirs = shown(world, headers=one), shown(world, headers=two)
     assert [tool["count"] for tool in mine["data"]] == [2]
     assert theirs["data"] == []
-    assert mine["overall"]["count"] == theirs["overall"]["count"] == 2
+    assert (mine["overall"]["count"], theirs["overall"]["count"]) == (2, 0)
+    assert shown(world, headers=ops)["overall"]["count"] == 2
     assert world.call("GET", "/v1/tools/latency").status_code == 401
     assert world.call("DELETE", "/v1/programs/p").status_code == 401
     assert world.call("DELETE", "/v1/programs/nope", headers=two).status_code == 404

@@ -1,7 +1,10 @@
 import sys
+from dataclasses import replace
 
 import pytest
+from fake_backend import World, chat_body
 
+from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -103,6 +106,7 @@ def test_behind_an_exposed_proxy_every_caller_of_metrics_needs_a_key():
         lambda: TenantDirectory([ACME, Tenant("acme")]),
         lambda: TenantDirectory([ACME, Tenant("other", ACME.key_hashes[:1])]),
         lambda: TenantDirectory([Tenant("a")]),
+        lambda: TenantDirectory([replace(ACME, cells=CellLimits(0.6)), Tenant("b", cells=CellLimits(0.5))]),
     ],
 )
 def test_configurations_that_make_no_sense(make):
@@ -179,3 +183,14 @@ def test_proxies_that_are_no_addresses_are_refused():
     with pytest.raises(ConfigError) as refused:
         RouterConfig(proxies=("proxy.example",))
     assert refused.value.field == "proxies"
+
+
+def test_requests_tell_engines_what_their_tenant_may_have_of_the_cells():
+    tenants = TenantDirectory([replace(ACME, cells=CellLimits(0.2, 0.5))], exposed=True)
+    world = World(tenants=tenants)
+    headers = {"authorization": "Bearer key-a"}
+    assert world.call("POST", "/v1/chat/completions", json=chat_body(), headers=headers).status_code == 200
+    assert world.backend.requests[-1].cells == CellLimits(0.2, 0.5)
+    tenants.replace([ACME])
+    world.call("POST", "/v1/chat/completions", json=chat_body(seed=1), headers=headers)
+    assert world.backend.requests[-1].cells == CellLimits(), "they are told when they are gone, too"

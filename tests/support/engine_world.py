@@ -9,7 +9,7 @@ from fake_runner import EOS, VOCABULARY, complete
 from late_runner import LateRunner
 from pinned_pages import pinned_pages
 
-from holdfast.replicas.config import EngineConfig, RetentionConfig
+from holdfast.replicas.config import CellLimits, EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import (
     Abort,
@@ -77,12 +77,13 @@ class World:
         begins: bool = False,
         root: str = "",
         priority: Priority = Priority.INTERACTIVE,
+        cells: CellLimits | None = None,
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
         submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
         submit = replace(submit, program_turns=turns, answered_turns=answered, root=root)
-        submit = replace(submit, within_s=within_s, begins=begins, priority=priority)
+        submit = replace(submit, within_s=within_s, begins=begins, priority=priority, cells=cells)
         labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
         self.give(replace(submit, program_end=ends, weight=weight, background=background, labels=labels))
 

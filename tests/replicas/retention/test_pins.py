@@ -105,7 +105,9 @@ class PinsMachine(RuleBasedStateMachine):
     def latest(self, besides: str) -> None:
         for spared in (None, owner_of(besides)):
             rest = [pin for pin in self.model.values() if pin.owner != spared]
-            assert self.pins.latest(spared) is max(rest, key=lambda pin: pin.arrival, default=None)
+            assert self.pins.latest(lambda pin, spared=spared: pin.owner != spared) is max(
+                rest, key=lambda pin: pin.arrival, default=None
+            )
         assert len(self.pins) == len(self.model)
         assert {pin.owner for pin in self.pins} == set(self.model)
 
@@ -119,7 +121,7 @@ class PinsMachine(RuleBasedStateMachine):
     def lapsed(self, besides: str) -> None:
         for spared in (None, owner_of(besides)):
             rest = [pin for pin in self.model.values() if pin.owner != spared and pin.lapse <= self.now]
-            found = self.pins.lapsed(self.now, spared)
+            found = self.pins.lapsed(self.now, lambda pin, spared=spared: pin.owner != spared)
             assert (found is None) == (not rest)
             assert found is None or (found in rest and found.lapse == min(pin.lapse for pin in rest))
 

@@ -1,0 +1,96 @@
+"""Floors and ceilings of tenants in the engine: who is refused, who waits, who passes whom, and what stays cached."""
+
+import pytest
+from engine_world import World, words
+
+from holdfast.replicas.config import CellLimits
+from holdfast.replicas.errors import ErrorKind
+from holdfast.replicas.events import Rejected, TurnEnded
+
+
+def world(**settings) -> World:
+    return World(**{"order": "fair", "cells": 256, "context_length": 200, "admission_ceiling": 1.0} | settings)
+
+
+@pytest.mark.parametrize(("prompt", "most", "field"), [(70, 4, "prompt"), (30, 90, "max_tokens")])
+def test_a_request_that_is_larger_than_its_tenants_ceiling_is_refused_by_the_field(prompt, most, field):
+    small = world()
+    small.submit("a", words(1, prompt), most, scope="a", cells=CellLimits(ceiling=0.25))
+    end = small.end("a")
+    assert isinstance(end, Rejected)
+    assert (end.error.kind, end.error.field) == (ErrorKind.TOO_LONG, field)
+    small.submit("b", words(1, prompt), most, scope="b")
+    small.run()
+    small.assert_right("b")
+
+
+def test_so_is_one_that_others_floors_leave_no_room_for():
+    small = world()
+    small.submit("a", words(1, 10), 2, scope="a", cells=CellLimits(floor=0.5))
+    small.submit("b", words(2, 120), 8, scope="b")
+    assert isinstance(small.end("b"), Rejected)
+    small.submit("c", words(2, 100), 8, scope="b")
+    small.run()
+    small.assert_right("a")
+    small.assert_right("c")
+
+
+def test_who_waits_at_its_ceiling_holds_up_nobody_else():
+    small = world(max_sequences=8)
+    for name in "abc":
+        small.submit(name, words(ord(name), 50), 10, scope="full", cells=CellLimits(ceiling=0.3), began=1.0)
+    small.submit("other", words(9, 50), 2, scope="other", began=2.0)
+    small.step()
+    running = {each.request_id for each in small.engine.scheduler._running}
+    assert running == {"a", "other"}
+    small.run()
+    for name in ("a", "b", "c", "other"):
+        small.assert_right(name)
+
+
+def test_a_floor_is_there_when_its_tenant_comes_however_full_it_is():
+    small = world(max_sequences=12, admission_ceiling=0.75)
+    small.submit("before", words(1, 40), 2, scope="quiet", cells=CellLimits(floor=0.25))
+    small.run()
+    for i in range(12):
+        small.submit(f"n{i}", words(10 + i, 40), 20, scope="noisy", began=1.0)
+    for _ in range(6):
+        small.step()
+    assert small.engine.occupancy().waiting, "there is too little for all"
+    small.submit("after", words(1, 40), 2, scope="quiet")
+    small.step()
+    assert "after" in {each.request_id for each in small.engine.scheduler._running}
+    small.run()
+    assert small.end("after").usage.cached >= 36, "its cells were evicted for others"
+    for name in small.prompts:
+        small.assert_right(name)
+
+
+def test_paused_programs_of_a_tenant_keep_no_more_than_it_may_pin():
+    small = world()
+    for name in "pq":
+        small.submit(name, words(ord(name), 40), 2, scope="t", program=name, cells=CellLimits(pinned=0.25))
+        small.run()
+        small.give(TurnEnded(name, "t", name, tools=("f",)))
+    pins = small.engine.scheduler.retention.pins
+    assert len(pins) == 1
+    assert pins.cells_of("t") <= 64
+
+
+def test_prompts_of_one_tenant_that_stop_each_other_go_on_while_another_is_busy():
+    """Two that were let in before the ceiling came down cannot both go on, and the other tenant never rests."""
+    small = world(max_sequences=4, step_tokens=8)
+    for name in "ab":
+        small.submit(name, words(ord(name), 100), 2, scope="t", began=1.0)
+    for _ in range(14):
+        small.step()
+    small.submit("c", words(3, 4), 1, scope="t", cells=CellLimits(ceiling=0.5))
+    for i in range(60):
+        small.submit(f"busy{i}", words(20 + i, 8), 6, scope="busy")
+        small.step()
+        if all(small.ends[name] for name in "abc"):
+            break
+    assert all(small.ends[name] for name in "abc"), "they stand still as long as others are busy"
+    small.run()
+    for name in small.prompts:
+        small.assert_right(name)

@@ -452,7 +452,7 @@ class CallSkeletons:
 def _digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """Equal for tools that are declared alike; quickly, for it may be hundreds of them on the event loop's thread."""
     try:
-        content = marshal.dumps(tools, 2)  # a later version tells the same values apart by where they stand in memory
+        content = marshal.dumps([*tools], 2)  # later versions tell equal values apart by where they stand in memory
     except ValueError:  # a mapping that is no dict
         content = json.dumps(tools, default=dict).encode()
     return blake2b(content, digest_size=16).digest()

@@ -282,6 +282,29 @@ def test_codex(address: str, turns: Turns, tmp_path: Path) -> None:
     goes_on_from(*(used[kind] - before[kind] for kind in ("input_tokens", "cached_input_tokens")))
 
 
+@pytest.mark.parametrize("name", ["Holdfast", "OpenAI"])
+def test_codex_compacts(address: str, turns: Turns, tmp_path: Path, name: str) -> None:
+    """Its context counts as full after every answer: it goes on from a summary, which it has the model write as any
+    answer, or, of a provider by OpenAI's name, asks for as a compaction.
+    """
+    program = needed("Codex CLI", "codex")
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "note.txt").write_text(f"the secret word is {SECRET}\n")
+    full = ("-c", "model_auto_compact_token_limit=5000", "-c", f"model_providers.holdfast.name={name}")
+    for arguments, said in (
+        ((f"What is the secret word in {work / 'note.txt'}?",), SECRET),
+        (("resume", "--last", HELLO), "Hello"),
+    ):
+        done = real_clients.codex(program, address, home, work, *full, *arguments)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        events = [json.loads(line) for line in done.stdout.splitlines()]
+        told = [event["item"]["text"] for event in events if event.get("item", {}).get("type") == "agent_message"]
+        assert said in told[-1], events
+    assert sum(turns().values()) > 3, "no turn made it short"
+
+
 def test_opencode(address: str, turns: Turns, tmp_path: Path) -> None:
     program = needed("OpenCode", "opencode")
     first, second = works_twice(real_clients.opencode, program, address, turns, tmp_path, "--continue", titles=1)

@@ -103,12 +103,12 @@ class WatchedRunner(GatedRunner):
 
     def __init__(self) -> None:
         super().__init__(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
-        self.read: list[list[Event]] = []
+        self.told: list[list[Event]] = []
         self.had: list[int] = []
         self.third = threading.Event()
 
     def run(self, plan):
-        self.had.append(len(self.read))
+        self.had.append(len(self.told))
         if len(self.had) == 3:
             self.third.set()
         return super().run(plan)
@@ -124,7 +124,7 @@ def test_a_first_token_is_with_its_reader_before_the_next_step_begins(monkeypatc
         runner = WatchedRunner()
         bridge = runner.bridge()
         async for events in bridge.run(submit("a")):
-            runner.read.append(events)
+            runner.told.append(events)
         assert runner.had[:2] == [0, 1]
         await bridge.close()
 

@@ -36,16 +36,32 @@ async def same_behaviour(store):
     assert await store.get("a") == b"\x00\xff"
     await store.set("b", b"first", 60.0)
     assert await store.get("b") == b"first"
+    assert not store.degraded
+
+
+async def chains(store):
     for name, value in (("1", b"\nfirst"), ("2", b"1\n\x00\nsecond"), ("3", b"1 2\n"), ("4", b"gone 3\n")):
         await store.set(f"chain/{name}", value, 60.0)
     assert await store.follow("chain/1", 90.0) == [b"\nfirst"]
     assert await store.follow("chain/3", 90.0) == [b"\nfirst", b"1\n\x00\nsecond", b"1 2\n"]
     assert await store.follow("chain/4", 90.0) == await store.follow("chain/gone", 90.0) == []
-    assert not store.degraded
 
 
 def test_memory_keeps_values():
     asyncio.run(same_behaviour(memory()))
+    asyncio.run(chains(memory()))
+
+
+def test_a_chain_of_values_is_read_in_one_trip(server):
+    async def scenario():
+        trips = []
+        async with redis_store(server, observe=lambda *_: trips.append(1)) as store:
+            await chains(store)
+            assert len(trips) == 8, "four were put, and four times one was asked for"
+            ends = [await store._redis.pttl(f"holdfast/chain/{name}") for name in "123"]
+            assert min(ends) > 60_000
+
+    asyncio.run(scenario())
 
 
 def test_values_that_are_renewed_live_on():

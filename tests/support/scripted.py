@@ -22,6 +22,7 @@ from holdfast.replicas.text.conversation import Constraints
 
 WEATHER = "What is the weather in Oslo?"
 HELLO = "Say hello."
+TOLD = "The tool says: "  # an answer begins so, also where it is told again in a summary
 _FILE = re.compile(r"/\S+/note\.txt")
 
 
@@ -51,9 +52,11 @@ def reply(prompt: ChatPrompt) -> str | None:
     for message in reversed(prompt.messages):
         said = _text(message)
         if message["role"] == "tool":
-            return f"The tool says: {said}"
+            return TOLD + said
         if message["role"] == "user" and HELLO in said:
             return "Hello"
+        if message["role"] == "user" and TOLD in said:
+            return said[said.index(TOLD) :]
         if message["role"] == "user" and (arguments := _arguments(said)):
             names = [tool["function"]["name"] for tool in prompt.tools]
             name = next((name for name in arguments if name in names), None)

@@ -110,28 +110,6 @@ class RetentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CellLimits:
-    """What a tenant may have of the cells of each engine, as shares of all of them."""
-
-    floor: float = (
-        0.0  # others take none of these: its own cells stay in them, and what it lacks is there when it comes
-    )
-    ceiling: float = 1.0  # it has no more, cached ones counted: then its own go first, and a larger request is refused
-    pinned: float = 1.0  # its sessions, and its programs whose tools run, keep no more
-
-    def __post_init__(self) -> None:
-        _check(self, _SHARE, "floor", "pinned")
-        _check(self, _POSITIVE_SHARE, "ceiling")
-        if self.floor > self.ceiling:
-            raise ConfigError(f"floor {self.floor} is beyond ceiling {self.ceiling}", "floor")
-
-    @property
-    def any(self) -> bool:
-        """Whether there is one."""
-        return self.floor > 0 or self.ceiling < 1 or self.pinned < 1
-
-
-@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Every knob of the engine. Counts are in tokens, cells or rows; times in seconds."""
 

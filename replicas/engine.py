@@ -13,7 +13,7 @@ from itertools import count
 
 import numpy as np
 
-from holdfast.replicas.config import CellLimits, EngineConfig
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import (
     ConfigError,
     ContextLengthError,
@@ -59,7 +59,7 @@ from holdfast.replicas.sessions import Session, SessionFacts, Sessions, check_ro
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
-from holdfast.replicas.types import NO_TOKENS, TokenIds
+from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -156,11 +156,6 @@ class Engine:
         Any thread may ask.
         """
         return self._order.contended
-
-    def most_cells(self, scope: str, limits: CellLimits | None) -> int:
-        """How many cells a request of a tenant may have at most. Any thread may ask."""
-        told = self.config.cells if limits is None else int(limits.ceiling * self.config.cells)
-        return min(told, self.cache.tree.tenants.most(scope) * self.config.page_size)
 
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
         """An open session. Any thread may ask, this and the next."""

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, TypeAlias
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
-from holdfast.replicas.types import NO_TOKENS, RANKS, Priority, TokenCounts, TokenIds, record, salted
+from holdfast.replicas.types import NO_TOKENS, RANKS, CellLimits, Priority, TokenCounts, TokenIds, record, salted
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, TypeAlias
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import CellLimits, Priority
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 

@@ -8,6 +8,8 @@ from typing import TypeAlias, TypeVar, dataclass_transform
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.replicas.errors import ConfigError
+
 T = TypeVar("T")
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
@@ -31,6 +33,30 @@ RANKS = tuple(Priority)  # the last one's requests give way first
 def salted(tenant: str, salt: str) -> str:
     """A tenant's cache scope, or with a salt a part of it. What stands behind a NUL names the part."""
     return f"{tenant}\0salt\0{salt}" if salt else tenant
+
+
+@dataclass(frozen=True, slots=True)
+class CellLimits:
+    """What a tenant may have of the cells of each engine, as shares of all of them."""
+
+    floor: float = (
+        0.0  # others take none of these: its own cells stay in them, and what it lacks is there when it comes
+    )
+    ceiling: float = 1.0  # it has no more, cached ones counted: then its own go first, and a larger request is refused
+    pinned: float = 1.0  # its sessions, and its programs whose tools run, keep no more
+
+    def __post_init__(self) -> None:
+        for name, least in (("floor", 0.0), ("ceiling", 1e-9), ("pinned", 0.0)):
+            value: float = getattr(self, name)
+            if not least <= value <= 1:
+                raise ConfigError(f"{name} must be in {'(' if least else '['}0, 1], not {value}", name)
+        if self.floor > self.ceiling:
+            raise ConfigError(f"floor {self.floor} is beyond ceiling {self.ceiling}", "floor")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return self.floor > 0 or self.ceiling < 1 or self.pinned < 1
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:

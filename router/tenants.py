@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import CellLimits, Priority
 from holdfast.router.config import KEY_HASH
 from holdfast.router.protocol.errors import Refusal, RefusedError
 

@@ -30,7 +30,7 @@ MAX_METHODS = 20
 BASE = {"types", "errors"}
 ENGINE_ROOMS = {"kv", "sequences", "retention", "speculation", "scheduling"}
 ROOMS: Mapping[str, set[str]] = {
-    "types": set(),
+    "types": {"errors"},
     "errors": set(),
     "logs": set(),
     "seed": {"types"},
@@ -42,7 +42,7 @@ ROOMS: Mapping[str, set[str]] = {
     "kv": BASE,
     "kv.tags": set(),
     "kv.pages": set(),
-    "kv.radix": BASE | {"kv.pages", "kv.tags"},
+    "kv.radix": BASE | {"kv.limits", "kv.pages", "kv.tags"},
     "sequences": BASE | {"events", "kv", "constraints.matcher"},
     "retention": BASE | {"config", "events", "stats", "kv", "sequences"},
     "retention.latency": set(),

@@ -11,7 +11,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.holding import Acquired, Holding, Pin, audit
 from holdfast.replicas.kv.host import HostTier
@@ -19,7 +18,7 @@ from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel, tenant_of
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import CellLimits, TokenIds
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -282,7 +281,7 @@ class KVCache:
         self.tree.lease(node, now, held=holding.node)
         if not (pin and node.end == n_computed):
             self.tree.release(node)
-        self._free(holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
+        _free(self, holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
         if not pin:
             return None
         # The lease of a moment ago is the pin's, but where what is kept ends inside a node.
@@ -295,7 +294,7 @@ class KVCache:
         self._expect(holding)
         self._live.remove(holding)
         self.tree.release(holding.node)
-        self._free(holding, holding.own, holding.duplicates)
+        _free(self, holding, holding.own, holding.duplicates)
 
     @_change
     def pin(self, scope: str, tokens: TokenIds, now: float, *, soft: bool = False) -> Pin:
@@ -459,14 +458,15 @@ class KVCache:
         assert freed is not None, "evictable pages were counted that are not there"
         self._evicted_pages += freed
 
-    def _free(self, holding: Holding, *pages: PageIds) -> None:
-        """Pages of a holding have no other owner any more, but for those that the tree has."""
-        for each in pages:
-            self.tree.tenants.took(holding.tenant, -self.pool.release(each))
-
     def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
         """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""
         if holding not in self._live:
             raise EngineError("this holding has ended")
         if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
+
+
+def _free(cache: KVCache, holding: Holding, *pages: PageIds) -> None:
+    """Pages of a holding have no other owner any more, but for those that the tree has."""
+    for each in pages:
+        cache.tree.tenants.took(holding.tenant, -cache.pool.release(each))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from holdfast.replicas.config import CellLimits
+from holdfast.replicas.types import CellLimits
 
 SHARED = " shared"  # the scope of what is kept for all, and no tenant's name
 _ROUNDING = 1e-6  # of a page, by which shares of decimal fractions are off
@@ -94,9 +94,9 @@ class TenantPages:
         self._changed(tenant)
         return True if before is None else None
 
-    def forgotten(self, now: float) -> list[str]:
-        """Tenants with limits that have not been heard of for long."""
-        return [tenant for tenant, limits in self._limits.items() if now - limits.heard > FORGOTTEN_S]
+    def forgotten(self, now: float, besides: str) -> list[str]:
+        """Tenants with limits, but for `besides`, that have not been heard of for long."""
+        return [each for each, known in self._limits.items() if each != besides and now - known.heard > FORGOTTEN_S]
 
     def floor(self, tenant: str) -> int:
         limits = self._limits.get(tenant)

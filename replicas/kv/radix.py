@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.kv.limits import TenantPages
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
 from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, SYSTEM, Label, Labels
-from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix, record
+from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_prefix, record
 
 _LONG = 8192  # tokens from which on comparing them as arrays is faster than as bytes: 20 and 1,000 us for 131,072
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
@@ -258,7 +257,7 @@ class RadixTree:
             if step.soft == step.leases:
                 self.soft_only += step.owned
             step = step.parent
-        self._count_soft(gained, step.tenant)
+        _count_soft(self, gained, step.tenant)
 
     def harden(self, node: Node) -> None:
         """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
@@ -270,7 +269,7 @@ class RadixTree:
             if step.soft == 0:
                 lost += step.owned
             step = step.parent
-        self._count_soft(-lost, step.tenant)
+        _count_soft(self, -lost, step.tenant)
 
     def fill(self, row: PageIds, node: Node) -> None:
         """Write the pages of the path to `node` into `row`, each at its page slot."""
@@ -347,14 +346,10 @@ class RadixTree:
 
     def limit(self, tenant: str, limits: CellLimits, now: float) -> None:
         """A tenant's limits from now on; those of tenants that are long gone are forgotten."""
-        self._limit(tenant, limits, now)
-        for gone in self.tenants.forgotten(now):
-            self._limit(gone, CellLimits(), now)
-
-    def _limit(self, tenant: str, limits: CellLimits, now: float) -> None:
-        apart = self.tenants.limit(tenant, limits, now)
-        if apart is not None:
-            self.queue.set_apart(tenant, apart=apart)
+        for each in (tenant, *self.tenants.forgotten(now, besides=tenant)):
+            apart = self.tenants.limit(each, limits if each == tenant else CellLimits(), now)
+            if apart is not None:
+                self.queue.set_apart(each, apart=apart)
 
     def _evictable(self, tenant: str, pages: int) -> None:
         self.evictable += pages
@@ -371,12 +366,6 @@ class RadixTree:
         self._evictable(leaf.tenant, -n)
         self.queue.recount(leaf)
         return gone
-
-    def _count_soft(self, pages: int, tenant: str) -> None:
-        self.soft_pages += pages
-        left = self.soft_pages_of.pop(tenant, 0) + pages
-        if left:
-            self.soft_pages_of[tenant] = left
 
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
         """Let `parent` refer to the first page of `leaf`, which holds all the cells of its own last page and more.
@@ -432,6 +421,13 @@ class RadixTree:
         self.nodes += 1
         self.queue.recount(node)
         return upper
+
+
+def _count_soft(tree: RadixTree, pages: int, tenant: str) -> None:
+    tree.soft_pages += pages
+    left = tree.soft_pages_of.pop(tenant, 0) + pages
+    if left:
+        tree.soft_pages_of[tenant] = left
 
 
 class Sharing:

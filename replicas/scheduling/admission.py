@@ -74,6 +74,11 @@ class _Round:
     aside: list[Sequence] = field(default_factory=list)
     short: bool = False
 
+    def after(self, cache: KVCache, sequence: Sequence, need: int, prefix: Prefix | None) -> int:
+        """Cells that its tenant may come to use with a sequence that needs so many beyond its cached prefix."""
+        scope = sequence.submit.scope
+        return cache.cells.active_of(scope) + self.promised[scope] + need + cache.cells.available_in(prefix)
+
     def began(self, sequence: Sequence, need: int) -> None:
         self.needed += need
         self.promised[sequence.submit.scope] += need
@@ -246,7 +251,7 @@ class Admission:
             self._waiting.put_back(done.follower)
         if not len(self._waiting):
             return
-        this = self._round()
+        this = _Round(*self._committed())
         while (sequence := self._waiting.head(this.passed)) is not None:
             try:
                 need = self._start(builder, sequence, this, now)
@@ -265,9 +270,6 @@ class Admission:
                 break
         for sequence in this.aside:
             self._waiting.put_back(sequence)
-
-    def _round(self) -> _Round:
-        return _Round(*self._committed())
 
     def _committed(self) -> tuple[int, Counter[str]]:
         """What those who run may come to need, and, where tenants have limits, how much of it is whose."""
@@ -336,9 +338,13 @@ class Admission:
             self._following.append(following)
             self._waiting.set_aside(this.passed)
             return 0
-        self._expect_within_limits(sequence)
+        tenants = self._cache.tree.tenants
+        if tenants.any:  # they may have changed since it came
+            check_cells(sequence.submit, self._cache)
         need = self._budget.need(sequence, n_cached)
-        within = self._within_floor(sequence, need, prefix, this)
+        # Nobody else has what is within its tenant's floor, so it is there.
+        floor = 0 if sequence.background else tenants.floor(sequence.submit.scope) * self._config.page_size
+        within = floor > 0 and this.after(self._cache, sequence, need, prefix) <= floor
         if this.short and not within:
             return Held.ALL
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
@@ -377,7 +383,7 @@ class Admission:
         alone = not len(self._running)
         to = None if alone else sequence
         limits = tenants.any and not sequence.background
-        while limits and self._after(sequence, need, prefix, this) > tenants.ceiling(scope) * size:
+        while limits and this.after(self._cache, sequence, need, prefix) > tenants.ceiling(scope) * size:
             first = not any(each.submit.scope == scope for each in self._running)
             if retention.give_way(None if first else sequence, besides=owner, whose=scope.__eq__):
                 continue
@@ -396,23 +402,6 @@ class Admission:
             if alone and not sequence.background:
                 return None
             return Held.ALL if wanted > cells.available else Held.TENANT
-
-    def _after(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> int:
-        """Cells that its tenant may come to use with a sequence."""
-        cells, scope = self._cache.cells, sequence.submit.scope
-        return cells.active_of(scope) + this.promised[scope] + need + cells.available_in(prefix)
-
-    def _within_floor(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> bool:
-        """Whether a sequence is to have cells of its tenant's floor alone: nobody else has those, so they are there."""
-        floor = self._cache.tree.tenants.floor(sequence.submit.scope)
-        if not floor or sequence.background:
-            return False
-        return self._after(sequence, need, prefix, this) <= floor * self._config.page_size
-
-    def _expect_within_limits(self, sequence: Sequence) -> None:
-        """Raise ContextLengthError for one that its tenant may not have the cells for: its limits have changed."""
-        if self._cache.tree.tenants.any:
-            check_cells(sequence.submit, self._cache)
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config

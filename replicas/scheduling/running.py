@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError
+from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
@@ -27,6 +27,8 @@ from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
+
+NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
 class Leaving(Enum):
@@ -332,6 +334,16 @@ class Ends:
         sequence.preempted = True
         sequence.move(Status.WAITING)
         self._waiting.push(sequence)
+
+    def start_over(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+        """Nobody else could make room for one that lacks cells: it starts again without its cached prefix, and fails
+        where that was not what is missing.
+        """
+        if sequence.reuse:
+            sequence.reuse = False
+            self.preempt(builder, sequence, now)
+        else:
+            self.fail(sequence, NO_ROOM, now)
 
     def fault(self, builder: StepBuilder | None, sequence: Sequence, failure: Exception, now: float) -> None:
         """The supervisor of planning and commit: what was raised for one sequence fails that sequence alone."""

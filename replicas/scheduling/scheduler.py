@@ -7,7 +7,7 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 import math
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
+from holdfast.replicas.errors import HoldfastError
 from holdfast.replicas.events import (
     Event,
     FinishReason,
@@ -26,7 +26,7 @@ from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
 from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
-from holdfast.replicas.scheduling.running import Ends, Running
+from holdfast.replicas.scheduling.running import NO_ROOM, Ends, Running
 from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
 from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
@@ -38,7 +38,6 @@ _TENANTS = 200  # whose seconds are counted apart
 _OTHERS = "other"
 _LEAST_CHUNK = 64  # tokens of a prompt beside others: fewer take nearly as long
 _UNBOUNDED = 1 << 62
-_NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
 class Scheduler:
@@ -166,39 +165,13 @@ class Scheduler:
                 continue
             victim = self._running.in_order()[-1]
             if len(self._running) == 1 and not victim.reuse:
-                self.ends.fail(victim, _NO_ROOM, now)
+                self.ends.fail(victim, NO_ROOM, now)
                 continue
             victim.reuse = len(self._running) > 1
             self.ends.preempt(builder, victim, now)
             if not len(self._running):
                 self.admission.admit(builder, now)
             self._prefill(builder, now)
-
-    def _start_over(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
-        """Nobody else could make room for one that lacks cells: it starts again without its cached prefix, and fails
-        where that was not what is missing.
-        """
-        if sequence.reuse:
-            sequence.reuse = False
-            self.ends.preempt(builder, sequence, now)
-        else:
-            self.ends.fail(sequence, _NO_ROOM, now)
-
-    def _unstick(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
-        """A prompt goes on for lack of cells only once others leave: see that one of those does, where none gets on.
-
-        Other tenants may, so that a step is never without work: their ends do not help one at its ceiling, or beside
-        their floors.
-        """
-        helpers = self._running.helpers(sequence)
-        if any(each.in_flight or each in builder.sequences for each in helpers):
-            return
-        if self.retention.give_way(to=None, whose=self._running.helping(sequence)):
-            return  # what that makes room for is seen in the next step
-        if len(helpers) > 1:
-            self.ends.preempt(builder, helpers[-1], now)
-        else:
-            self._start_over(builder, sequence, now)
 
     def _decode(self, builder: StepBuilder, now: float) -> bool:
         """The last token of each decoding sequence and drafts after it, in order.
@@ -236,7 +209,7 @@ class Scheduler:
             if not alone:
                 self.ends.preempt(builder, last, now)
             elif len(self._running) > 1:
-                self._start_over(builder, sequence, now)
+                self.ends.start_over(builder, sequence, now)
             else:
                 return preempted
             preempted = True
@@ -289,7 +262,7 @@ class Scheduler:
             except Exception as failure:
                 self.ends.fault(builder, sequence, failure, now)
         if stuck is not None and stuck.status is Status.RUNNING and builder.busy and self._cache.tree.tenants.any:
-            self._unstick(builder, stuck, now)
+            unstick(self._running, self.ends, builder, stuck, now)
 
     def _chunks(self, prefilling: list[Sequence], beside: int) -> list[int]:
         """Tokens of each, in order, with so many that decode `beside` them. Those of batch share what the others leave
@@ -482,6 +455,23 @@ class Scheduler:
         if matcher is not None:
             check_grammar(sequence)
         return reason
+
+
+def unstick(running: Running, ends: Ends, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+    """A prompt goes on for lack of cells only once others leave: see that one of those does, where none gets on.
+
+    Other tenants may, so that a step is never without work: their ends do not help one at its ceiling, or beside
+    their floors.
+    """
+    helpers = running.helpers(sequence)
+    if any(each.in_flight or each in builder.sequences for each in helpers):
+        return
+    if running.retention.give_way(to=None, whose=running.helping(sequence)):
+        return  # what that makes room for is seen in the next step
+    if len(helpers) > 1:
+        ends.preempt(builder, helpers[-1], now)
+    else:
+        ends.start_over(builder, sequence, now)
 
 
 def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -> list[bool]:

@@ -156,7 +156,7 @@ class TextSide:
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
         rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
-        begun = self._begun(rendered, scope, program)
+        begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)
         entry = await self._long.run(work, len(begun.rest)) if long else work(self.cache.encoder)
@@ -165,13 +165,8 @@ class TextSide:
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
         """The tokens of `beginning`, at once. Raises InvalidRequestError."""
         rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
-        begun = self._begun(rendered, scope, "")
+        begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope)
         return self._sure(prompt, rendered, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
-
-    def _begun(self, rendered: list[Rendered], scope: str, program: str) -> Begun:
-        """What all of these begin with, as far as the cache has not tokenized it."""
-        text = rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
-        return self.cache.begin(text, rendered[0].mark, scope, program)
 
     def _sure(self, prompt: ChatPrompt, rendered: list[Rendered], begun: Begun, entry: Entry) -> Encoded:
         """The tokens of it that are the same whatever comes behind it."""
@@ -462,6 +457,11 @@ def _remembered(config: EngineConfig) -> float:
     """Characters for which the token cache has room; without end where the engine's cells are not known yet."""
     cells = config.cells + config.host_cells
     return config.tokenize_cache * (cells or math.inf) if config.tokenize_cache else 0
+
+
+def _shared(rendered: Sequence[Rendered]) -> str:
+    """What all of these begin with."""
+    return rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
 
 
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:

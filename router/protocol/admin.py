@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import CellLimits, Priority
 from holdfast.router.protocol.body import Body, decode, validate
 from holdfast.router.tenants import Tenant, TenantCache, TenantLimits
 

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.replicas.config import CellLimits, DraftConfig, OrderName
+from holdfast.replicas.config import DraftConfig, OrderName
 from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.sequences import Sequence
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import CellLimits, Priority
 
 sessions = st.sampled_from("stu")
 lengths = st.integers(1, 24)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.service import read_preambles
+from holdfast.replicas.types import CellLimits
 
 PREAMBLE = words(77, 42)  # ten pages and a half
 

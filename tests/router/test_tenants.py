@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from fake_backend import World, chat_body
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.types import CellLimits
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import ApiKey, Caller, Tenant, TenantDirectory, TenantLimits, hash_key

@@ -9,7 +9,7 @@ from fake_runner import EOS, VOCABULARY, complete
 from late_runner import LateRunner
 from pinned_pages import pinned_pages
 
-from holdfast.replicas.config import CellLimits, EngineConfig, RetentionConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import (
     Abort,
@@ -29,7 +29,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.sequences import Region
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import CellLimits, Priority
 
 
 class World:

@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.limits import FORGOTTEN_S
 from holdfast.replicas.kv.tags import Label, Labels
+from holdfast.replicas.types import CellLimits
 
 TENANTS = "abc"
 tenants = st.sampled_from(TENANTS)

@@ -3,9 +3,9 @@
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import CellLimits
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Rejected, TurnEnded
+from holdfast.replicas.types import CellLimits
 
 
 def world(**settings) -> World:

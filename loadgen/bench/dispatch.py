@@ -58,10 +58,13 @@ def _forwards(layers: int, rows: Sequence[int], repeat: int) -> list[float]:
         tie_word_embeddings=False,
     )
     shape = decoder_shape(config)
+    assert shape is not None  # it is a Llama
     kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), _PAGES, _PAGE, torch.bfloat16, scratch=True)
     with TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        runner = ModelRunner(Decoder.load(folder, config, kv, _CONTEXT, None), kv, 8, _CONTEXT)
+        model = Decoder.load(folder, config, kv, _CONTEXT, None)
+    assert model is not None
+    runner = ModelRunner(model, kv, 8, _CONTEXT)
     least = []
     for n in rows:
         plan = step_plan(StepShape("", 1, n, _CACHED), _PAGE, _PAGES, scattered=False)

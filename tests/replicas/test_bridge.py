@@ -105,12 +105,13 @@ class WatchedRunner(GatedRunner):
         super().__init__(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
         self.told: list[list[Event]] = []
         self.had: list[int] = []
-        self.third = threading.Event()
+        self.second, self.third = threading.Event(), threading.Event()
 
     def run(self, plan):
         self.had.append(len(self.told))
-        if len(self.had) == 3:
-            self.third.set()
+        for number, reached in ((2, self.second), (3, self.third)):
+            if len(self.had) == number:
+                reached.set()
         return super().run(plan)
 
     def bridge(self) -> Bridge:
@@ -123,8 +124,15 @@ def test_a_first_token_is_with_its_reader_before_the_next_step_begins(monkeypatc
     async def main():
         runner = WatchedRunner()
         bridge = runner.bridge()
-        async for events in bridge.run(submit("a")):
-            runner.told.append(events)
+
+        async def read():
+            async for events in bridge.run(submit("a")):
+                runner.told.append(events)
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        assert not runner.second.wait(0.1), "a step began though the loop, held up here, has passed nothing on"
+        await reading
         assert runner.had[:2] == [0, 1]
         await bridge.close()
 

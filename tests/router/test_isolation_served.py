@@ -12,7 +12,7 @@ from service_backend import ServiceBackend
 
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
-OWN = ("date", "x-request-id", "server-timing")  # of each answer
+OWN = ("date", "request-id", "x-request-id", "server-timing")  # of each answer
 READ = ("/v1/usage", "/v1/tools/latency", "/v1/cluster/status", "/v1/sessions", "/v1/models")
 
 
@@ -47,7 +47,7 @@ def work(backend: ServiceBackend) -> tuple[int, ...]:
     """What was computed until now, by whatever would be spared it."""
     stats, text = backend.service.engine.stats, backend.service._text
     compiled = text._compiler.compiled
-    return stats.prompt_computed, stats.prompt_cached, stats.steps, compiled, text.renderer.misses, text.cache.tokenized
+    return stats.prompt_computed, stats.prompt_cached, compiled, text.renderer.misses, text.cache.tokenized
 
 
 def told(found: Any) -> Any:

@@ -517,8 +517,8 @@ class ProgramTable:
             known, now = self._get(key), self._clock()
             if known is None or known.gone:
                 known = Program(life, now, now, version=known.version if known else 0)
-            changed = {"seen": now, "version": known.version + 1, "last_replica": replica_id, "told": step.id}
-            self._keep(key, replace(known, **changed))
+            at = known.version + 1
+            self._keep(key, replace(known, seen=now, version=at, last_replica=replica_id, told=step.id))
 
     async def look(self, key: str) -> Program | None:
         """The program's record, as it stands; None: there is none."""

@@ -348,8 +348,8 @@ class Recorded(TextSide):
         seen = prompt if self.shown is None else replace(prompt, tools=self.shown)
         return await super().encoded(seen, scope, program)
 
-    def constraints(self, prompt: ChatPrompt | RawPrompt) -> Constraints:
-        return clocked(self.spent, super().constraints, prompt)
+    def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
+        return clocked(self.spent, super().constraints, prompt, scope)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         found = super().after_thinking(request, encoded, matcher)

@@ -157,18 +157,18 @@ class Tracker:
         if name in self._limits.declared:
             if call.complete:
                 call.odd = call.expected is None
-                if self._stands():
+                if self._stands(guarded=bool(self.opener) or not call.odd):
                     self._send_call()
         elif self.opener or call.complete:
-            self._ask()
+            self._stands(guarded=False)
 
     def begin_arguments(self, streamed: bool) -> None:
         """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""
         if self.call.name in self._limits.declared:
-            if self._stands() and streamed:
+            if self._stands(guarded=bool(self.opener) or not self.call.odd) and streamed:
                 self._send_call()
         elif self.call.name is not None and not self.opener:
-            self._ask()
+            self._stands(guarded=False)
 
     def argument(self, written: str, valid: str) -> None:
         """A piece of the arguments as the model wrote it, and as valid JSON."""
@@ -264,15 +264,11 @@ class Tracker:
         self._grace = self._limits.grace
         self.stopped = not self._limits.parallel
 
-    def _stands(self) -> bool:
-        """Whether the call of a declared tool may be sent as it has begun."""
-        if self.call.odd and not self.opener:
-            self._ask()
-        return not self.stopped
-
-    def _ask(self) -> None:
-        if not self.stopped:
+    def _stands(self, guarded: bool) -> bool:
+        """Whether the call may go on as it has begun: where it is not `guarded`, `on_unguarded` is asked."""
+        if not guarded and not self.stopped:
             self.stopped = self.on_unguarded(self._opened, self._held_from)
+        return not self.stopped
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

@@ -164,7 +164,7 @@ def test_what_was_not_needed_is_given_back_and_what_was_more_is_counted(redis):
 
 @pytest.mark.parametrize("reserved", [512, 50])
 def test_what_is_reserved_is_what_such_requests_turn_out_to_draw(redis, reserved):
-    """However far off is what requests may draw: no minute has 3 % more than the limit, who asks for more gets it."""
+    """However far off is what requests may draw: no minute has 1 % more than the limit, who asks for more gets it."""
     limit, gap_ms, runs_ms = 24_000, 125, 2_000
 
     async def run():
@@ -175,7 +175,7 @@ def test_what_is_reserved_is_what_such_requests_turn_out_to_draw(redis, reserved
                 routers.clock.now += gap_ms
                 while going and going[0][0] <= routers.clock.now:
                     _, admission, n = going.popleft()
-                    await go(admission, used(output=n))
+                    await go(admission, used(9, output=n))
                 n = draw.randint(1, 200)
                 if admission := await let_in(accounts, who, output=reserved):
                     going.append((routers.clock.now + draw.randint(1, runs_ms), admission, n))
@@ -188,8 +188,8 @@ def test_what_is_reserved_is_what_such_requests_turn_out_to_draw(redis, reserved
             return [sum(n for at, n in taken if begin < at <= begin + MINUTE) / limit for begin in begins]
 
     got = asyncio.run(run())
-    assert max(got) <= 1.03
-    assert sum(got) / len(got) >= 0.97
+    assert max(got) <= 1.01
+    assert sum(got) / len(got) >= 0.975
 
 
 def test_a_refusal_says_when_and_then_it_is_let_in(redis):

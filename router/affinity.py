@@ -22,6 +22,8 @@ from uuid import uuid4
 from weakref import WeakSet
 
 import ray
+from grpc import StatusCode
+from grpc.aio import AioRpcError
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.context import _get_serve_request_context, _serve_request_context
@@ -394,8 +396,8 @@ class Call:
         self._bound: asyncio.Timeout | None = None
 
     async def heard(self, coming: Callable[[], Awaitable[Any]], left_s: Callable[[], float] | None = None) -> Any:
-        """What comes next of it; raises ActorUnavailableError where nothing does while there is time left, or the call
-        is lost.
+        """What comes next of it; raises ActorUnavailableError where nothing does while there is time left, where the
+        call is lost, or where it has come to another server, which knows no such calls.
         """
         loop = asyncio.get_running_loop()
         self._bound = asyncio.timeout(0.0 if self.lost else None)
@@ -421,6 +423,11 @@ class Call:
             self.lost = True
             self._result.cancel()
             raise ActorUnavailableError("the replica does not answer", self._actor.binary()) from None
+        except AioRpcError as error:
+            # Trap: the port of a replica that has died may soon be another server's.
+            if error.code() is not StatusCode.UNIMPLEMENTED:
+                raise
+            raise ActorUnavailableError("another server has the replica's port", self._actor.binary()) from None
         finally:
             if timer is not None:
                 timer.cancel()

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
@@ -58,6 +60,11 @@ async def refused() -> None:
     raise ActorUnavailableError("refused", None)
 
 
+async def another() -> None:
+    """Another server has its port by now."""
+    raise AioRpcError(StatusCode.UNIMPLEMENTED, Metadata(), Metadata())
+
+
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> Fleet:
     """What this test knows of replicas, and no other."""
@@ -96,7 +103,7 @@ async def sent_to(made: AffinityRouter, request: PendingRequest) -> tuple[str, A
     return replica.replica_id.unique_id, replica.try_send_request(request, with_rejection=True)
 
 
-@pytest.mark.parametrize("says", [nothing, refused])
+@pytest.mark.parametrize("says", [nothing, refused, another])
 def test_a_replica_that_does_not_accept_is_passed_by(says: Callable[[], Awaitable[Any]]) -> None:
     async def work() -> None:
         made, sent = router(says, accept_s=0.01)

@@ -37,10 +37,10 @@ def follow_script(service: Service) -> None:
     text = service._text
     usual = text.constraints
 
-    def constraints(prompt: ChatPrompt | RawPrompt) -> Constraints:
+    def constraints(prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
         said = reply(prompt) if isinstance(prompt, ChatPrompt) else None
         if said is None:
-            return usual(prompt)
+            return usual(prompt, scope)
         tokens = text.encode(RawPrompt(f"{said}<|im_end|>")).tokens
         return Constraints(GivenTokens(tokens, text.vocabulary))
 

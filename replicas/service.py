@@ -716,8 +716,9 @@ def _sampling(request: GenerateRequest, n_prompt: int, engine: Engine, eos: froz
         sampling = replace(sampling, ends=eos | sampling.stop_token_ids)
     if sampling.max_tokens == -1 or request.fits:
         # What the context, the cache and the tenant's limits leave.
-        most = engine.cache.tree.tenants.most(request.scope) * config.page_size
-        cells = min(most, int(request.cells.ceiling * config.cells) if request.cells is not None else most)
+        cells = engine.cache.tree.tenants.most(request.scope) * config.page_size
+        if request.cells is not None:  # as they are from this request on
+            cells = min(cells, int(request.cells.ceiling * config.cells))
         room = max(1, min(config.context_length, cells - 2 * config.page_size) - n_prompt)
         most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
         sampling = replace(sampling, max_tokens=most)

@@ -39,9 +39,7 @@ def salted(tenant: str, salt: str) -> str:
 class CellLimits:
     """What a tenant may have of the cells of each engine, as shares of all of them."""
 
-    floor: float = (
-        0.0  # others take none of these: its own cells stay in them, and what it lacks is there when it comes
-    )
+    floor: float = 0.0  # it can always have these: others cache in what it leaves of them, and give it back
     ceiling: float = 1.0  # it has no more, cached ones counted: then its own go first, and a larger request is refused
     pinned: float = 1.0  # its sessions, and its programs whose tools run, keep no more
 

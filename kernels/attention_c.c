@@ -7,14 +7,15 @@
 // The softmax is taken online: with m the greatest score so far, l = sum_j 2^(s_j - m) and o = sum_j 2^(s_j - m) v_j are
 // carried from block to block of keys, times 2^(old m - new m). Scores are in units of log 2 from the product on.
 //
-// Order. Positions come in parts of PART, and these in blocks of 96 or 48, both counted from the sequence's beginning. Each
-// part begins anew, and is joined to those before it:
+// Order. Positions come in parts of PART, and these in blocks of 96 or 48, both counted from the sequence's beginning.
+// Each part begins anew, and is joined to those before it:
 //
 //     m' = max(M, m),  L' = L * 2^(M - m') + l * 2^(m - m'),  O' = O * 2^(M - m') + o * 2^(m - m')
 //
-// Every sum, of a score, of a block's share of l and of a column of o, is taken in order, one value (or pair of values) after
-// the other, and what a row does not see weighs 0 and changes nothing. So a row comes to the same bits in either routine, whatever its span and
-// the batch have besides: however a prompt is cut, with drafts beside it or without, by any number of threads.
+// Every sum, of a score, of a block's share of l and of a column of o, is taken in order, one value (or pair of values)
+// after the other, and what a row does not see weighs 0 and changes nothing. So a row comes to the same bits in either
+// routine, whatever its span and the batch have besides: however a prompt is cut, with drafts beside it or without, by
+// any number of threads.
 //
 // Work. A span is `count` tokens against the positions [low, high) of one page table row. A task is a span, or one of its
 // parts, for one KV head; the group's query heads are rows of it, row = token * group + g, so that the head is read once

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules |= {f"in order, floor {floor}": replace(base, chunk_floor=floor) for floor in FLOORS}
     rules |= {f"in order, {budget} ms": replace(base, step_ms=budget) for budget in BUDGETS}
     columns = ("mean", "median", "p99", "longest", "median", "p99", "longest", "wall")
-    for load in loads(machines.profile("8b-a100").token_s / machine.token_s):
+    for load in loads(PROFILE.token_s / machine.token_s):
         print(f"{load.name:<28} " + " ".join(f"{column:>8}" for column in columns))
         for rule, config in rules.items():
             played = play(load, config, machine)

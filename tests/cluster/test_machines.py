@@ -100,6 +100,8 @@ def test_the_others_go_on(machines: Machines, event: str) -> None:
     asked = watched(machines, lambda: getattr(machines, event)(gone), lambda found: len(found) > 200)
     if event == "slow":
         machines.heal(gone)
+    else:
+        machines.ray_start(gone)
     assert sum(each.outcome == "answered" for each in asked) > 0.9 * len(asked)
     assert "silence" not in {each.outcome for each in asked}
 

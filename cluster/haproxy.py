@@ -158,7 +158,7 @@ def _rated(limits: Limits) -> list[str]:
     return [
         f"acl long_body req.hdr_val(content-length) gt {LONG}",
         "acl long_body req.hdr(transfer-encoding) -m found",
-        f"filter bwlim-in bodies limit {limits.body_rate} key var(txn.payer) table bodies",
+        f"filter bwlim-in bodies limit {limits.body_rate} key var(txn.payer) table bodies min-size 32768",
         "http-request set-var(txn.payer) src,xxh32 if long_body",
         *(
             f"http-request set-var(txn.payer) req.hdr({key}),xxh32 if long_body {{ req.hdr({key}) -m found }}"

@@ -622,3 +622,16 @@ def test_idle_connections_keep_nobody_out(folder: Path, behind: list[int]) -> No
             for client in clients:
                 client.settimeout(PATIENT)
                 assert client.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_says_nothing_is_no_line_for_serve_to_read(folder: Path, behind: list[int]) -> None:
+    """Serve counts requests by the lines of a socket: thousands of idle ones would take it a good part of a second."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lines,
+        running(folder, Limits(header_s=0.3), behind) as taken,
+    ):
+        lines.bind(str(folder / "m.sock"))
+        lines.settimeout(PATIENT)
+        for sent, status in ((b"", 408), (b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200)):
+            assert raw(taken.fallback, sent)[0] == status
+        assert " status=200 " in lines.recv(8192).decode()

@@ -125,6 +125,11 @@ class Admission:
         """In the prompts of all that wait."""
         return self._waiting.tokens
 
+    @property
+    def tokens_ahead(self) -> int:
+        """Of these, in work ahead."""
+        return self._waiting.tokens_ahead
+
     def push(self, sequence: Sequence) -> None:
         self._waiting.push(sequence)
         if sequence.submit.within_s < inf and not sequence.preempted:

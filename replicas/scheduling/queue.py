@@ -326,6 +326,7 @@ class WaitingQueue:
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
         self._turns: dict[Owner, list[Sequence]] = {}
         self.tokens = 0  # in the prompts of all that wait
+        self.tokens_ahead = 0  # of these, in work ahead
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -415,8 +416,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
-        self.tokens -= sequence.n_prompt
-        self.waiting[sequence.submit.priority] -= not sequence.background
+        self._count(sequence, -1)
         self._first = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
@@ -484,11 +484,15 @@ class WaitingQueue:
                 late.append(sequence)
         return late
 
+    def _count(self, sequence: Sequence, by: int) -> None:
+        self.tokens += by * sequence.n_prompt
+        self.tokens_ahead += by * sequence.n_prompt * sequence.background
+        self.waiting[sequence.submit.priority] += by * (not sequence.background)
+
     def _place(self, sequence: Sequence) -> None:
         ticket, self._first = next(self._tickets), None
         if sequence.request_id not in self._entries:
-            self.tokens += sequence.n_prompt
-            self.waiting[sequence.submit.priority] += not sequence.background
+            self._count(sequence, 1)
         self._entries[sequence.request_id] = (ticket, sequence)
         most = 2 * len(self._entries) + _SLACK
         self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)

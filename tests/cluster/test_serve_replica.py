@@ -110,7 +110,11 @@ async def listening(*interceptors: grpc.aio.ServerInterceptor, name: str = "") -
     await server.start()
     known = RunningReplica.__new__(RunningReplica)
     known._replica_info = SimpleNamespace(
-        node_ip="127.0.0.1", port=port, replica_id=ReplicaID("a", DEPLOYMENT), is_cross_language=False
+        node_ip="127.0.0.1",
+        port=port,
+        replica_id=ReplicaID("a", DEPLOYMENT),
+        is_cross_language=False,
+        max_ongoing_requests=4,
     )
     known._actor_handle = SimpleNamespace(_actor_id=SimpleNamespace(binary=lambda: b"a" * 16))
     known._channel = known._stub = known._grpc_replica_wrapper = known._actor_replica_wrapper = None
@@ -126,6 +130,8 @@ def sent(known: RunningReplica, *, stream: bool) -> Any:
     """What comes of a call that a router sends to it."""
     router = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
     router.initialize_state()
+    router._replicas[known.replica_id] = known
+    router.replicas_changed()
     metadata = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=stream, _by_reference=False)
     request = PendingRequest(args=["x"], kwargs={}, metadata=metadata)
     return router._watched(known).try_send_request(request, with_rejection=True)

@@ -176,7 +176,7 @@ class Occupancy:
 class LoadReport:
     """What a replica tells of itself about once a second, for those who place programs. Small: it goes to all of them.
 
-    `running`, `waiting` and `tokens_waiting` are without work ahead: that gives way to whoever comes, so it crowds nobody out.
+    `running`, `waiting` and `tokens_waiting` are without work ahead, which gives way to whoever comes.
     `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them.
     `seconds_per_token`: to compute one more token of a prompt, as learned; 0 where it is not known yet.
     """

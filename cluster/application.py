@@ -228,7 +228,7 @@ def build(
         num_replicas=settings.replicas.count,
         max_ongoing_requests=settings.replicas.max_ongoing_requests + CONTROL_CALLS,
         # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
-        # With its memory said none starts where there is no room. It does not choose whom Ray ends where there is none.
+        # With its memory said none starts where there is no room. Who goes where there is none is `memory_guard`'s.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",

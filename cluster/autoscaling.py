@@ -19,6 +19,7 @@ class Demand:
 
     `ongoing_requests` run or wait, `waiting_tokens` stand in prompts that wait in the engine's queue, `cell_pressure`
     is the share of KV cells that running sequences and paused programs hold, `pinned_programs` are the paused ones.
+    Work ahead, for which nobody waits, counts neither as requests nor as tokens.
     """
 
     def __init__(

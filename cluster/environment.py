@@ -103,6 +103,8 @@ def for_ray(
         # Trap: Ray's and Serve's own ports run pickled code for anyone who can connect; with a token, only for us.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / TOKEN),
+        # Trap: where memory runs out Ray ends Serve's controller first; who is to go is `memory_guard`'s to say.
+        "RAY_memory_monitor_refresh_ms": "0",
         # Trap: gRPC refuses messages of more than 4 MiB. Requests may have `router.max_body_bytes`, 32 MiB by default;
         # an answer of some thousand tokens with 20 logprobs each is as long.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 * 2**20),

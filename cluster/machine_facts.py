@@ -56,7 +56,7 @@ def gather(temporary: Path, cores: int) -> Facts:
     gpus = _gpus()
     gpu_device = Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
     cuda, seen = _torch() if gpus or gpu_device else ("", 0)
-    total, free = _memory(Path("/proc/meminfo").read_text(), _container(Path("/sys/fs/cgroup")))
+    total, free = memory()
     shm, shm_free = _room(Path("/dev/shm"))
     return Facts(
         python=sys.version_info[:2],
@@ -75,6 +75,11 @@ def gather(temporary: Path, cores: int) -> Facts:
         torch_cuda=cuda,
         torch_gpus=seen,
     )
+
+
+def memory() -> tuple[int, int]:
+    """All memory of this machine, or of its container, and what is available of it, in bytes."""
+    return _memory(Path("/proc/meminfo").read_text(), _container(Path("/sys/fs/cgroup")))
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:

@@ -49,6 +49,13 @@ def titled(title: str) -> set[int]:
     return found
 
 
+def started(pid: int) -> int:
+    """When a process began, in the kernel's ticks since the machine did; 0 where it is there no more."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
 def stop_all(patience_s: float = 5.0) -> int:
     """Ask every descendant to stop, kill those that have not after `patience_s`; how many there were."""
     first = descendants()

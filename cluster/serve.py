@@ -31,6 +31,7 @@ from holdfast.cluster import (
     warmup,
 )
 from holdfast.cluster.config import Settings, share_threads
+from holdfast.cluster.memory_guard import MemoryGuard
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import HoldfastError, UnavailableError
@@ -76,6 +77,7 @@ def run(settings: Settings, say: Say) -> None:
     running = None
     with signals, ExitStack() as around, ExitStack() as stack:
         around.enter_context(_leave_nothing(say))
+        stack.enter_context(MemoryGuard(say))
         try:
             running = _start(settings, stack, signals, say)
             say(

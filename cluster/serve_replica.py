@@ -1,8 +1,11 @@
-"""What is changed in Serve's replica, in whose process a router or an engine runs. Two things:
+"""What is changed in Serve's replica, in whose process a router or an engine runs. Three things:
 
 The gRPC server by which replicas talk to each other asks for no key and runs what it is sent, and Serve has its address
 in its source: every interface. Whoever calls it does so at the address of its node; where that is loopback, on a
 cluster of one machine, nothing else is listened on.
+
+It serves whoever's call comes to its port, which may have been another replica's that has died: of another model, or of
+another cluster with the same key. Here a call that names another replica is refused before it is read.
 
 A router that Serve stops by itself, for an upgrade or because its machine is drained, is not told of it, and what is
 not over in time is cut off. Here it is told first, so that it can end what runs with an error that says so.
@@ -16,16 +19,23 @@ from ipaddress import ip_address
 from typing import Any
 
 import ray
+from grpc import StatusCode
 from ray.serve._private import replica
+
+from holdfast.router.affinity import MEANT
 
 EVERYWHERE = "[::]:"
 TOLD: list[Callable[[], object]] = []  # called when Serve begins to stop this process's replica
+REPLIES = ("HandleRequest", "HandleRequestWithRejection")  # Serve's calls with one answer
+STREAMS = tuple(f"{name}Streaming" for name in REPLIES)  # and with many
 
 
 def install(on_stop: Callable[[], object] | None = None) -> None:
     """Change Serve's replica, which this process must be about to start as. A second call does nothing more."""
     replica.add_port_to_grpc_server = _bound
     replica.Replica._perform_graceful_shutdown = _stopped
+    for name, handler in _HANDLERS.items():
+        setattr(replica.Replica, name, handler)
     if on_stop is not None:
         TOLD.append(on_stop)
 
@@ -47,3 +57,33 @@ async def _stopped(self: Any) -> None:
     for tell in TOLD:
         tell()
     await _serves_stop(self)
+
+
+async def _refuse_others(self: Any, context: Any) -> None:
+    """Ends a call that is meant for another replica, so that its caller takes that one for gone."""
+    meant = dict(context.invocation_metadata() or ()).get(MEANT, self._replica_id.unique_id)
+    if meant != self._replica_id.unique_id:
+        await context.abort(StatusCode.UNAVAILABLE, f"this is not replica {meant}")
+
+
+def _reply(served: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(served)
+    async def handler(self: Any, request: Any, context: Any) -> Any:
+        await _refuse_others(self, context)
+        return await served(self, request, context)
+
+    return handler
+
+
+def _stream(served: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(served)
+    async def handler(self: Any, request: Any, context: Any) -> Any:
+        await _refuse_others(self, context)
+        async for answer in served(self, request, context):
+            yield answer
+
+    return handler
+
+
+_SERVES = {name: getattr(replica.Replica, name) for name in (*REPLIES, *STREAMS)}
+_HANDLERS = {name: (_stream if name in STREAMS else _reply)(served) for name, served in _SERVES.items()}

@@ -128,7 +128,7 @@ class Replica:
         now = self.service.engine.occupancy()
         return {
             "requests": sum(now.turns),
-            "waiting_tokens": now.tokens_waiting,
+            "waiting_tokens": now.turns_tokens,
             "cell_pressure": (now.cells_held + now.cells_pinned) / now.cells_total,
             "pinned_programs": now.pins,
             "pinned_cells": now.cells_pinned,

@@ -141,7 +141,7 @@ class Engine:
         return LoadReport(
             running=running,
             waiting=waiting,
-            tokens_waiting=now.tokens_waiting,
+            tokens_waiting=now.turns_tokens,
             cells_total=now.cells_total,
             cells_free=now.cells_free,
             cells_pinned=now.cells_pinned,

@@ -159,18 +159,24 @@ class Occupancy:
     start_gap_s: float = 0.0  # between two starts while somebody waits, as learned; 0: not known yet
     ahead_running: int = 0  # of the `running`, work ahead, which nobody waits for
     ahead_waiting: int = 0  # of the `waiting`, likewise
+    tokens_ahead: int = 0  # of `tokens_waiting`, those of the `ahead_waiting`
 
     @property
     def turns(self) -> tuple[int, int]:
         """The running and the waiting without work ahead. Read beside the engine's thread, they may be late by one."""
         return max(0, self.running - self.ahead_running), max(0, self.waiting - self.ahead_waiting)
 
+    @property
+    def turns_tokens(self) -> int:
+        """In the prompts of the waiting without work ahead; likewise."""
+        return max(0, self.tokens_waiting - self.tokens_ahead)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a replica tells of itself about once a second, for those who place programs. Small: it goes to all of them.
 
-    `running` and `waiting` are without work ahead: that gives way to whoever comes, so it crowds nobody out.
+    `running`, `waiting` and `tokens_waiting` are without work ahead, which gives way to whoever comes.
     `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them.
     `seconds_per_token`: to compute one more token of a prompt, as learned; 0 where it is not known yet.
     """

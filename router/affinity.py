@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
@@ -42,6 +43,7 @@ from holdfast.router.line_stats import LineStats, show
 from holdfast.router.lines import NOBODY, Payer
 from holdfast.router.placement import Ask, Choice, Placement, PlacementConfig, Prefix, Reason
 
+MEANT = "holdfast-replica"  # header of a call to a replica: the one that it is meant for
 HINT = "place"  # keyword argument of a call: the `Place` where it would best be served
 ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its placement
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
@@ -49,6 +51,7 @@ DEADLINE = "_holdfast_deadline"  # attribute of a pending request: when its answ
 LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
 KNOWN_S = 2.0  # within which a router learns of a replica that others know
 REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
+ANOTHERS = (StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED)  # what servers that are none of ours say to a call
 LATE_S = 1.0  # a look that comes so late says that this process stood still: what was told meanwhile is yet to be read
 
 
@@ -348,6 +351,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        for replica in self._replicas.values():
+            address(replica)
         self.replicas_changed()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -423,9 +428,8 @@ class Call:
             self.lost = True
             self._result.cancel()
             raise ActorUnavailableError("the replica does not answer", self._actor.binary()) from None
-        except AioRpcError as error:
-            # Trap: the port of a replica that has died may soon be another server's.
-            if error.code() is not StatusCode.UNIMPLEMENTED:
+        except (AioRpcError, RuntimeError) as error:
+            if not _of_another(error):
                 raise
             raise ActorUnavailableError("another server has the replica's port", self._actor.binary()) from None
         finally:
@@ -442,6 +446,23 @@ class Call:
                 self._bound.reschedule(asyncio.get_running_loop().time())
 
 
+class Addressed:
+    """The calls of a replica's gRPC stub, each with the name of the replica that it is meant for."""
+
+    def __init__(self, stub: Any, replica_id: str) -> None:
+        self._stub = stub
+        self._metadata = ((MEANT, replica_id),)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(getattr(self._stub, name), metadata=self._metadata)
+
+
+def address(replica: RunningReplica) -> None:
+    """From now on whoever gets a call to `replica` knows for whom it is: another one has its port once it has died."""
+    if not isinstance(replica.stub, Addressed):
+        replica._stub = Addressed(replica.stub, replica.replica_id.unique_id)
+
+
 class Sending:
     """A replica as Serve is to send one call to it: all but `try_send_request` is the replica's."""
 
@@ -454,6 +475,16 @@ class Sending:
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         return self._send(pr, with_rejection)
+
+
+def _of_another(error: AioRpcError | RuntimeError) -> bool:
+    """Whether this is what a call meets at a port that was a dead replica's and is another server's by now.
+
+    Trap: where that ends a stream before it has begun, Serve tells of it by a RuntimeError with the status in its text.
+    """
+    if isinstance(error, AioRpcError):
+        return error.code() in ANOTHERS
+    return str(error).startswith(tuple(f"Unexpected error ({code})" for code in (StatusCode.UNAVAILABLE, *ANOTHERS)))
 
 
 def _found(replica_id: str, ask: Ask) -> Choice:

@@ -3,7 +3,8 @@
 A turn goes where its first token is expected soonest:
 
     expected work = (turns * turn_tokens + tokens of the prompt that are not held there) * seconds per token
-    turns         = turns in hand + half the square of those above crowded_load times the mean of all replicas
+    turns         = turns in hand + half the square of those above the mean of all replicas; at a parent's, of those
+                    above crowded_load times the mean
 
 A program's next turn goes home, to the replica that holds its state, unless that is so crowded that computing it all
 again elsewhere is clearly less. A new program may go where its prompt's beginning is held, where its parent is, or
@@ -22,8 +23,8 @@ from holdfast.replicas.stats import LoadReport
 from holdfast.router.ring import Ring
 
 CANDIDATES = 8  # replicas that are looked at of those that hold a prefix
-HOLDERS = 128  # replicas that are remembered for one prefix, the latest
-PREFIXES = 16384  # that are remembered
+FEW = 2  # turns in hand are no crowd anywhere
+PREFIXES = 65536  # that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class PlacementConfig:
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
     patience_s: float = 10.0  # at most so long a program waits for its own full replica; less where computing is less
     turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
-    crowded_load: float = 1.5  # turns above so many times the mean of all replicas count more the more there are
+    crowded_load: float = 1.5  # above so many times the mean of turns in hand its parent's replica is crowded
     move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
     report_s: float = 1.0  # between two reports of a replica to the routers
     silent_s: float = 6.0  # a replica that reports nothing, or accepts no call, for so long is passed by
@@ -111,6 +112,45 @@ class Choice:
     reason: Reason
 
 
+class Holders:
+    """The replicas that hold one prefix, each with how many tokens of it; 0: not known."""
+
+    __slots__ = ("_known", "ids")
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self._known: dict[str, tuple[int, int]] = {}  # where each stands in that list, and the tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def tokens(self, replica_id: str) -> int | None:
+        """None: it is none of them."""
+        known = self._known.get(replica_id)
+        return known[1] if known else None
+
+    def put(self, replica_id: str, tokens: int) -> None:
+        known = self._known.get(replica_id)
+        if known is None:
+            self._known[replica_id] = len(self.ids), tokens
+            self.ids.append(replica_id)
+        elif tokens:
+            self._known[replica_id] = known[0], tokens
+
+    def remove(self, replica_id: str) -> None:
+        known = self._known.pop(replica_id, None)
+        if known is None:
+            return
+        last = self.ids.pop()
+        if last != replica_id:
+            self.ids[known[0]] = last
+            self._known[last] = known[0], self._known[last][1]
+
+    def some(self, most: int, rng: random.Random) -> list[str]:
+        """At most so many of them, by chance where there are more."""
+        return self.ids if len(self.ids) <= most else rng.sample(self.ids, most)
+
+
 class Placement:
     """Where turns go. A choice costs O(log replicas), and one for a program with a home less.
 
@@ -126,8 +166,9 @@ class Placement:
         self._sent: dict[str, int] = {}
         self._others: dict[str, int] = {}
         self._token_s: dict[str, float] = {}
-        self._told: dict[str, frozenset[str]] = {}  # the prefixes that a replica told of last
-        self._holders: OrderedDict[str, OrderedDict[str, int]] = OrderedDict()  # tokens by replica, 0: not known
+        self._told: dict[str, Mapping[str, int]] = {}  # the prefixes that a replica told of last
+        self._holders: OrderedDict[str, Holders] = OrderedDict()  # by prefix
+        self._held: dict[str, set[str]] = {}  # by replica, of which prefixes it is among the holders
         self._total = 0  # turns in hand of all replicas
         self._stamps: dict[str, float] = {}  # of equal ones the one that got no turn for longest comes first
         self._last = 1.0
@@ -136,8 +177,9 @@ class Placement:
     def update(self, capacity: Mapping[str, int]) -> None:
         """These are the replicas from now on, each with the turns that it takes at once."""
         for gone in self._capacity.keys() - capacity.keys():
-            self._told_of(gone, {})
-            for known in (self._sent, self._others, self._token_s, self._told, self._stamps):
+            for digest in self._held.get(gone, ()):
+                self._holders[digest].remove(gone)
+            for known in (self._sent, self._others, self._token_s, self._told, self._stamps, self._held):
                 known.pop(gone, None)
         self._capacity = dict(capacity)
         self._ring.keep(capacity.keys())
@@ -230,22 +272,28 @@ class Placement:
         known = [(each, holders) for each in ask.prefixes if (holders := self._holders.get(each.digest))]
 
         def held_at(replica_id: str) -> int:
-            return next((holders[replica_id] or each.tokens for each, holders in known if replica_id in holders), 0)
+            found = ((holders.tokens(replica_id), each.tokens) for each, holders in known)
+            return next((told or sent for told, sent in found if told is not None), 0)
+
+        mean = self._total / len(self._capacity)
 
         def cost(choice: Choice) -> tuple[bool, float]:
             held = held_at(choice.replica_id)
             if choice.reason is Reason.NEAR and ask.prefixes:
                 held = max(held, ask.prefixes[-1].tokens)
             turns = self._turns(choice.replica_id)
-            crowd = max(0.0, turns - self._config.crowded_load * self._total / len(self._capacity))
+            # A beginning that many share is worth another copy, for those that come next find that, too. What a parent
+            # has is of use to its sub-agents alone.
+            load = self._config.crowded_load if choice.reason is Reason.NEAR else 1.0
+            crowd = max(0.0, turns - max(load * mean, FEW))
             work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
             return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
 
         drawn: dict[str, None] = {}
         for _, holders in known:
-            there = [each for each in holders if each in self._capacity and each not in drawn]
-            room = CANDIDATES - len(drawn)
-            drawn |= dict.fromkeys(there if len(there) <= room else self._rng.sample(there, room))
+            for each in holders.some(CANDIDATES, self._rng):
+                if len(drawn) < CANDIDATES:
+                    drawn[each] = None
         found = [Choice(ask.near, Reason.NEAR)] if ask.near is not None and ask.near in self._capacity else []
         found += [Choice(each, Reason.PREFIX) for each in drawn]
         found.append(Choice(least, Reason.PREFIX if held_at(least) else Reason.LOAD))
@@ -256,23 +304,30 @@ class Placement:
 
     def _told_of(self, replica_id: str, prefixes: Mapping[str, int]) -> None:
         """A replica holds these beginnings, and of what it told of before no others."""
-        for digest in self._told.get(replica_id, frozenset()) - prefixes.keys():
-            holders = self._holders.get(digest)
-            if holders is not None:
-                holders.pop(replica_id, None)
+        for digest in self._told.get(replica_id, {}).keys() - prefixes.keys():
+            if digest in self._holders:
+                self._holders[digest].remove(replica_id)
+                self._held[replica_id].discard(digest)
         for digest, tokens in prefixes.items():
-            self._hold(replica_id, digest, tokens)
-        self._told[replica_id] = frozenset(prefixes)
+            holders = self._holders.get(digest)
+            if tokens and holders is not None and holders.tokens(replica_id) == tokens:
+                self._holders.move_to_end(digest)
+            else:
+                self._hold(replica_id, digest, tokens)
+        self._told[replica_id] = prefixes
 
     def _hold(self, replica_id: str, digest: str, tokens: int) -> None:
-        holders = self._holders.setdefault(digest, OrderedDict())
+        if replica_id not in self._capacity:
+            return
+        if digest not in self._holders:
+            self._holders[digest] = Holders()
         self._holders.move_to_end(digest)
-        holders[replica_id] = tokens or holders.get(replica_id, 0)
-        holders.move_to_end(replica_id)
-        if len(holders) > HOLDERS:
-            holders.popitem(last=False)
+        self._holders[digest].put(replica_id, tokens)
+        self._held.setdefault(replica_id, set()).add(digest)
         if len(self._holders) > PREFIXES:
-            self._holders.popitem(last=False)
+            forgotten, holders = self._holders.popitem(last=False)
+            for each in holders.ids:
+                self._held[each].discard(forgotten)
 
     def _changed(self, replica_id: str) -> None:
         heapq.heappush(self._order, self._entry(replica_id))

@@ -326,6 +326,7 @@ class WaitingQueue:
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
         self._turns: dict[Owner, list[Sequence]] = {}
         self.tokens = 0  # in the prompts of all that wait
+        self.tokens_ahead = 0  # of these, in work ahead
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -415,8 +416,7 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
-        self.tokens -= sequence.n_prompt
-        self.waiting[sequence.submit.priority] -= not sequence.background
+        self._count(sequence, -1)
         self._first = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
@@ -459,16 +459,12 @@ class WaitingQueue:
         """How many wait whose class is no lower. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
-    def last_below(self, rank: int) -> Sequence | None:
-        """Of those that were never started and whose `rank` is higher the highest one's last, out of the queue; None:
-        there is none. Looks at all that wait.
+    def below(self, rank: int) -> list[Sequence]:
+        """Those that were never started and whose `rank` is higher, the highest one's last first. Looks at all that
+        wait.
         """
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
-        if not lower:
-            return None
-        last = max(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)))
-        self.remove(last)
-        return last
+        return sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that wait since before `before` and were never started."""
@@ -484,11 +480,15 @@ class WaitingQueue:
                 late.append(sequence)
         return late
 
+    def _count(self, sequence: Sequence, by: int) -> None:
+        self.tokens += by * sequence.n_prompt
+        self.tokens_ahead += by * sequence.n_prompt * sequence.background
+        self.waiting[sequence.submit.priority] += by * (not sequence.background)
+
     def _place(self, sequence: Sequence) -> None:
         ticket, self._first = next(self._tickets), None
         if sequence.request_id not in self._entries:
-            self.tokens += sequence.n_prompt
-            self.waiting[sequence.submit.priority] += not sequence.background
+            self._count(sequence, 1)
         self._entries[sequence.request_id] = (ticket, sequence)
         most = 2 * len(self._entries) + _SLACK
         self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)

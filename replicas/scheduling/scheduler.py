@@ -125,6 +125,7 @@ class Scheduler:
             start_gap_s=self.admission.forecast.gap_s,
             ahead_running=len(self.ahead) - ahead_waiting,
             ahead_waiting=ahead_waiting,
+            tokens_ahead=self.admission.tokens_ahead,
         )
 
     # ---- planning a step ----

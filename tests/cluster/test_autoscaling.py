@@ -91,13 +91,13 @@ def test_the_policy_tells_what_each_replica_would_lose() -> None:
 def test_a_replica_says_what_the_policy_asks_for() -> None:
     occupancy = Occupancy(
         running=5, waiting=3, rows_taken=5, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4,
-        cells_free=10, cells_tree=40, ahead_running=2, ahead_waiting=1,
+        cells_free=10, cells_tree=40, ahead_running=2, ahead_waiting=1, tokens_ahead=400,
     )  # fmt: skip
     engine = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(occupancy=lambda: occupancy)))
     told = Replica.record_autoscaling_stats(engine)  # type: ignore
     assert told == {
         "requests": 5,
-        "waiting_tokens": 700,
+        "waiting_tokens": 300,
         "cell_pressure": 0.8,
         "pinned_programs": 4,
         "pinned_cells": 30,

@@ -2,13 +2,33 @@
 
 import asyncio
 import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import ray
+from ray._private.authentication import grpc_authentication_server_interceptor as keys
+from ray.exceptions import ActorUnavailableError
 from ray.serve._private import replica
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    ReplicaQueueLengthInfo,
+    RequestMetadata,
+)
+from ray.serve.generated.serve_pb2_grpc import add_ASGIServiceServicer_to_server
+from ray.serve.request_router import PendingRequest, RunningReplica
 
 from holdfast.cluster import serve_replica
+from holdfast.router import fleet
+from holdfast.router.affinity import AffinityRouter, address
+from holdfast.router.fleet import Fleet
+
+DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 
 
 class Server:
@@ -22,6 +42,8 @@ class Server:
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "add_port_to_grpc_server", serve_replica._serves_address)
     monkeypatch.setattr(replica.Replica, "_perform_graceful_shutdown", serve_replica._serves_stop)
+    for name, served in serve_replica._SERVES.items():
+        monkeypatch.setattr(replica.Replica, name, served)
     monkeypatch.setattr(serve_replica, "TOLD", [])
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     serve_replica.install()
@@ -65,3 +87,93 @@ def test_who_is_to_be_told_of_a_stop_is_told_before_serve_waits_for_requests(mon
 
     asyncio.run(scenario())
     assert happened == ["told", "waits"]
+
+
+class Serving(replica.Replica):  # type: ignore[misc]
+    """Serve's replica of this name, as far as calls by gRPC are concerned."""
+
+    def __init__(self, name: str) -> None:
+        self._replica_id = ReplicaID(name, DEPLOYMENT)
+
+    async def handle_request_with_rejection(self, metadata: RequestMetadata, *args: Any) -> AsyncIterator[Any]:
+        yield ReplicaQueueLengthInfo(accepted=True, num_ongoing_requests=1)
+        yield f"by {self._replica_id.unique_id}"
+
+
+@asynccontextmanager
+async def listening(*interceptors: grpc.aio.ServerInterceptor, name: str = "") -> AsyncIterator[RunningReplica]:
+    """Replica "a" as routers know it; at its port is the one of this `name`, or none."""
+    server = grpc.aio.server(interceptors=interceptors)
+    if name:
+        add_ASGIServiceServicer_to_server(Serving(name), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    known = RunningReplica.__new__(RunningReplica)
+    known._replica_info = SimpleNamespace(
+        node_ip="127.0.0.1",
+        port=port,
+        replica_id=ReplicaID("a", DEPLOYMENT),
+        is_cross_language=False,
+        max_ongoing_requests=4,
+    )
+    known._actor_handle = SimpleNamespace(_actor_id=SimpleNamespace(binary=lambda: b"a" * 16))
+    known._channel = known._stub = known._grpc_replica_wrapper = known._actor_replica_wrapper = None
+    address(known)
+    try:
+        yield known
+    finally:
+        await known._channel.close()
+        await server.stop(None)
+
+
+def sent(known: RunningReplica, *, stream: bool) -> Any:
+    """What comes of a call that a router sends to it."""
+    router = AffinityRouter(deployment_id=DEPLOYMENT, handle_source=DeploymentHandleSource.REPLICA)
+    router.initialize_state()
+    router._replicas[known.replica_id] = known
+    router.replicas_changed()
+    metadata = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=stream, _by_reference=False)
+    request = PendingRequest(args=["x"], kwargs={}, metadata=metadata)
+    return router._watched(known).try_send_request(request, with_rejection=True)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    made = Fleet()
+    monkeypatch.setattr(fleet, "FLEET", made)
+    return made
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("who", ["another replica", "another cluster", "another server"])
+def test_a_dead_replicas_port_is_none_of_its_own_once_another_has_it(
+    monkeypatch: pytest.MonkeyPatch, heard: Fleet, who: str, stream: bool
+) -> None:
+    """The call ends as one does whose replica is gone, so it is sent elsewhere, and nothing of it was read."""
+    monkeypatch.setattr(keys, "_authenticate_request", lambda metadata: False)  # as with a key of its own
+    guards = [keys.AsyncAuthenticationServerInterceptor()] if who == "another cluster" else []
+
+    async def work() -> None:
+        async with listening(*guards, name="" if who == "another server" else "b") as known:
+            call = sent(known, stream=stream)
+            with pytest.raises(ActorUnavailableError):
+                await call.get_rejection_response()
+            assert heard.silent("a")
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_replica_serves_the_calls_that_are_meant_for_it(heard: Fleet, stream: bool) -> None:
+    async def work() -> None:
+        async with listening(name="a") as known:
+            call = sent(known, stream=stream)
+            assert (await call.get_rejection_response()).accepted
+            assert await (call.__anext__() if stream else call.get_async()) == "by a"
+            assert not heard.silent("a")
+
+    asyncio.run(work())
+
+
+def test_serve_has_no_other_calls_of_replicas_than_those_that_are_looked_at() -> None:
+    assert {name for name in vars(replica.Replica) if name.startswith("Handle")} == set(serve_replica._SERVES)

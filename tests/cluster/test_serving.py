@@ -10,11 +10,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
+from ray.serve.generated.serve_pb2 import ASGIRequest
+from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+
+from holdfast.router.affinity import MEANT
 
 TOOL = {
     "type": "function",
@@ -168,6 +174,32 @@ def test_rays_own_ports_listen_on_this_machine_only(server: Any) -> None:
         if not ipaddress.ip_address(address).is_loopback
     ]
     assert everywhere == []
+
+
+def test_by_grpc_replicas_serve_nobody_without_the_clusters_key_and_no_call_that_is_anothers(server: Any) -> None:
+    """They run what they are sent, so this is what keeps strangers out where several machines share a network."""
+    codes, key = grpc.StatusCode, {}
+    for variable in Path(f"/proc/{replicas(server)[0]}/environ").read_bytes().split(b"\0"):
+        if variable.startswith(b"RAY_AUTH_TOKEN_PATH="):
+            token = Path(variable.partition(b"=")[2].decode()).read_text().strip()
+            key = {"authorization": f"Bearer {token}"}
+    for process in ("ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"):
+        pids = [pid for pid, command in server.processes().items() if process in command]
+        ports = [port for pid in pids for _, port in listening(pid)]
+        served = [port for port in ports if called(port, key) is codes.UNKNOWN]  # what it reads is empty
+        assert len(served) == len(pids)
+        assert {called(port, {}) for port in served} == {codes.UNAUTHENTICATED}
+        assert {called(port, key | {MEANT: "another"}) for port in served} == {codes.UNAVAILABLE}
+
+
+def called(port: int, metadata: dict[str, str]) -> grpc.StatusCode | None:
+    """How a call of Serve's to that port ends; None: it is answered."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=10.0, metadata=tuple(metadata.items()))
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return]
+    return None
 
 
 def test_every_process_of_a_server_is_looked_at(server: Any) -> None:

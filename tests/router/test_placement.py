@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,6 +78,32 @@ def test_a_choice_is_a_replica_that_is_there_and_there_is_none_only_without_any(
         assert (choice is None) == (not there)
         assert choice is None or choice.replica_id in there
         assert made.balance >= 1.0
+
+
+@given(happenings)
+def test_who_holds_what_is_what_replicas_told_last_and_what_was_sent_there(happened: list[tuple[Any, ...]]) -> None:
+    made = placement("a", "b")
+    told: dict[str, dict[str, int]] = {"a": {}, "b": {}}
+    held: dict[str, dict[str, int]] = {"a": {}, "b": {}}
+    for name, *with_ in happened:
+        getattr(made, name)(*with_)
+        if name == "update":
+            told, held = ({each: known.get(each, {}) for each in with_[0]} for known in (told, held))
+        elif with_[0] not in held:
+            continue
+        elif name == "holds":
+            for each in with_[1]:
+                held[with_[0]].setdefault(each.digest, 0)
+        elif name == "report":
+            before, now = told[with_[0]], dict(with_[1].prefixes)
+            held[with_[0]] = {each: n for each, n in held[with_[0]].items() if each not in before} | now
+            told[with_[0]] = now
+    found = {
+        (each, digest): holders.tokens(each)
+        for digest, holders in made._holders.items()
+        for each in holders.some(9, made._rng)
+    }
+    assert found == {(each, digest): n for each, known in held.items() for digest, n in known.items()}
 
 
 def test_a_program_goes_home_until_that_is_so_crowded_that_computing_all_again_is_clearly_less() -> None:
@@ -211,13 +239,22 @@ def test_routers_that_share_nothing_agree_by_a_programs_name() -> None:
 
 
 def test_a_crowd_counts_more_than_its_turns() -> None:
-    ask = Ask(9000, (Prefix("p", 8000),))
-    for load, goes in ((100.0, "a"), (1.5, "b")):
+    """Above the mean; at a parent's replica above `crowded_load` times the mean."""
+    begins = Ask(9000, (Prefix("p", 8000),))
+    child = replace(begins, near="a")
+    for ask, load, goes in ((begins, 100.0, "b"), (child, 100.0, "a"), (child, 1.5, "b")):
         made = placement("a", "b", "c", "d", turn_tokens=1000, crowded_load=load)
         made.report("a", LoadReport(prefixes={"p": 8000}))
         for name, turns in (("a", 6), ("b", 0), ("c", 1), ("d", 1)):
             send(made, name, turns)
         assert first(made, ask).replica_id == goes
+
+
+def test_two_turns_are_no_crowd() -> None:
+    made = placement("a", "b", "c", "d", turn_tokens=1000)
+    made.report("a", LoadReport(prefixes={"p": 2500}))
+    send(made, "a", 2)
+    assert first(made, Ask(3000, (Prefix("p", 2500),))).replica_id == "a"
 
 
 def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:

@@ -90,15 +90,19 @@ def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
     world.step()
     now = world.engine.occupancy()
     assert now.running + now.waiting == 3
-    assert (world.engine.load().running, world.engine.load().waiting) == (0, 0)
+    assert now.tokens_waiting == now.tokens_ahead > 0
+    idle = world.engine.load()
+    assert (idle.running, idle.waiting, idle.tokens_waiting) == (0, 0, 0)
     for name in ("turn", "another", "last"):
         world.submit(name, words(2, 30), program=name)
     world.step()
     load = world.engine.load()
     assert (load.running + load.waiting, load.waiting > 0) == (3, True)
+    assert load.tokens_waiting == 30 * load.waiting
     world.run()
     now = world.engine.occupancy()
     assert (now.running, now.waiting, now.ahead_running, now.ahead_waiting) == (0, 0, 0, 0)
+    assert (now.tokens_waiting, now.tokens_ahead) == (0, 0)
 
 
 def test_another_branch_of_its_program_leaves_it_alone():

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.cluster import checks, doctor_checks, serve_replica
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
+from holdfast.cluster.early import EarlyPieces
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
@@ -79,7 +81,8 @@ class Ingress:
         serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
-        backend = ServeBackend(replicas)
+        self._early = await EarlyPieces.listen(ray.util.get_node_ip_address())
+        backend = ServeBackend(replicas, self._early)
         await backend.start(settings.server.ready_timeout_s)
         # Whether strangers can connect is decided by the address that the proxy really listens on, not by the one in
         # our settings: what stands before that may not tell whom it sends on.
@@ -178,6 +181,7 @@ class Ingress:
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()
+        self._early.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 

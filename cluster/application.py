@@ -30,7 +30,7 @@ from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
-from holdfast.router import tracing
+from holdfast.router import metric_list, tracing
 from holdfast.router.accounts import Accounts
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
@@ -93,6 +93,7 @@ class Ingress:
         self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
         self._routers = (context.deployment, context.app_name)
         self._store = RedisStore(redis, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        self._metrics.watch(metric_list.EARLY, lambda: self._early.taken)
         watch_line(self._metrics, line_stats)
         watch_redis(self._metrics, self._store)
         placement = settings.placement

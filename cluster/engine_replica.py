@@ -18,7 +18,7 @@ import ray
 from ray import serve
 
 from holdfast.cluster import checks, replica_spans, serve_replica
-from holdfast.cluster.early import EarlySender
+from holdfast.cluster.early import HELD_S, EarlySender
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
@@ -107,7 +107,8 @@ class EngineReplica:
             async with aclosing(self._replica.stream(request, drawing)) as batches:
                 async for pieces in batches:
                     batch = Batch(self._id, pieces, drawn=drawing.take())
-                    self._early.tell(early, batch)
+                    if self._early.tell(early, batch):
+                        await asyncio.sleep(HELD_S)
                     early = None  # the first one only
                     if span is not None:
                         span.pieces(pieces)

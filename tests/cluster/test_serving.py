@@ -344,6 +344,17 @@ def test_how_long_a_tool_takes_reaches_every_replica_and_a_program_can_be_ended(
     eventually(lambda: counted(http, "holdfast_programs_pinned") < pinned)
 
 
+def test_first_pieces_of_streams_come_by_the_short_way(http: httpx.Client, model: str) -> None:
+    """Replicas and router are on one machine. A datagram may be lost, if hardly ever; of five one is enough."""
+    before = counted(http, "holdfast_early_first_pieces_total")
+    for n in range(5):
+        answer = http.post("/v1/chat/completions", json=chat(model, f"a short answer, {n}", stream=True))
+        text = ask(http, model, f"a short answer, {n}").json()["choices"][0]["message"]["content"]
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+    assert before < counted(http, "holdfast_early_first_pieces_total") <= before + 5
+
+
 def test_answers_carry_the_request_id_once(http: httpx.Client) -> None:
     response = http.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert response.headers.get_list("x-request-id") == ["mine-1"]

@@ -98,8 +98,8 @@ class EarlyBatch:
     async def before(self, call: AsyncIterable[Batch]) -> AsyncGenerator[Batch, None]:
         """The batches of `call`, each once; the first as soon as it is known."""
         told, batches = self._told, aiter(call)
-        coming: asyncio.Future[Batch] = asyncio.ensure_future(_first(batches))
-        coming.add_done_callback(lambda _: told.done() or told.set_result(None))
+        coming = asyncio.ensure_future(_first(batches))
+        coming.add_done_callback(self._come)
         try:
             early = await told
             if early is not None:
@@ -114,6 +114,11 @@ class EarlyBatch:
             coming.cancel()
             if coming.done() and not coming.cancelled():
                 coming.exception()  # who has left is not told
+
+    def _come(self, _: object) -> None:
+        """Serve has brought something, or failed: nothing earlier is waited for."""
+        if not self._told.done():
+            self._told.set_result(None)
 
 
 async def _first(batches: AsyncIterator[Batch]) -> Batch | None:

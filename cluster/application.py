@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
@@ -23,12 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.cluster import checks, doctor_checks, serve_replica
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
+from holdfast.cluster.early import EarlyPieces
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
-from holdfast.router import tracing
+from holdfast.router import metric_list, tracing
 from holdfast.router.accounts import Accounts
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
@@ -79,7 +81,8 @@ class Ingress:
         serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
-        backend = ServeBackend(replicas)
+        self._early = await EarlyPieces.listen(ray.util.get_node_ip_address())
+        backend = ServeBackend(replicas, self._early)
         await backend.start(settings.server.ready_timeout_s)
         # Whether strangers can connect is decided by the address that the proxy really listens on, not by the one in
         # our settings: what stands before that may not tell whom it sends on.
@@ -90,6 +93,7 @@ class Ingress:
         self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
         self._routers = (context.deployment, context.app_name)
         self._store = RedisStore(redis, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        self._metrics.watch(metric_list.EARLY, lambda: self._early.taken)
         watch_line(self._metrics, line_stats)
         watch_redis(self._metrics, self._store)
         placement = settings.placement
@@ -178,6 +182,7 @@ class Ingress:
         await self._programs.close()
         await self._latencies.close()
         await self._store.close()
+        self._early.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 

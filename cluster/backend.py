@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -18,6 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from holdfast.cluster.early import EarlyPieces
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError, error_of
 from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
@@ -52,10 +53,14 @@ HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
 
 
 class ServeBackend:
-    """The replicas behind `handle`. One per ingress process; all methods run on its event loop."""
+    """The replicas behind `handle`. One per ingress process; all methods run on its event loop.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    `early`: where those of this machine tell the first pieces of streams, if they are to.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], early: EarlyPieces | None = None) -> None:
         self._handle = handle
+        self._early = early
         self._generate = handle.options(method_name="generate", **_PICKLE)
         self._stream = handle.options(method_name="stream", stream=True, **_PICKLE)
         self._cards: tuple[ModelCard, ...] = ()
@@ -91,19 +96,21 @@ class ServeBackend:
         handle = self._stream.options(session_id=request.program_id)
         replica_id, drawing, began = "", Drawing(request.drawn), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
+            early = None if self._early is None else self._early.expect()
+            asked = _now(request, began)
             with own_request():
-                call = handle.remote(_now(request, began), **{HINT: place})
+                call = handle.remote(replace(asked, early=early.to) if early else asked, **{HINT: place})
             ended = False
             try:
-                async for batch in call:
-                    if _stopped(batch.pieces[-1]):
-                        log.warning(
-                            "attempt %d of request %s came to a replica that stops", attempt, request.request_id
-                        )
-                        break
-                    replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
-                    drawing.merge(batch.drawn)
-                    yield batch
+                async with aclosing(early.before(call)) if early else nullcontext(call) as batches:
+                    async for batch in batches:
+                        if _stopped(batch.pieces[-1]):
+                            message = "attempt %d of request %s came to a replica that stops"
+                            log.warning(message, attempt, request.request_id)
+                            break
+                        replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
+                        drawing.merge(batch.drawn)
+                        yield batch
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             finally:

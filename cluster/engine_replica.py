@@ -14,9 +14,11 @@ from importlib.metadata import version
 from logging import getLogger
 from typing import TYPE_CHECKING
 
+import ray
 from ray import serve
 
 from holdfast.cluster import checks, replica_spans, serve_replica
+from holdfast.cluster.early import HELD_S, EarlySender
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
@@ -66,6 +68,7 @@ class EngineReplica:
         self._id = serve.get_replica_context().replica_id.unique_id
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
+        self._early = EarlySender(ray.util.get_node_ip_address())
         self._replica: Replica = Replica(config, self._id)
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
@@ -99,13 +102,17 @@ class EngineReplica:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
         _serving(request)
         span = replica_spans.begin(self._spans, request)
-        drawing = Drawing(request.drawn)
+        drawing, early = Drawing(request.drawn), request.early
         try:
             async with aclosing(self._replica.stream(request, drawing)) as batches:
                 async for pieces in batches:
+                    batch = Batch(self._id, pieces, drawn=drawing.take())
+                    if self._early.tell(early, batch):
+                        await asyncio.sleep(HELD_S)
+                    early = None  # the first one only
                     if span is not None:
                         span.pieces(pieces)
-                    yield Batch(self._id, pieces, drawn=drawing.take())
+                    yield batch
         finally:
             if span is not None:
                 span.end()
@@ -161,6 +168,7 @@ class EngineReplica:
         await self._tools.close()
         await self._served.close()
         await self._store.close()
+        self._early.close()
         await self._replica.shutdown()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)

@@ -87,6 +87,15 @@ NOTHING_DRAWN = ReplyTokens()
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyTo:
+    """Who is told of a stream's first pieces at once, on the machine at the address `node`, and by what name."""
+
+    node: str
+    port: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One accepted request, validated by the router.
 
@@ -103,7 +112,7 @@ class GenerateRequest:
     `drawn`: what another replica has drawn of the reply, whose pieces are with the client: what comes is the rest.
     With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
-    empty without tracing.
+    empty without tracing. `early`: who is told of its first pieces before they come with the others.
     """
 
     request_id: str
@@ -130,6 +139,7 @@ class GenerateRequest:
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()
     drawn: ReplyTokens | None = None
+    early: EarlyTo | None = None
 
 
 @dataclass(frozen=True, slots=True)

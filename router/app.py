@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
+from starlette.routing import WebSocketRoute
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
@@ -53,6 +54,7 @@ from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
+from holdfast.router.response_socket import ResponseSocket
 from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
 from holdfast.router.sessions import SessionEndpoints
 from holdfast.router.store import MemoryStore, Store
@@ -186,6 +188,7 @@ def create_app(
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
         shape = anthropic_error if path.startswith("/v1/messages") else api_error
         app.router.add_route(path, supervised(handler, shape), methods=[method])
+    app.router.routes.append(WebSocketRoute("/v1/responses", ResponseSocket(app, guard, drain).serve))
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
     if config.cors_origins:

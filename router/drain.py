@@ -17,6 +17,7 @@ class Drain:
         self._closed = False
         self._until: float | None = None
         self._open: set[asyncio.Timeout] = set()
+        self._idle: set[asyncio.Timeout] = set()
 
     def begin(self, seconds: float) -> None:
         """From now on nothing new; what is still under way so many seconds later is ended then."""
@@ -27,10 +28,12 @@ class Drain:
         """What is under way so many seconds from now is ended then; until then others may come: they are sent here
         while the proxy does not know yet that this router stops.
         """
-        until = asyncio.get_running_loop().time() + seconds
-        self._until = until if self._until is None else min(until, self._until)
+        now = asyncio.get_running_loop().time()
+        self._until = now + seconds if self._until is None else min(now + seconds, self._until)
         for each in self._open:
             each.reschedule(self._until)
+        for each in self._idle:
+            each.reschedule(now)
 
     def check(self) -> None:
         """Raises UnavailableError where nothing new is let in."""
@@ -38,16 +41,20 @@ class Drain:
             raise UnavailableError("The server is stopping; another one, or this one anew, may be there soon")
 
     @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[None]:
-        """What is done inside is cancelled when the time is over, which raises UnavailableError."""
-        timeout = asyncio.timeout_at(self._until)
+    async def bounded(self, *, idle: bool = False) -> AsyncIterator[None]:
+        """What is done inside is cancelled when the time is over, which raises UnavailableError.
+
+        `idle`: a client that has asked for nothing is waited for, and no longer from `begin` or `bound` on.
+        """
+        timeout = asyncio.timeout_at(self._until if not idle or self._until is None else 0.0)
+        among = self._idle if idle else self._open
         try:
             async with timeout:
-                self._open.add(timeout)
+                among.add(timeout)
                 try:
                     yield
                 finally:
-                    self._open.discard(timeout)
+                    among.discard(timeout)
         except TimeoutError:
             if not timeout.expired():
                 raise

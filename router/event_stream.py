@@ -15,6 +15,8 @@ EVENT_HEADERS = {
     "x-accel-buffering": "no",  # proxies: pass every event on at once
 }
 
+RAW_HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_HEADERS.items()]
+
 
 class ClientGoneError(Exception):
     """The client closed its connection before it had its answer; there is nobody to tell."""
@@ -81,7 +83,7 @@ class EventStream(Response):
     def __init__(self, source: Source, stall_s: float | None = None, connection: Connection | None = None) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(EVENT_HEADERS)
+        self.raw_headers = list(RAW_HEADERS)
         self._source = source
         self._stall_s = stall_s
         self._connection = connection

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from holdfast.router.accounts import Accounts, Admission
 from holdfast.router.audit import Audit
@@ -59,7 +59,7 @@ class Guard:
         watch_accounts(metrics, self._accounts)
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
 
-    def authenticate(self, request: Request, scope: Scope = Scope.INFER) -> Principal:
+    def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
         """Whose call it is. Raises RefusedError (401, 403; also for a key that is not for this) or ClientGoneError."""
         who = caller(request)
         try:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -105,7 +105,7 @@ def answer_headers(request: Request) -> AnswerHeaders:
     return headers
 
 
-def caller(request: Request) -> Caller:
+def caller(request: HTTPConnection) -> Caller:
     """Who calls, for authentication. Raises ClientGoneError where nobody does any more."""
     if request.scope.get(GONE):
         raise ClientGoneError

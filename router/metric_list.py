@@ -213,6 +213,13 @@ SKIPPED = _counter(
     "endpoint",
 )
 
+EARLY = _counter(
+    "early_first_pieces",
+    "",
+    "Streams whose first pieces came by the short way, from a replica on the router's machine",
+    "0 on one machine: its loopback interface passes no datagrams on; nothing is lost, first events come later",
+)
+
 LINE = _gauge(
     "requests_in_line",
     "",
@@ -310,7 +317,7 @@ STARTED = _gauge(
 )
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
-    "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
+    "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE, EARLY),
     "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
     "Tenants": (
         TENANT_TOKENS,

@@ -53,6 +53,7 @@ class ResponseEncoder:
         self._items: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
         self._sequence = 0
+        self._streams = True
 
     def opening(self) -> bytes:
         return self._event("response.created", response=self.response) + self._event(
@@ -66,6 +67,12 @@ class ResponseEncoder:
         except Exception:
             self._sequence = told  # none of these events goes out, and the one that ends the stream is the next
             raise
+
+    def whole(self, pieces: Iterable[Piece]) -> bytes:
+        """The response that they make, in JSON: for one that is not streamed, whose events nobody reads."""
+        self._streams = False
+        self.encode(pieces)
+        return orjson.dumps(self.response)
 
     def failed(self, error: ErrorInfo) -> bytes:
         # An item that was cut is no part of what a client may go on with.
@@ -84,7 +91,7 @@ class ResponseEncoder:
         if isinstance(piece, ToolCallDelta):
             begun = b"" if piece.name is None else self._close() + self._add_call(piece)
             events = begun + self._delta(piece.arguments) if piece.arguments else begun
-            return events + self._close() if piece.closed else events
+            return events + self._close(closed=True) if piece.closed else events
         if isinstance(piece, Completed):
             return self._completed(piece)
         assert isinstance(piece, Errored)
@@ -130,20 +137,23 @@ class ResponseEncoder:
         opened.texts.append(text)
         if logprobs:
             opened.logprobs.extend(logprobs)
+        if not self._streams:
+            return b""
+        if logprobs:
             told = chat_logprobs(logprobs)["content"]
             return self._of_item(DELTAS["message"], content_index=0, delta=text, logprobs=told)
         self._sequence += 1
         return b'%b%b,"sequence_number":%d}\n\n' % (opened.delta_open, orjson.dumps(text), self._sequence - 1)
 
-    def _close(self, status: str = "completed") -> bytes:
-        """The end of the open item, if there is one."""
+    def _close(self, status: str = "completed", *, closed: bool = False) -> bytes:
+        """The end of the open item, if there is one. A call that has not `closed` is not to be carried out."""
         opened = self._open
         if opened is None:
             return b""
         item, text, index = opened.item, "".join(opened.texts), len(self._items)
         events = b""
         if item["type"] == "function_call":
-            item = {**item, "arguments": text, "status": status}
+            item = {**item, "arguments": text, "status": "completed" if closed else "incomplete"}
             told = {"arguments": text, "name": item["name"]}
             events = self._of_item("response.function_call_arguments.done", **told)
         elif item["type"] == "message":
@@ -185,6 +195,8 @@ class ResponseEncoder:
         return self._event(kind, item_id=self._open.item["id"], output_index=len(self._items), **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._streams:
+            return b""
         data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
         self._sequence += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"

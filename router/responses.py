@@ -33,7 +33,7 @@ from holdfast.router.protocol.responses import (
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
 from holdfast.router.response_events import CompactionEncoder, ResponseEncoder
-from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
+from holdfast.router.stored_responses import LATEST, LatestResponse, StoredResponse, StoredResponses, StoredTurn
 
 PAGE = 20  # input items in one answer where a client does not say how many
 MOST = 100
@@ -43,13 +43,15 @@ MOST = 100
 class Asked:
     """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds.
 
-    It `compacts` where it asks to have all of that made short, and for no answer.
+    It `compacts` where it asks to have all of that made short, and for no answer. `latest`: its connection's memory, if
+    that has one.
     """
 
     body: ResponsesBody
     before: list[StoredTurn]
     own: list[dict[str, Any]]
     translated: Translated
+    latest: LatestResponse | None = None
     compacts: bool = False
 
     @property
@@ -80,14 +82,17 @@ class ResponseExchange:
         return self._written
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-        encoder = self.encoder()
-        encoder.encode(pieces_of(answer))
-        return orjson.dumps(encoder.response)
+        return self.encoder().whole(pieces_of(answer))
 
     async def keep(self, program: str) -> None:
-        if self._asked.body.store and self._written is not None:
-            response, chain = self._written.response, [each.id for each in self._asked.before]
-            turn = StoredTurn(response["id"], self._asked.own, response["output"], chain, program)
+        if self._written is None:
+            return
+        asked, response = self._asked, self._written.response
+        chain = [each.id for each in asked.before]
+        turn = StoredTurn(response["id"], asked.own, response["output"], chain, program)
+        if asked.latest is not None:
+            asked.latest.keep([*asked.before, turn])
+        if asked.body.store:
             await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
 
 
@@ -243,18 +248,23 @@ class CountInput:
 
 async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
     body: ResponsesBody = await guard.read(request, read_responses)
-    asked = await _with_chain(stored, body, arrival)
+    asked = await _with_chain(stored, body, arrival, request.scope.get(LATEST))
     card = find_model(body.model, arrival.models)
     return replace(asked, body=with_defaults(body, card)), card
 
 
-async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> Asked:
-    before: list[StoredTurn] = []
+async def _with_chain(
+    stored: StoredResponses, body: ResponsesBody, arrival: Arrival, latest: LatestResponse | None = None
+) -> Asked:
+    before: list[StoredTurn] | None = []
     if body.previous_response_id is not None:
-        before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
+        before = latest.conversation(body.previous_response_id) if latest else None
+        if before is None:
+            before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
+    assert before is not None
     own = input_items(body, arrival.unique)
     reveal = partial(stored.reveal, arrival.tenant)
-    return Asked(body, before, own, chat_messages(_items(before), own, body.instructions, reveal))
+    return Asked(body, before, own, chat_messages(_items(before), own, body.instructions, reveal), latest)
 
 
 def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:

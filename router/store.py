@@ -273,8 +273,10 @@ class RedisStore:
         pool = BlockingConnectionPool.from_url(
             address.url,
             max_connections=CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
+            # `_attempt` bounds the whole of an operation. Trap: by a limit of its own the client makes a task of every
+            # command that it sends, and by default it has some.
+            timeout=None,
+            socket_timeout=None,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), 0),
             **address.trusted,
@@ -430,7 +432,8 @@ class RedisStore:
         """
         pubsub = self._redis.pubsub()
         try:
-            await pubsub.subscribe(self._prefix + channel)
+            async with asyncio.timeout(self._timeout_s):
+                await pubsub.subscribe(self._prefix + channel)
             while (message := await pubsub.get_message(timeout=quiet_s)) is not None:
                 yield b"" if message["type"] == "subscribe" else bytes(message["data"])
         except (RedisError, OSError) as error:

@@ -20,6 +20,7 @@ from holdfast.router.seal import Seal
 from holdfast.router.store import Store
 
 OPAQUE = "hf1."
+LATEST = "holdfast.latest"  # where the scope of a request of a connection with a memory keeps that
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,25 @@ class StoredResponse:
 
     response: dict[str, Any]
     turn: StoredTurn
+
+
+class LatestResponse:
+    """What a connection remembers: its latest response with all before it, whether they are stored or not."""
+
+    def __init__(self) -> None:
+        self._turns: list[StoredTurn] = []
+
+    def keep(self, turns: list[StoredTurn]) -> None:
+        """The last of `turns` is the latest."""
+        self._turns = turns
+
+    def conversation(self, response_id: str) -> list[StoredTurn] | None:
+        """The response and all before it, the oldest first; None where it is not the latest."""
+        return self._turns if self._turns and self._turns[-1].id == response_id else None
+
+    def forget(self, response_id: str | None) -> None:
+        if self._turns and self._turns[-1].id == response_id:
+            self._turns = []
 
 
 class StoredResponses:

@@ -1,5 +1,6 @@
 """A streamed reply on its way from a replica to the client: batches of pieces in, events out, one outcome."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,8 @@ from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.streaming import Encoder
 
 log = logging.getLogger(__name__)
+
+ASKED_S = 0.001  # by which a replica has been asked: from then on the router has time until its first token
 
 
 class TurnStream:
@@ -46,16 +49,20 @@ class TurnStream:
         self._on_left = on_left
         self._on_cut = on_cut
         self._built = AnswerBuilder()
-        self._opening = b""
+        self._opening: bytes | None = None
 
     async def start(self) -> None:
-        """Wait for the first pieces.
+        """Wait for the first pieces. What stands before them is written meanwhile.
 
         Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP
         error then, and whoever called gives everything back.
         """
-        async with self._drain.bounded():
-            batch = await anext(self._batches, None)
+        ahead = asyncio.get_running_loop().call_later(ASKED_S, self._open)
+        try:
+            async with self._drain.bounded():
+                batch = await anext(self._batches, None)
+        finally:
+            ahead.cancel()
         if batch is None:
             raise _ended_early()
         self.replica_id = batch.replica_id
@@ -63,10 +70,12 @@ class TurnStream:
         if isinstance(first, Errored):
             raise ReplyError(first.error, first.usage)
         self._meter.first_token()
-        self._opening = b"".join([each.opening() for each in self._encoders]) + await self._take(batch)
+        if self._opening is None:  # they were there at once
+            self._open()
+        self._opening = (self._opening or b"") + await self._take(batch)
 
     async def next(self) -> bytes | None:
-        data, self._opening = self._opening, b""
+        data, self._opening = self._opening or b"", b""
         while not data and self._built.terminal is None:
             data = await self._receive()
         return data or None
@@ -80,6 +89,9 @@ class TurnStream:
             if self._built.terminal is None:
                 self._on_left()
             self.held.close()
+
+    def _open(self) -> None:
+        self._opening = b"".join([each.opening() for each in self._encoders])
 
     async def _receive(self) -> bytes:
         try:

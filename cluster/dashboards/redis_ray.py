@@ -79,9 +79,13 @@ ROUTERS = Row(
         ),
         Panel(
             "Why turns went where they went",
-            "home: their program's state is there. crowded, waited, lost: their program moved.",
+            "home: their program's state is there. crowded, waited, lost: their program moved. Beside them the streams"
+            " whose first pieces came by the short way.",
             Unit.PLAIN,
-            (Query(WHO.rate("holdfast_placements_total", "reason"), "{{reason}}"),),
+            (
+                Query(WHO.rate("holdfast_placements_total", "reason"), "{{reason}}"),
+                Query(WHO.rate("holdfast_early_first_pieces_total"), "first pieces came early"),
+            ),
         ),
         Panel(
             "Balance of the replicas",

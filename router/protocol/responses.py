@@ -585,12 +585,18 @@ def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
     kind = given.get("type")
     if kind == "allowed_tools":
         tools = given.get("tools")
-        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
+        named = [_named(tool) for tool in _functions(tools)] if isinstance(tools, list) else tools
         return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": named}}
     if kind != "function":
         raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
     function: Mapping[str, Any] = _named(given)
     return function
+
+
+def _functions(tools: list[Any]) -> list[Any]:
+    """`tools` without those that are skipped where they are declared, unless nothing would be left."""
+    kept = [tool for tool in tools if not isinstance(tool, Mapping) or tool.get("type") in (None, "function")]
+    return kept or tools
 
 
 def _named(tool: Any) -> Any:

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from holdfast.cluster import backend as backend_module
 from holdfast.cluster.backend import ATTEMPTS, ServeBackend
+from holdfast.cluster.early import EarlyPieces, EarlySender
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError, UnknownSessionError
 from holdfast.replicas.events import Sampling, Timing, Usage
 from holdfast.replicas.requests import (
@@ -304,3 +305,86 @@ def test_a_program_has_not_ended_where_a_replica_does_not_answer(
 def test_without_any_replica_a_plain_call_fails() -> None:
     with pytest.raises(UnavailableError):
         run(lambda: ServeBackend(Handle(*[[DIED]] * ATTEMPTS)).detokenize([1]))  # type: ignore[arg-type]
+
+
+class Held(Handle):
+    """Serve brings what it has once it is `let` to. It says when it was `asked`."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        super().__init__(*scripts)
+        self.asked = asyncio.Event()
+        self.let = asyncio.Event()
+
+    def remote(self, *args: Any, **kwargs: Any) -> Call:
+        self.asked.set()
+        call = super().remote(*args, **kwargs)
+        let = self.let
+
+        class HeldCall(Call):
+            async def __aiter__(self) -> AsyncIterator[Any]:
+                await let.wait()
+                async for each in Call.__aiter__(self):
+                    yield each
+
+        self.calls[-1] = HeldCall(call.script)
+        return self.calls[-1]
+
+
+@pytest.mark.parametrize("way", ["early", "late", "elsewhere"])
+def test_first_pieces_come_by_the_shorter_way_and_once(way: str) -> None:
+    async def scenario() -> None:
+        pieces, sender = await EarlyPieces.listen("here"), EarlySender("there" if way == "elsewhere" else "here")
+        handle = Held([FIRST, LAST])
+        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(stream))
+        await handle.asked.wait()
+        if way != "early":
+            handle.let.set()
+            assert await first == FIRST
+        sender.tell(handle.args[0][0].early, FIRST)
+        assert await first == FIRST, "Serve has brought nothing"
+        handle.let.set()
+        assert [batch async for batch in stream] == [LAST]
+        assert not pieces._waiting
+        sender.close()
+        pieces.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_goes_on_from_pieces_that_came_early() -> None:
+    """Its replica dies before Serve has brought them: the client has them all the same."""
+
+    async def scenario() -> None:
+        pieces, sender = await EarlyPieces.listen("here"), EarlySender("here")
+        handle = Held([DIED], [LAST])
+        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(stream))
+        await handle.asked.wait()
+        sender.tell(handle.args[0][0].early, replace(FIRST, drawn=ReplyTokens((5,), seed=7)))
+        assert (await first).pieces == FIRST.pieces
+        handle.let.set()
+        assert [batch async for batch in stream] == [LAST]
+        assert [args[0].drawn for args in handle.args] == [None, ReplyTokens((5,), seed=7)]
+        sender.close()
+        pieces.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_before_any_piece_leaves_nothing_behind() -> None:
+    async def scenario() -> None:
+        pieces, handle = await EarlyPieces.listen("here"), Held([FIRST, LAST])
+        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
+        first = asyncio.ensure_future(anext(stream))
+        await handle.asked.wait()
+        first.cancel()
+        await asyncio.wait({first})
+        await stream.aclose()
+        await asyncio.sleep(0)
+        assert handle.calls[0].cancelled
+        assert not pieces._waiting
+        assert len(asyncio.all_tasks()) == 1
+        pieces.close()
+
+    asyncio.run(scenario())

@@ -17,7 +17,8 @@ from holdfast.router.protocol.responses import ResponsesBody
 from holdfast.router.protocol.sessions import NO_PROGRAM, AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody
 from holdfast.router.protocol.turn import GenerationBody
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "api.md").read_text()
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "api.md").read_text()
 
 
 def section(name: str) -> str:
@@ -91,3 +92,10 @@ def test_every_header_of_an_answer_is_on_it() -> None:
 def test_the_ways_to_name_a_program_are_on_it() -> None:
     text = section("Which program is it?").lower()
     assert all(f"`{name}`" in text for name in (*PROGRAM_HEADERS, *PLACEMENT_HEADERS))
+
+
+def test_the_first_pages_say_that_the_same_prompt_gets_the_same_answer() -> None:
+    """Who comes from elsewhere would take it for a fault; so what varies it stands beside it."""
+    for page in ("README.md", "docs/index.md"):
+        [told] = [each for each in re.split(r"\n\n|\n- ", (ROOT / page).read_text()) if "same prompt" in each]
+        assert {"`seed`", "`n`", "`prompt_seed: false`"} <= set(re.findall(r"`[^`]+`", told)), page

@@ -5,13 +5,16 @@ import base64
 import http.client
 import itertools
 import json
+from typing import get_args, get_type_hints
 
 import httpx
 import open_responses
 import openai
 import pytest
 from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
-from openai.types.responses import Response, ResponseStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
 from redis_server import RedisServer
 
@@ -25,6 +28,8 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.router.config import RouterConfig
+from holdfast.router.protocol.body import validate
+from holdfast.router.protocol.responses import KINDS, ResponsesBody, response_object
 from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.stored_responses import StoredResponses
@@ -39,6 +44,7 @@ PARALLEL = (
     (ToolCallDelta(1, "call_2", "get_weather"), ToolCallDelta(1, arguments="{}", closed=True)),
     (Completed("tool_calls", USAGE, DONE.timing),),
 )
+LOST = Errored(ErrorInfo(ErrorKind.INTERNAL, "lost"))
 CUT = ((TextDelta("Hel"),), (Completed("length", USAGE, DONE.timing),))
 TERMINAL = {"response.completed", "response.incomplete", "response.failed"}
 STREAM_EVENT = TypeAdapter(ResponseStreamEvent)  # as the official package reads it
@@ -182,20 +188,6 @@ def test_case_a_compaction():
     del body["model"]
     refused = world.call("POST", f"{PATH}/compact", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
-
-
-def test_case_a_socket_that_is_no_request_is_refused():
-    """The specification's WebSocket is not served: a client that tries one is told so, and goes on with requests."""
-    world = World()
-    asked = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-version": "13",
-        "sec-websocket-key": "a" * 24,
-    }
-    with world.served() as address:
-        answer = httpx.get(f"{address}{PATH}", headers=asked, timeout=PATIENT)
-    assert answer.status_code in (400, 403, 405)
 
 
 # The official package.
@@ -346,6 +338,12 @@ def test_tools_that_are_no_functions_are_skipped_and_told():
     assert [tool["function"]["name"] for tool in world.backend.requests[0].prompt.tools] == ["get_weather"]
     refused = post(world, tools=tools, tool_choice={"type": "web_search"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice.type")
+    some = [{"type": "web_search"}, {"type": "function", "name": "get_weather"}]
+    chosen = post(world, tools=tools, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": some})
+    assert chosen.status_code == 200, "it can live with the functions among them"
+    assert world.backend.requests[-1].prompt.allowed_tools == ("get_weather",)
+    nothing = {"type": "allowed_tools", "mode": "auto", "tools": some[:1]}
+    assert post(world, tools=tools, tool_choice=nothing).status_code == 400
     bad = post(world, tools=[{"type": "web_search"}, {**TOOL, "name": "a b"}])
     assert bad.json()["error"]["param"] == "tools.1.name"
 
@@ -442,6 +440,31 @@ def test_every_kind_of_item_survives_the_round_trip():
     assert [message["role"] for message in messages] == ["system", "assistant", "tool", "assistant", "tool"]
     assert (messages[1]["reasoning_content"], messages[2]["content"]) == ("t", "o")
     assert messages[3]["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"x"}'}
+
+
+def official_kinds():
+    """The types of items that the official package may send."""
+    found = set()
+    for item in get_args(ResponseInputItemParam):
+        for kind in get_args(get_type_hints(item)["type"]):  # Literal, or one that may be None
+            found |= set(get_args(kind) or (kind,))
+    return {kind for kind in found if isinstance(kind, str)}
+
+
+def test_every_kind_that_the_official_package_knows_is_kept():
+    """Those that a model is shown are among the items above, or have a test of their own."""
+    own = {"compaction", "compaction_trigger", "item_reference"}
+    assert official_kinds() & KINDS.keys() == {item["type"] for item in ITEMS} & KINDS.keys() | own
+    others = sorted(official_kinds() - KINDS.keys())
+    items = [{"type": kind, "id": f"x_{n}", "any": [{"thing": n}]} for n, kind in enumerate(others)]
+    world = World()
+    made = post(world, input=[*items, {"role": "user", "content": "go on"}])
+    assert made.headers["x-holdfast-skipped"].split(", ") == others
+    listed = world.call("GET", f"{PATH}/{made.json()['id']}/input_items?order=asc&limit=100").json()["data"]
+    assert listed[:-1] == items
+    again = post(world, input="more", previous_response_id=made.json()["id"])
+    assert again.headers["x-holdfast-skipped"].split(", ") == others
+    assert [message["content"] for message in world.backend.requests[-1].prompt.messages] == ["go on", "Hello!", "more"]
 
 
 def test_a_compacted_conversation_goes_on_as_codex_sends_it():
@@ -585,6 +608,50 @@ def test_truncation_drops_the_oldest_exchanges():
 
 
 # Exactly one end, whatever happens.
+
+WORDS = st.text(max_size=6)
+PIECE = st.builds(TextDelta, WORDS) | st.builds(ReasoningDelta, WORDS) | st.sampled_from(["call", "cut"])
+ENDS = (*(Completed(reason, USAGE, DONE.timing) for reason in ("stop", "length", "tool_calls")), LOST)
+
+
+@settings(max_examples=60)
+@given(st.lists(PIECE, max_size=7), st.sampled_from(ENDS))
+def test_any_reply_streams_to_the_response_that_is_sent_whole(pieces, end):
+    """Items begin and end one after the other, are what their deltas make, and only a call that closed is complete."""
+    made, calls = [], []
+    for piece in pieces:
+        if isinstance(piece, str):
+            calls.append("completed" if piece == "call" else "incomplete")
+            made.append(ToolCallDelta(len(calls), f"call_{len(calls)}", "f", '{"a":'))
+            made.append(ToolCallDelta(len(calls), arguments="1}", closed=piece == "call"))
+        else:
+            made.append(piece)
+    body = validate(ResponsesBody, {"model": "m", "input": "x"})
+    encoder, other = (ResponseEncoder(response_object(body, "resp_1", 0), "1") for _ in range(2))
+    found = events((encoder.opening() + b"".join([encoder.encode([piece]) for piece in (*made, end)])).decode())
+    opened, deltas, done = None, {}, []
+    for event in found[2:-1]:
+        index = event["output_index"]
+        if event["type"] == "response.output_item.added":
+            assert (opened, index) == (None, len(done))
+            opened = event["item"]["id"]
+        elif event["type"] == "response.output_item.done":
+            assert (opened, index) == (event["item"]["id"], len(done))
+            done.append(event["item"])
+            opened = None
+        else:
+            assert (opened, index) == (event["item_id"], len(done))
+            deltas[index] = deltas.get(index, "") + event.get("delta", "")
+    last = found[-1]["response"]
+    conforms(last)
+    assert last["output"] == done
+    told = [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in done]
+    assert told == [deltas[index] for index in range(len(done))]
+    if end is LOST:
+        return
+    assert [item["status"] for item in done if item["type"] == "function_call"] == calls
+    whole = json.loads(other.whole((*made, end)))
+    assert {**whole, "completed_at": None} == {**last, "completed_at": None}
 
 
 @pytest.mark.parametrize("last", [(Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),), UnavailableError("broke"), None])

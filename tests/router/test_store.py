@@ -316,3 +316,37 @@ def test_an_operation_that_is_cancelled_ends_wherever_that_finds_it(tmp_path):
         asyncio.run(scenario())
     finally:
         server.kill()
+
+
+def test_an_operation_makes_no_task(server):
+    """The client makes one of each command that has a limit of its own, which takes as long as the command."""
+
+    async def scenario():
+        made = []
+
+        def count(loop, work, **named):
+            made.append(work)
+            return asyncio.Task(work, loop=loop, **named)
+
+        async with redis_store(server) as store:
+            await store.set("a", b"1", 60.0)  # connects
+            asyncio.get_running_loop().set_task_factory(count)
+            await store.set("a", b"2", 60.0)
+            await store.set_shared("b", b"3", 60.0, "owner", 100)
+            assert await store.get("a") == b"2"
+            assert not made
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_hangs_tells_no_listener_anything(server):
+    async def scenario():
+        async with redis_store(server, timeout_s=0.5) as store:
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(PATIENT):
+                    assert [message async for message in store.listen("channel", 0.1)] == []
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+
+    asyncio.run(scenario())

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, TextDelta
+from holdfast.router.backend import Batch
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import Meter, RouterMetrics
 from holdfast.router.protocol.errors import ReplyError
@@ -16,6 +17,7 @@ from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.streaming import ChatEncoder
 from holdfast.router.turn_stream import TurnStream
 
+PATIENT = 10.0  # seconds a slow machine may take
 REQUEST = GenerateRequest("q", RawPrompt("hi"), Sampling())
 
 
@@ -61,6 +63,33 @@ def test_a_whole_reply():
         assert len(data) == len(HELLO), "batches that came together are sent together"
         await opened.stream.close()
         assert (opened.answers, opened.outcome(), opened.given_back) == ([("r1", "Hello!")], "completed", 1)
+
+    asyncio.run(scenario())
+
+
+def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for():
+    async def scenario():
+        written = asyncio.Event()
+
+        class Noting(ChatEncoder):
+            def opening(self):
+                written.set()
+                return super().opening()
+
+        async def batches():
+            await written.wait()
+            yield Batch("r1", HELLO[0])
+            yield Batch("r1", (DONE,))
+
+        async def answered(replica_id, answer):
+            return
+
+        encoder = Noting("chatcmpl-1", 0, CARD.name, False)
+        meter = Meter(RouterMetrics(CollectorRegistry()), "chat")
+        stream = TurnStream(batches(), [encoder], meter, answered)
+        await asyncio.wait_for(stream.start(), PATIENT)
+        assert (await stream.next()).count(b'"role"') == 1
+        await stream.close()
 
     asyncio.run(scenario())
 

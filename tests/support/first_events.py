@@ -4,8 +4,8 @@
 
 Streams of the three formats take turns, one at a time, over loopback. Both ends read the machine's monotonic clock: the
 engine when it has drawn the token (`Timing.first_token`), the client when the bytes are there. In between the replica
-notes when it has the token's text and hands it to Ray Serve, so that what it takes, and what Serve, router, proxy and
-the kernel take, can be told apart.
+notes when it has the token's text and sends it to the router, so that what it takes, and what router, proxy and the
+kernel take, can be told apart.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+import ray
 import replicas_in_serve
 
+from holdfast.cluster.early import EarlySender
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.loadgen.serving import serving
-from holdfast.replicas.requests import Completed, GenerateRequest
+from holdfast.replicas.requests import Completed, EarlyTo, GenerateRequest
 from holdfast.router.backend import Batch
 
 NOTES = "FIRST_TOKENS_FILE"  # in the environment
@@ -40,15 +42,28 @@ WARM, TOKENS = 20, 32
 class NotingReplica(EngineReplica):
     """Writes a line for each stream, once it is over: when its first token was drawn, and when its text was ready."""
 
+    async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
+        await super().__init__(*told)
+        self._early = self._noting = NotingSender(ray.util.get_node_ip_address())
+
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
-        ready = None
+        self._noting.ready = None
         async with aclosing(super().stream(request)) as batches:
             async for batch in batches:
-                ready = ready or time.monotonic()
                 yield batch
         last = batch.pieces[-1]
         if isinstance(last, Completed):
-            note(f"{json.dumps([last.timing.first_token, ready])}\n")
+            note(f"{json.dumps([last.timing.first_token, self._noting.ready])}\n")
+
+
+class NotingSender(EarlySender):
+    """Notes when it had a stream's first batch; there is one stream at a time."""
+
+    ready: float | None = None
+
+    def tell(self, to: EarlyTo | None, batch: Batch) -> bool:
+        self.ready = self.ready or time.monotonic()
+        return super().tell(to, batch)
 
 
 def note(line: str) -> None:

@@ -170,7 +170,8 @@ class EngineCollector(Collector):
         engine = self._service.engine
         service = self._service
         asked = service.questions.stats
-        reading = Reading(engine.stats, engine.occupancy(), service.text_stats, process_usage(), asked)
+        cells = engine.tenant_cells()
+        reading = Reading(engine.stats, engine.occupancy(), service.text_stats, process_usage(), asked, cells)
         for each in ALL:
             yield self._family(each.metric, each.read(reading))
 

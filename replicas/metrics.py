@@ -72,6 +72,7 @@ class Reading:
     text: TextStats
     process: ProcessUsage
     questions: QuestionStats
+    tenant_cells: Mapping[str, float]
 
 
 Value: TypeAlias = float | Mapping[str, float] | Histogram
@@ -248,6 +249,14 @@ CELLS = (
         "The sum of the three",
         "Follows from the model and `engine.gpu_memory`, on a CPU `engine.kv_memory`",
         lambda r: r.now.cells_total,
+    ),
+    gauge(
+        "tenant_cells",
+        "cells",
+        "Cells that each tenant has, in use and cached, by pages. `engine.shared_preambles` are nobody's",
+        "At its `tenants[].cells.ceiling` with its requests waiting: raise that. Below its floor: it needs no more",
+        lambda r: r.tenant_cells,
+        "tenant",
     ),
     gauge(
         "cells_pinned",

@@ -173,7 +173,15 @@ BOARD = Board(
                     Unit.PLAIN,
                     (Query(WHO.rate("holdfast_engine_seconds_total", "tenant"), "{{tenant}}"),),
                     Kind.STACKED,
-                    width=24,
+                    width=12,
+                ),
+                Panel(
+                    "Cells",
+                    "In use and cached, of all replicas. At its ceiling a tenant evicts its own.",
+                    Unit.PLAIN,
+                    (Query(WHO.total("holdfast_tenant_cells", "tenant"), "{{tenant}}"),),
+                    Kind.STACKED,
+                    width=12,
                 ),
                 p95(
                     "Time to first token, p95",

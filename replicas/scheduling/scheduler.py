@@ -5,6 +5,7 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 """
 
 import math
+from collections.abc import Mapping
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
@@ -18,6 +19,7 @@ from holdfast.replicas.events import (
     TurnEnded,
 )
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import Learned, RestoreCost
 from holdfast.replicas.retention.rows import Rows
@@ -127,6 +129,15 @@ class Scheduler:
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
         )
+
+    def tenant_cells(self) -> Mapping[str, int]:
+        """Cells that each tenant has, in use and cached, by the names that `served_s` has. Any thread may ask."""
+        counted: dict[str, int] = {}
+        for tenant, pages in self._cache.tree.tenants.used.copy().items():
+            if tenant != SHARED:
+                name = tenant if tenant in self._stats.served_s else _OTHERS
+                counted[name] = counted.get(name, 0) + pages * self._config.page_size
+        return counted
 
     # ---- planning a step ----
 

@@ -129,6 +129,8 @@ class TextSide:
         """
         self._compiler.prepare()
         self._skeletons.prepare()
+        if self.tokenizer.chat_template:
+            _ = self.renderer.most_parts
 
     async def encoded(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """As `encode`. A long text is tokenized on a thread.
@@ -155,7 +157,8 @@ class TextSide:
 
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
-        rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
+        asked = continuations(prompt)
+        rendered = [await self.renderer.rendered(each, self._long.beside, remember=False) for each in asked]
         begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)

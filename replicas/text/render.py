@@ -8,14 +8,19 @@ validation, and the template's own complaints).
 
 import inspect
 import json
+import math
+import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import jinja2
 from jinja2 import TemplateError
 
 from holdfast.replicas.errors import InvalidRequestError
@@ -29,6 +34,10 @@ _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 _BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
+_FEW = 256  # messages, calls and tools, of which no template makes an event loop wait for long
+_LEAST = 8  # of them in the smallest conversation that a template is tried on
+_MOST_LINES = 1 << 22  # of it and of Jinja, that what it does for each pair of them may run: about half a second
+_TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of such lines
 _HEAD = 48  # characters by which a message is found in a prompt
 _NEAR = 65_536  # and how far behind the one before it
 # What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
@@ -74,15 +83,23 @@ class Renderer:
         return found
 
     async def rendered(
-        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]], scope: str = ""
+        self,
+        prompt: ChatPrompt,
+        beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]],
+        scope: str = "",
+        *,
+        remember: bool = True,
     ) -> Rendered:
-        """As `render`. What is new and long is rendered by `beside`, which need not hold up the event loop."""
+        """As `render`. What is new, and long or of many parts, is rendered by `beside`: it need not hold up the event
+        loop.
+        """
         given, plain, key = self._given(prompt, scope)
         found = self._found(key)
         if found is None:
             work = partial(self._rendered, given, plain)
-            found = work() if len(plain) < LONG else await beside(work)
-            self._remember(key, found)
+            found = work() if len(plain) < LONG and _parts(prompt) <= _FEW else await beside(work)
+            if remember:
+                self._remember(key, found)
         return found
 
     def _given(self, prompt: ChatPrompt, scope: str) -> tuple[list[Any], str, bytes]:
@@ -145,6 +162,38 @@ class Renderer:
         reserved = self._reserved.intersection(prompt.template_kwargs)
         if reserved:
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
+        parts = _parts(prompt)
+        if parts > _FEW and parts > self.most_parts:
+            told = f"{parts} messages, calls and tools are more than the {self.most_parts:.0f} that the chat template"
+            raise InvalidRequestError(f"{told} can be given: it goes over them again for each of them", "messages")
+
+    @cached_property
+    def most_parts(self) -> float:
+        """Of how many messages, calls and tools a conversation may be; inf: of any number.
+
+        Some templates go over all messages for each of them. How often is seen in conversations of several kinds, each
+        in three sizes: of a polynomial in the size the square's part is left by their second difference.
+        """
+        parses = self._parse_arguments
+        try:
+            return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
+        finally:
+            self._parse_arguments = parses
+
+    def _most_of(self, kind: int) -> float:
+        """In conversations of this kind; inf too where the template takes none of them."""
+        lines, parts = [], 0
+        for times in (1, 2, 4):
+            prompt = list(_conversations(times * _LEAST))[kind]
+            parts = _parts(prompt)
+            try:
+                given = self._messages(prompt), list(prompt.tools), prompt.template_kwargs, True
+                self._applied(*given)  # what is done once is done
+                lines.append(_lines(partial(self._applied, *given)))
+            except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+                return math.inf
+        squares = (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
+        return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
 
     def _rendered(self, given: list[Any], plain: str, reply: bool = True) -> Rendered:
         mark = ""
@@ -184,6 +233,51 @@ class Renderer:
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
+
+
+def _parts(prompt: ChatPrompt) -> int:
+    """Its messages, the calls in them, and its tools."""
+    calls = (message.get("tool_calls") for message in prompt.messages if isinstance(message, Mapping))
+    return len(prompt.messages) + len(prompt.tools) + sum(len(each) for each in calls if isinstance(each, Sequence))
+
+
+def _conversations(n: int) -> Iterator[ChatPrompt]:
+    """What agents and others say, one of each kind, with and without tools; all grow by `n`."""
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    function = {"name": "f", "arguments": '{"x": "y"}'}
+    calls = [{"id": f"{i:09}", "type": "function", "function": function} for i in range(n)]
+    asks = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "c"} for call in calls]
+    thought = [{**ask, _REASONING: "d"} for ask in asks]
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "e", "parameters": schema}}] * n
+    talks: list[list[Any]] = [[user, said] * n, [{"role": "system", "content": "s"}, user] * n]
+    talks += [list(chain([user], *zip(each, results, strict=True))) for each in (asks, thought)]
+    talks.append([user, {"role": "assistant", "content": "", "tool_calls": calls}, *results])
+    for talk in talks:
+        yield ChatPrompt(talk, tools)
+        yield ChatPrompt(talk)
+
+
+def _lines(work: Callable[[], object]) -> int:
+    """How many lines of templates and of Jinja `work` runs."""
+    lines = 0
+
+    def line(frame: FrameType, event: str, about: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return line
+
+    def call(frame: FrameType, event: str, about: object) -> Any:
+        return line if frame.f_code.co_filename.startswith(_TEMPLATES) else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return lines
 
 
 def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:

@@ -45,8 +45,8 @@ class Server:
                 continue
             with suppress(OSError):
                 pid = int(entry.name)
-                commands[pid] = (entry / "cmdline").read_text().replace("\0", " ").strip()
-                parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[pid] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+                parents[pid] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
                 if f"{MARK}={self.mark}\0".encode() in (entry / "environ").read_bytes():
                     marked.add(pid)
         return {pid: commands[pid] for pid, parent in parents.items() if marked & {pid, parent}}

@@ -1,21 +1,24 @@
 """`holdfast bench overload` against a router that answers at once, or refuses."""
 
 import asyncio
+from itertools import cycle
 
 from fake_backend import HELLO, FakeBackend, World
 
 from holdfast.loadgen.overload import Options, measure, show
-from holdfast.replicas.errors import DeadlineError
+from holdfast.replicas.errors import DeadlineError, OverloadedError
 
 QUICK = Options(loads=(1.0, 2.0), seconds=0.2, warm_s=0.1, sequences=2, words=3)
 
 
 class Refusing(FakeBackend):
-    """Has no time for those who say how much they have."""
+    """Has no time, or no room, for those who say how much time they have."""
+
+    errors = cycle((DeadlineError("too late", retry_after_s=1.0), OverloadedError("the queue is full")))
 
     async def stream(self, request, place=None):
         await asyncio.sleep(0.05)  # its capacity is what so few clients leave it
-        self.script = HELLO if request.within_s == float("inf") else [DeadlineError("too late", retry_after_s=1.0)]
+        self.script = HELLO if request.within_s == float("inf") else [next(self.errors)]
         async for batch in super().stream(request, place):
             yield batch
 

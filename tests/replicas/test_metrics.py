@@ -23,7 +23,9 @@ SECTIONS = {"engine": EngineConfig(), "router": RouterConfig()}
 def exposed():
     stats = EngineStats(steps=3)
     stats.step_times.observe(0.003)
-    engine = SimpleNamespace(stats=stats, occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30))
+    engine = SimpleNamespace(
+        stats=stats, occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30), tenant_cells=lambda: {"acme": 40}
+    )
     registry = CollectorRegistry()
     registry.register(
         EngineCollector(
@@ -53,6 +55,7 @@ def test_values_are_those_of_the_engine():
     found = exposed()
     cells = {sample.labels["state"]: sample.value for sample in found["holdfast_cells"].samples}
     assert cells == {"free": 10, "tree": 20, "held": 30}
+    assert [(each.labels["tenant"], each.value) for each in found["holdfast_tenant_cells"].samples] == [("acme", 40)]
     steps = {
         (s.name.rpartition("_")[2], s.labels.get("le")): s.value
         for s in found["holdfast_step_duration_seconds"].samples

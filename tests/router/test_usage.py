@@ -27,7 +27,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.admin import read_rows
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenant_store import TenantStore
-from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import ApiKey, Principal, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
 from holdfast.router.usage import SEEN_S, Books, as_csv, first_rows
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -352,6 +352,23 @@ class Later:
 
     def time(self):
         return time.time()
+
+
+def test_the_latest_records_are_kept_and_all_are_in_the_sums(redis):
+    async def run():
+        async with Router(redis, tenants=[ACME], config=replace(CONFIG, usage_records=100)) as router:
+            for i in range(5):
+                ends = [router.accounts.admission(Principal(ACME, "laptop")) for _ in range(80)]
+                for each in ends:
+                    each.end("completed", Usage(3, 1, 2), 0.1, accounts.Served(model="pocket", program=f"p{i}"))
+                await asyncio.gather(*(each.booked() for each in ends))
+            rows = await router.records()
+            assert 100 <= len(rows) <= 200, "Redis takes away whole nodes of a hundred"
+            assert {row["program"] for row in rows[-80:]} == {"p4"}
+            [day] = await router.books.sums("acme", [_today(rows)])
+            assert (day["requests"], day["input"], day["output"]) == (400, 1200, 800)
+
+    asyncio.run(run())
 
 
 def test_failures_of_ours_cost_nothing_and_refusals_are_no_records(redis):

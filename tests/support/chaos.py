@@ -53,6 +53,8 @@ CLIENTS, AGENTS, PROMPTS = 6, 2, 24
 PATIENCE_S = 90.0  # a client that hears nothing for longer calls it silence; more than `placement.no_replica_s`
 SETTLED = 24  # so many answers in a row, with both engines there: it is over
 WITHIN_S = 240.0
+EVEN_S = 120.0  # the first look after a failure may have to wait for what answers it, too
+START_S, STOP_S = 600.0, 300.0  # of a server beside other load: how long that takes is no fault here
 REPLICA, ROUTER, CONTROLLER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router", "ServeController"
 TENANTS, LIMITED, OPERATOR, ADMIN = ("acme", "beta", "guest"), "guest", "watch", "admin"  # each is its own key
 SETTINGS = f"""\
@@ -122,7 +124,8 @@ class Clients:
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Nobody sends anything, and all has ended that was sent."""
-        self._go.clear()
+        with self._lock:
+            self._go.clear()
         try:
             within(lambda: self.sent == len(self.asked), PATIENCE_S + 30.0)
             yield
@@ -177,9 +180,12 @@ class Clients:
         self, http: httpx.Client, tenant: str, body: dict[str, Any], *, stream: bool, right: Any = None
     ) -> tuple[Asked, Any]:
         """Ask and note it. The second is what was said: a text and calls."""
-        self._go.wait()
-        with self._lock:
-            self.sent += 1
+        while True:
+            self._go.wait()
+            with self._lock:
+                if self._go.is_set():  # and the rest has not begun meanwhile
+                    self.sent += 1
+                    break
         asked, said = self._ask(http, tenant, body, stream=stream)
         if asked.outcome == "answered" and right is not None and said != right:
             asked = replace(asked, outcome="wrong")
@@ -263,7 +269,7 @@ class World:
         answer = httpx.get(f"{self.server.url}{path}", headers=headers, timeout=30.0, trust_env=False)
         return answer.raise_for_status()
 
-    def beside(self, *command: Any, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def beside(self, *command: Any, seconds: float = WITHIN_S) -> subprocess.CompletedProcess[str]:
         """Run Python with what is needed to join Ray: its address comes first, its token by the environment."""
         for pid, line in self.server.processes().items():
             if address := re.search(r"--gcs-address=(\S+)", line):
@@ -374,7 +380,7 @@ def update(world: World) -> None:
     before = {*world.pids(REPLICA), *world.pids(ROUTER)}
     world.reports.rotate()
     deploy(world, 2)
-    within(lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)})
+    within(lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)}, 2 * WITHIN_S)  # four, one by one
 
 
 FAILURES = (
@@ -585,7 +591,7 @@ class Course:
                 return not faults
 
             try:
-                within(even, 45.0)
+                within(even, EVEN_S)
             except TimeoutError:
                 self.journal.fault(f"the books are not even after {after}: {faults}", self.world)
             told = self.books.close(list(self.clients.asked))
@@ -698,6 +704,7 @@ def main() -> None:
     assert spec.loader is not None
     servers = sys.modules["servers"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(servers)
+    servers.START_S, servers.STOP_S = START_S, STOP_S
     journal = Journal(options.journal)
     until = time.monotonic() + options.seconds
     failures = chosen(options.only, options.seconds, options.seed)

@@ -1,5 +1,6 @@
 """Floors and ceilings of tenants in the engine: who is refused, who waits, who passes whom, and what stays cached."""
 
+import numpy as np
 import pytest
 from engine_world import World, words
 
@@ -94,3 +95,14 @@ def test_prompts_of_one_tenant_that_stop_each_other_go_on_while_another_is_busy(
     small.run()
     for name in small.prompts:
         small.assert_right(name)
+
+
+def test_what_each_tenant_has_is_told_and_a_preamble_is_nobodys():
+    small = world(page_size=4)
+    small.engine.share([np.asarray(words(7, 16), np.int32)])
+    small.submit("a", words(1, 30), 6, scope="acme")
+    small.submit("b", words(2, 10), 2, scope="beta")
+    small.run()
+    told, now = small.engine.tenant_cells(), small.engine.occupancy()
+    assert told == {"acme": 36, "beta": 12}
+    assert now.cells_total - now.cells_free == sum(told.values()) + 16

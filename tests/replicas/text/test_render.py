@@ -1,15 +1,20 @@
 """Rendering: messages as templates want them, refusals by name, the cache, and marked control tokens."""
 
+import asyncio
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from chat_templates import TEMPLATES
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.render import Renderer, message_starts, normalised
+from holdfast.replicas.text import render
+from holdfast.replicas.text.render import Rendered, Renderer, message_starts, normalised
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -89,8 +94,10 @@ def test_a_refusal_of_the_template_reaches_the_client(qwen_like: Any) -> None:
 def test_template_kwargs_reach_the_template_but_not_the_library(qwen_like: Any) -> None:
     renderer = Renderer(qwen_like)
     assert renderer.render(ChatPrompt([user("x")], template_kwargs={"thinking": True})).text
-    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must not name tokenize"):
-        renderer.render(ChatPrompt([user("x")], template_kwargs={"tokenize": True}))
+    for name in ("tokenize", "chat_template", "tools", "conversation"):
+        with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs must not name {name}") as refused:
+            renderer.render(ChatPrompt([user("x")], template_kwargs={name: "{{ 1 }}"}))
+        assert refused.value.field == "chat_template_kwargs"
 
 
 def test_arguments_nested_too_deeply_are_refused(qwen_like: Any) -> None:
@@ -239,3 +246,72 @@ def test_what_a_template_leaves_out_ends_the_search(qwen_like: Any) -> None:
     text = "x" * 10_000_000
     messages = [user("x"), *(user(f"not there {n}") for n in range(2_000))]
     assert message_starts(messages, text) == [0] + [len(text)] * 2_000
+
+
+def loop(variable: str, over: str, inner: str) -> str:
+    return f"{{% for {variable} in {over} %}}{inner}{{% endfor %}}"
+
+
+GROWING = {
+    "messages for each message": loop("m", "messages", loop("n", "messages", "")),
+    "those behind it": loop("m", "messages", loop("n", "messages[loop.index:]", "")),
+    "by a filter": loop("m", "messages", "{{ messages | selectattr('role', 'equalto', 'x') | list | length }}"),
+    "tools for each message": loop("m", "messages", loop("t", "tools or []", "")),
+    "results for each call": loop(
+        "m", "messages", loop("c", "m.tool_calls or []", loop("n", "messages", "{{ n.tool_call_id == c.id }}"))
+    ),
+}
+
+
+@pytest.mark.parametrize("template", GROWING.values(), ids=GROWING)
+def test_a_template_that_goes_over_all_of_it_for_each_part_takes_no_more_than_so_many_lines(
+    template: str, qwen_like: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends more is refused by name, however long that would take. The law: at the most they are as many as
+    are allowed, by the same count, beside what grows as the conversation does.
+    """
+    allowed = 60_000
+    monkeypatch.setattr(qwen_like, "chat_template", template)
+    monkeypatch.setattr(render, "_MOST_LINES", allowed)
+    monkeypatch.setattr(render, "_FEW", 4)
+    renderer = Renderer(qwen_like)
+    worst = 0
+    for kind in range(len(list(render._conversations(1)))):
+        one, two = (render._parts(list(render._conversations(n))[kind]) for n in (1, 2))
+        most = list(render._conversations(1 + int((renderer.most_parts - one) // (two - one))))[kind]
+        worst = max(worst, render._lines(lambda prompt=most: renderer.render(prompt)))
+    assert allowed / 4 < worst < 2 * allowed
+    with pytest.raises(InvalidRequestError, match="messages, calls and tools") as refused:
+        renderer.render(ChatPrompt([user("a")] * (int(renderer.most_parts) + 1)))
+    assert refused.value.field == "messages"
+
+
+def test_a_template_that_goes_over_it_once_takes_any_number(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Renderer(qwen_like).most_parts == math.inf
+    there = loop("m", "messages", "{{ loop.last }}{{ messages[loop.index0].content }}")
+    monkeypatch.setattr(qwen_like, "chat_template", there + loop("m", "messages[::-1]", ""))
+    assert Renderer(qwen_like).most_parts == math.inf
+
+
+@pytest.mark.parametrize("template", [text for _, text in TEMPLATES.values()], ids=TEMPLATES)
+def test_templates_of_known_families_take_long_conversations(
+    template: str, qwen_like: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qwen_like, "chat_template", template)
+    renderer = Renderer(qwen_like)
+    assert renderer.most_parts > 1000
+    assert renderer._parse_arguments, "what it was tried on decides nothing"
+
+
+def test_what_has_many_parts_is_rendered_beside_the_event_loop(qwen_like: Any) -> None:
+    asked: list[Callable[[], Rendered]] = []
+
+    async def beside(work: Callable[[], Rendered]) -> Rendered:
+        asked.append(work)
+        return work()
+
+    renderer = Renderer(qwen_like)
+    few, many = (ChatPrompt([user("a")] * n) for n in (10, 1000))
+    for prompt in (few, many, many):
+        assert asyncio.run(renderer.rendered(prompt, beside)) == Renderer(qwen_like).render(prompt)
+    assert len(asked) == 1

@@ -127,6 +127,10 @@ def test_an_unknown_field_is_named_with_its_nearest_relative():
     assert "did you mean" not in refused({**CHAT, "zzz": 1}).message
 
 
+def test_no_request_brings_a_template_of_its_own():
+    assert refused({**CHAT, "chat_template": "{{ 1 }}"}).field == "chat_template"
+
+
 def test_a_misspelled_required_field_is_reported_as_such():
     assert refused({"modle": "m", "messages": CHAT["messages"]}).field == "modle"
 

@@ -62,7 +62,8 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
     weights, cells = shape.weight_bytes(number), 0.0
     if not on_gpu:
-        cells = engine.cells * shape.cell_bytes(number) if engine.cells else engine.kv_memory * GIB
+        cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
+        cells = engine.cells * cell if engine.cells else engine.kv_memory * GIB
     taken = weights + cells
     if engine.dtype == "int8":  # read whole in the other dtype first, before cells are written to
         taken = max(weights, shape.int8_bytes(number) + cells)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.replicas.config import SCALE_BYTES
 from holdfast.replicas.errors import ConfigError
 
 SHARE = 0.9
@@ -43,8 +44,8 @@ class Shape:
         return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     def cell_bytes(self, number: int = BYTES) -> int:
-        """Bytes of one token's keys and values in every layer."""
-        return 2 * self.layers * self.kv_heads * self.head * number
+        """Bytes of one token's keys and values in every layer; of a byte a number with their scales."""
+        return 2 * self.layers * self.kv_heads * (self.head * number + (SCALE_BYTES if number == 1 else 0))
 
     def weight_bytes(self, number: int = BYTES) -> int:
         return self.parameters * number

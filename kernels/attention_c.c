@@ -4,6 +4,8 @@
 //
 //     s_j = scale * q . k_j,  s_j = softcap * tanh(s_j / softcap) with a softcap,    o = sum_j softmax(s)_j v_j
 //
+// A model may have learnt a sink for each query head, a score of its own that joins the softmax's sum and has no value.
+//
 // The softmax is taken online: with m the greatest score so far, l = sum_j 2^(s_j - m) and o = sum_j 2^(s_j - m) v_j are
 // carried from block to block of keys, times 2^(old m - new m). Scores are in units of log 2 from the product on.
 //
@@ -15,12 +17,15 @@
 // Every sum, of a score, of a block's share of l and of a column of o, is taken in order, one value (or pair of values)
 // after the other, and what a row does not see weighs 0 and changes nothing. So a row comes to the same bits in either
 // routine, whatever its span and the batch have besides: however a prompt is cut, with drafts beside it or without, by
-// any number of threads.
+// any number of threads. A sink joins last, as a part of one position, when all others have.
 //
 // Work. A span is `count` tokens against the positions [low, high) of one page table row. A task is a span, or one of its
 // parts, for one KV head; the group's query heads are rows of it, row = token * group + g, so that the head is read once
 // for all of them. The threads of a team draw tasks from a counter. A span whose parts are tasks leaves m, l and o of each,
 // and they are joined when all tasks are done.
+//
+// The store has values as they are multiplied, or bytes: of each key, and each value, `dim` integers of 8 bits and behind
+// them their scale, a float32. Those are turned into values block by block, and all else is the same.
 //
 // Two routines, each over blocks of keys that lie in one stretch of memory, or are copied into one:
 //
@@ -34,7 +39,7 @@
 //
 //     LANES   8 or 16: float32 values of a vector
 //     PAIRS   bfloat16 is multiplied in pairs, two products added to a float32 lane, else each value as a float32
-//     WIDE    the store and the queries are float32, else bfloat16
+//     WIDE    the queries, and the store where it is not in bytes, are float32, else bfloat16
 //     NAME    of the function
 //
 // Vectors are the compiler's own types. Only the product of pairs is an instruction by name, and without that it is
@@ -71,8 +76,9 @@ typedef struct {
     const Span *spans;
     float *partial;        // [slots of partial results][heads][width], columns in the order of `unpack`
     float *sums;           // [slots of partial results][heads][2]: m and l
-    int64_t slots, page_size, cell_stride, head_stride;  // strides in values
+    int64_t slots, page_size, cell_stride, head_stride;  // strides in bytes
     int32_t n_spans, heads, kv_heads, dim, width, window;  // width: dim up to a multiple of STEP, with zeros
+    int32_t stored, scaled;  // bytes of a key, or of a value, in the store; whether they are integers with a scale
 } Plan;
 
 #if WIDE
@@ -83,8 +89,10 @@ typedef uint16_t value;
 
 typedef struct {
     const Plan *plan;
-    const value *q, *k, *v;
+    const value *q;
+    const char *k, *v;
     value *out;  // [tokens][heads][dim]
+    const float *sinks;  // [heads], or null
     int64_t q_token, q_head;  // strides in values
     float scale, softcap;     // scale in units of log 2 unless there is a softcap
     int64_t tasks, next;
@@ -100,9 +108,13 @@ typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias
 typedef uint32_t vu_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t vh_at __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef float f32_at __attribute__((aligned(2), may_alias));
+typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int16_t vs __attribute__((vector_size(2 * LANES)));
+typedef int16_t vs_at __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 enum { STEP = 2 * LANES, LOADS = PAIRS ? 1 : 2, KEYS = PAIRS ? 2 : 1 };  // KEYS: of one product over positions
 
+#define LOG2E 1.44269504f
 #define NEVER (-1e30f)  // a score that weighs nothing beside a real one, and is no infinity
 #define HIGH 0xffff0000u
 
@@ -272,6 +284,8 @@ INLINE void put(value *p, vf x, vf y) {
 #if WIDE
     store(p, x);
     store(p + LANES, y);
+#elif PAIRS && defined __AVX512BF16__
+    store(p, (vf)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x));  // what is below 1e-38 becomes 0
 #else
     // To the nearest, and to even from the middle.
     vu a = (vu)x + 0x7fffu + (((vu)x >> 16) & 1), b = (vu)y + 0x7fffu + (((vu)y >> 16) & 1);
@@ -284,18 +298,25 @@ INLINE void put(value *p, vf x, vf y) {
 #endif
 }
 
+// The next STEP integers of a row as floats, in the order of `put`.
+INLINE void floats(const int8_t *p, vf *x) {
+#if WIDE || PAIRS
+    x[0] = __builtin_convertvector(*(const vb_at *)p, vf);
+    x[1] = __builtin_convertvector(*(const vb_at *)(p + LANES), vf);
+#else
+    const vs both = *(const vs_at *)p;
+    x[0] = __builtin_convertvector((vs)(both << 8) >> 8, vf);
+    x[1] = __builtin_convertvector(both >> 8, vf);
+#endif
+}
+
 // ---- keys ----
 
 typedef struct {
     const Plan *plan;
     const int32_t *pages;  // of the row
-    const value *k, *v;    // of the KV head
+    const char *k, *v;     // of the KV head
 } Store;
-
-typedef struct {
-    const value *k, *v;  // `room` keys of `width` values each, zeros behind the last one
-    value *k_room, *v_room;
-} Block;
 
 // Positions of a block. Of even length, so that pairs of positions are the same everywhere.
 INLINE int block_keys(int width) { return width <= 80 ? MAX_KEYS : MAX_KEYS / 2; }
@@ -317,19 +338,38 @@ INLINE void copy(value *to, const value *from, int dim, int width) {
     if (width > dim) memset(to + dim, 0, (width - dim) * sizeof(value));
 }
 
-// The keys and values of `n` positions, and zeros up to `room` of them: in place where they lie there without a break.
-static void fetch(const Store *s, int64_t position, int n, int room, Block *block) {
+// Integers and the scale behind them as values.
+INLINE void widen(value *to, const int8_t *from, int dim, int width) {
+    float scale;
+    memcpy(&scale, from + dim, sizeof(scale));
+    vf x[2];
+    int d = 0;
+    for (; d + STEP <= dim; d += STEP) {
+        floats(from + d, x);
+        put(to + d, x[0] * scale, x[1] * scale);
+    }
+    if (d == width) return;
+    int8_t rest[STEP] = {0};
+    memcpy(rest, from + d, dim - d);
+    floats(rest, x);
+    put(to + d, x[0] * scale, x[1] * scale);
+}
+
+// The keys, or the values, of `n` positions, `width` values each, and zeros up to `room` of them: in place where they lie
+// so without a break, else in `to`.
+static const value *fetch(const Store *s, int keys, int64_t position, int n, int room, value *to) {
     const Plan *plan = s->plan;
     const int dim = plan->dim, width = plan->width;
     const int64_t stride = plan->cell_stride;
+    const char *base = keys ? s->k : s->v;
     int64_t cells = unbroken(plan, s->pages, position, n), first = cell_of(plan, s->pages, position);
-    block->k = s->k + first * stride;
-    block->v = s->v + first * stride;
-    if (cells == n && n == room && stride == width && dim == width) return;
+    if (cells == n && n == room && stride == width * (int64_t)sizeof(value) && dim == width && !plan->scaled)
+        return (const value *)(base + first * stride);
     for (int done = 0; done < n;) {
         for (int i = 0; i < cells; i++) {
-            copy(block->k_room + (done + i) * width, s->k + (first + i) * stride, dim, width);
-            copy(block->v_room + (done + i) * width, s->v + (first + i) * stride, dim, width);
+            const char *cell = base + (first + i) * stride;
+            if (plan->scaled) widen(to + (done + i) * width, (const int8_t *)cell, dim, width);
+            else copy(to + (done + i) * width, (const value *)cell, dim, width);
         }
         done += cells;
         if (done < n) {
@@ -337,10 +377,8 @@ static void fetch(const Store *s, int64_t position, int n, int room, Block *bloc
             first = cell_of(plan, s->pages, position + done);
         }
     }
-    memset(block->k_room + n * width, 0, (room - n) * width * sizeof(value));
-    memset(block->v_room + n * width, 0, (room - n) * width * sizeof(value));
-    block->k = block->k_room;
-    block->v = block->v_room;
+    memset(to + n * width, 0, (room - n) * width * sizeof(value));
+    return to;
 }
 
 // A span, or one part of it, for one KV head.
@@ -363,9 +401,10 @@ INLINE void ahead(const Task *t, int keys, int position, int n) {
     }
     if (position + n > t->high) return;
     const Plan *plan = t->store.plan;
-    const value *cell = (keys ? t->store.k : t->store.v) + cell_of(plan, t->store.pages, position) * plan->cell_stride;
-    for (int i = 0; i < n; i++, cell += plan->cell_stride)
-        for (int d = 0; d < plan->width; d += 64 / (int)sizeof(value)) __builtin_prefetch(cell + d, 0, 2);
+    const char *cell = (keys ? t->store.k : t->store.v) + cell_of(plan, t->store.pages, position) * plan->cell_stride;
+    const int together = plan->cell_stride == plan->stored ? n : 1;
+    for (int i = 0; i < n; i += together, cell += plan->cell_stride)
+        for (int d = 0; d < plan->stored * together; d += 64) __builtin_prefetch(cell + d, 0, 2);
 }
 
 // A row's query, `width` values: as it lies, or in `room` with zeros behind it.
@@ -401,13 +440,15 @@ INLINE void join(vf *m, vf *l, vf part_m, vf part_l, vf *kept, vf *added) {
     *l = muladd(part_l, *added, *l * *kept);
 }
 
-// A row's output: `o` in the order of `unpack`, over l.
-INLINE void give(const Job *job, int64_t token, int head, const float *o, float l) {
+// A row's output: `o` in the order of `unpack`, over l, with the head's sink in it.
+INLINE void give(const Job *job, int64_t token, int head, const float *o, float row_m, float row_l) {
     const Plan *plan = job->plan;
     const int dim = plan->dim, width = plan->width;
     ALIGNED value room[MAX_DIM];
     value *place = job->out + (token * plan->heads + head) * dim, *out = dim == width ? place : room;
-    const vf inverse = splat(1.f / l);
+    vf m = splat(row_m), l = splat(row_l), kept = splat(1.f), added;
+    if (job->sinks) join(&m, &l, splat(job->sinks[head] * LOG2E), splat(1.f), &kept, &added);
+    const vf inverse = kept / l;
     for (int d = 0; d < width; d += STEP) put(out + d, load(o + d) * inverse, load(o + d + LANES) * inverse);
     if (dim != width) memcpy(place, room, dim * sizeof(value));
 }
@@ -422,7 +463,7 @@ INLINE void finish(const Task *t, int row, float m, float l, const float *o, int
         o = gathered;
     }
     if (t->slot < 0) {
-        give(t->job, t->span->first + token, head, o, l);
+        give(t->job, t->span->first + token, head, o, m, l);
         return;
     }
     const int64_t place = (int64_t)(t->slot + token) * plan->heads + head;
@@ -524,8 +565,7 @@ INLINE void few(const Task *t, const int width, const int ROWS) {
     ALIGNED vf s[FEW_ROWS * (MAX_KEYS / LANES)];
     ALIGNED unit weights[FEW_ROWS * MAX_KEYS];
     ALIGNED float o[FEW_ROWS * MAX_DIM], all[FEW_ROWS * MAX_DIM];
-    ALIGNED value k_room[BLOCK_VALUES], v_room[BLOCK_VALUES], query_room[MAX_DIM];
-    Block block = {0, 0, k_room, v_room};
+    ALIGNED value block[BLOCK_VALUES], query_room[MAX_DIM];
     vf m[FEW_ROWS], l[FEW_ROWS], all_m[FEW_ROWS], all_l[FEW_ROWS], old[FEW_ROWS];
     vi from[FEW_ROWS], to[FEW_ROWS];
     int common_from = 0, common_to = INT32_MAX;  // seen by every row
@@ -553,8 +593,7 @@ INLINE void few(const Task *t, const int width, const int ROWS) {
         for (int low = begin, end; low < stop; low = end) {
             end = end_of(low, stop, most_keys);
             const int n = end - low, room = (n + KT * LANES - 1) / (KT * LANES) * (KT * LANES), here = room / LANES;
-            fetch(&t->store, low, n, room, &block);
-            few_scores(t, low, block.k, q, s, room, scale, width, ROWS, KT);
+            few_scores(t, low, fetch(&t->store, 1, low, n, room, block), q, s, room, scale, width, ROWS, KT);
             const int hides = n < room || low < common_from || end - 1 > common_to;
             for (int r = 0; r < ROWS; r++) {
                 vf *x = s + r * vectors, most = splat(NEVER);
@@ -577,8 +616,9 @@ INLINE void few(const Task *t, const int width, const int ROWS) {
                     store(weights + (r * MAX_KEYS + i * LANES) / KEYS, w);
                 }
             }
+            const value *v = fetch(&t->store, 0, low, n, room, block);
             // As many accumulators as the registers hold beside what they are made of.
-#define VALUES(some, cols) few_values(t, end, block.v, weights, old, o, l, room, width, ROWS, some, cols)
+#define VALUES(some, cols) few_values(t, end, v, weights, old, o, l, room, width, ROWS, some, cols)
             if (ROWS == 1 && width % (4 * STEP) == 0) VALUES(1, 4);
             else if (ROWS <= 2 && width % (2 * STEP) == 0) VALUES(ROWS, 2);
             else if (LANES == 16 && ROWS == 4 && width % (2 * STEP) == 0) VALUES(4, 2);
@@ -692,23 +732,23 @@ enum { MOST_NV = 4 };
 #endif
 
 // A block's keys and values as units to multiply by.
-INLINE void many_units(Room *r, const Block *block, int keys, int width, const unit **k, const unit **v) {
-    *k = (const unit *)block->k;
-    *v = (const unit *)block->v;
+INLINE void many_units(Room *r, const value *keys, const value *values, int n, int width, const unit **k, const unit **v) {
+    *k = (const unit *)keys;
+    *v = (const unit *)values;
 #if PAIRS
-    for (int j = 0; j < keys; j += 2)
+    for (int j = 0; j < n; j += 2)
         for (int d = 0; d < width; d += STEP) {
             vf x[2];
-            paired(block->v + j * width + d, block->v + (j + 1) * width + d, x);
+            paired(values + j * width + d, values + (j + 1) * width + d, x);
             store(r->v + j / 2 * width + d, x[0]);
             store(r->v + j / 2 * width + d + LANES, x[1]);
         }
     *v = r->v;
 #elif !WIDE
-    for (int i = 0; i < keys * width; i += STEP) {
+    for (int i = 0; i < n * width; i += STEP) {
         vf x[4];
-        unpack(block->k + i, x);
-        unpack(block->v + i, x + 2);
+        unpack(keys + i, x);
+        unpack(values + i, x + 2);
         store(r->k + i, x[0]);
         store(r->k + i + LANES, x[1]);
         store(r->v + i, x[2]);
@@ -723,7 +763,6 @@ INLINE void many(const Task *t, const int width) {
     ALIGNED Room r;
     const int vectors = (t->rows + LANES - 1) / LANES;
     const int most_keys = block_keys(width);
-    Block block = {0, 0, r.k_room, r.v_room};
     int common_from = 0, common_to = INT32_MAX;
     for (int i = 0; i < vectors * LANES; i++) {
         int row = i < t->rows ? i : 0, first, last = seen_by(t, row, &first);
@@ -756,8 +795,8 @@ INLINE void many(const Task *t, const int width) {
             const int n = end - low, room = (n + 23) / 24 * 24;
             const int hides = n < room || low < common_from || end - 1 > common_to;
             const unit *k, *v;
-            fetch(&t->store, low, n, room, &block);
-            many_units(&r, &block, room, width, &k, &v);
+            const value *keys = fetch(&t->store, 1, low, n, room, r.k_room);
+            many_units(&r, keys, fetch(&t->store, 0, low, n, room, r.v_room), room, width, &k, &v);
             for (int at = 0; at < vectors; at += MOST_NV) {
                 switch (vectors - at < MOST_NV ? vectors - at : MOST_NV) {
                     case 1: many_tile(t, &r, k, v, at, low, n, room, hides, width, 1, TILE(1)); break;
@@ -862,7 +901,7 @@ static void merge(const Job *job, const Span *span, int token, int kv_head) {
             join(&m, &l, splat(plan->sums[2 * place]), splat(plan->sums[2 * place + 1]), &kept, &added);
             for (int d = 0; d < width; d += LANES) store(o + d, muladd(load(partial + d), added, load(o + d) * kept));
         }
-        give(job, span->first + token, head, o, l[0]);
+        give(job, span->first + token, head, o, m[0], l[0]);
     }
 }
 
@@ -893,11 +932,10 @@ static void work_on_merges(void *argument) {
 }
 
 void NAME(const Plan *plan, const void *q, int64_t q_token, int64_t q_head, const void *k, const void *v, void *out,
-          float scale, float softcap, int32_t threads) {
-    const float log2e = 1.44269504f;
-    Job job = {.plan = plan, .q = q, .k = k, .v = v, .out = out, .q_token = q_token, .q_head = q_head};
-    job.scale = softcap != 0.f ? scale / softcap : scale * log2e;
-    job.softcap = softcap * log2e;
+          const float *sinks, float scale, float softcap, int32_t threads) {
+    Job job = {.plan = plan, .q = q, .k = k, .v = v, .out = out, .sinks = sinks, .q_token = q_token, .q_head = q_head};
+    job.scale = softcap != 0.f ? scale / softcap : scale * LOG2E;
+    job.softcap = softcap * LOG2E;
     int64_t merges = 0;
     for (int i = 0; i < plan->n_spans; i++) {
         job.tasks += (int64_t)plan->spans[i].tasks * plan->kv_heads;

@@ -1,8 +1,9 @@
 """Attention on a CPU by the kernel in `attention_c.c`: which of its ways is used, and how a forward becomes its tasks.
 
 The kernel is built with the package, for x86-64 on Linux (setup.py). Its ways are named by what a processor must have,
-the fastest first: AVX512-BF16, AVX512, and AVX2 with FMA. It takes float32 and bfloat16; everything else, and every
-machine without it, goes torch's way (`attention_cpu`). `use` chooses one for the whole process.
+the fastest first: AVX512-BF16, AVX512, and AVX2 with FMA. It takes float32 and bfloat16, over a store of the same or
+in int8 (`kv`); everything else, and every machine without it, goes torch's way (`attention_cpu`). `use` chooses one for
+the whole process.
 
 What a token comes to depends on itself and the positions that it sees alone: not on how a prompt was cut, on drafts, on
 what else is in the batch, or on threads. So the work may be cut into tasks as the threads need it, which are those of
@@ -63,6 +64,7 @@ class _Plan(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parallel", "pages", "spans", "partial", "sums")),
         *((name, ctypes.c_int64) for name in ("slots", "page_size", "cell_stride", "head_stride")),
         *((name, ctypes.c_int32) for name in ("n_spans", "heads", "kv_heads", "dim", "width", "window")),
+        *((name, ctypes.c_int32) for name in ("stored", "scaled")),
     ]
 
 
@@ -137,7 +139,7 @@ def _function(way: Way, dtype: torch.dtype) -> Callable[..., None] | None:
         return None
     function = _library()[_FUNCTIONS[way][dtype]]
     pointer, long, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    function.argtypes = [pointer, pointer, long, long, pointer, pointer, pointer, real, real, ctypes.c_int32]
+    function.argtypes = [*(pointer, pointer, long, long), *(pointer,) * 4, *(real, real, ctypes.c_int32)]
     function.restype = None
     return function
 
@@ -147,8 +149,8 @@ def takes(q: Tensor, kv: Tensor, batch: PagedBatch) -> bool:
     stride, table = kv.stride(), batch.page_table
     return (
         way() != TORCH
-        and q.dtype == kv.dtype
-        and _function(way(), kv.dtype) is not None
+        and kv.dtype in (q.dtype, torch.int8)
+        and _function(way(), q.dtype) is not None
         and q.shape[2] <= MAX_DIM
         and q.shape[1] // kv.shape[4] <= MAX_ROWS
         and stride[5] == 1
@@ -159,18 +161,28 @@ def takes(q: Tensor, kv: Tensor, batch: PagedBatch) -> bool:
     )
 
 
-def attend_c(q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float, window: int, softcap: float) -> Tensor:
+def attend_c(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Only for what the kernel `takes`.
 
     Raises IndexError for a layer that is not, or a chunk that reaches outside the page table.
     """
     if not 0 <= layer < kv.shape[0]:
         raise IndexError(f"layer {layer} of {kv.shape[0]}")
-    key = (way(), window)
+    key = (way(), window, q.dtype)
     plan: CPlan | None = batch.plans.get(key)
     if plan is None or plan.kv is not kv:
         plan = batch.plans[key] = make_plan(q, kv, batch, window)
     out = torch.empty(q.shape, dtype=q.dtype)
+    sinks = None if sinks is None else sinks.float().contiguous()
     keys = plan.store + layer * plan.layer_size
     plan.function(
         plan.plan,
@@ -180,6 +192,7 @@ def attend_c(q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float,
         keys,
         keys + plan.half_size,
         out.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         scale,
         softcap,
         torch.get_num_threads(),
@@ -193,7 +206,7 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
     Raises IndexError for a chunk outside the page table, ValueError for queries that are not those of the chunks.
     """
     tokens, heads, dim = q.shape
-    function = _function(way(), kv.dtype)
+    function = _function(way(), q.dtype)
     assert function is not None
     table = batch.page_table
     if sum(batch.lengths) != tokens:
@@ -213,14 +226,16 @@ def make_plan(q: Tensor, kv: Tensor, batch: PagedBatch, window: int) -> CPlan:
         sums=partial[max(partials, 1) * heads * width :].data_ptr(),
         slots=table.stride(0),
         page_size=batch.page_size,
-        cell_stride=kv.stride(3),
-        head_stride=kv.stride(4),
+        cell_stride=kv.stride(3) * kv.itemsize,
+        head_stride=kv.stride(4) * kv.itemsize,
         n_spans=len(spans),
         heads=heads,
         kv_heads=kv.shape[4],
         dim=dim,
         width=width,
         window=window,
+        stored=kv.shape[5] * kv.itemsize,
+        scaled=kv.dtype == torch.int8,
     )
     return CPlan(
         function=function,

@@ -5,7 +5,8 @@ Three ways, chosen per chunk once a forward (the plan is kept on the batch and s
     decode   one token: flash attention over each run, merged; a window only shortens the runs. All decodes together.
     span     several tokens, block by block, over one run or a copy. In bfloat16 and with many tokens a block is two
              products around a softmax, else flash attention with a mask.
-    dense    several tokens under a window that cuts, or any with a softcap: with an explicit mask, in float32.
+    dense    several tokens under a window that cuts, or any with a softcap or sinks or over a store in int8: with an
+             explicit mask, in float32.
 
 In all of them the query heads of a group are query rows of their KV head, so that it is read once. torch's flash
 attention takes strided views and returns the log-sum-exp beside the output; its tiles are good in float32, while in
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.kernels.kv import in_numbers
 from holdfast.kernels.paging import PagedBatch
 
 flash = torch._scaled_dot_product_flash_attention_for_cpu  # (q, k, v, dropout, causal, *, attn_mask, scale) -> out, lse
@@ -78,14 +80,21 @@ class CpuPlan:
 
 
 def attend_cpu(
-    q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float, window: int, softcap: float
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Shapes are checked there."""
     group = q.shape[1] // kv.shape[4]
-    key = -window - 1 if softcap else window
-    plan: CpuPlan | None = batch.plans.get(key)
+    all_dense = bool(softcap) or sinks is not None or kv.dtype == torch.int8
+    plan: CpuPlan | None = batch.plans.get((window, all_dense))
     if plan is None:
-        plan = batch.plans[key] = make_plan(kv, batch, group, window, all_dense=bool(softcap))
+        plan = batch.plans[window, all_dense] = make_plan(kv, batch, group, window, all_dense)
     if len(plan.decodes.tokens) == len(batch.lengths):
         return _attend_decodes(plan.decodes, q, kv, layer, scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -94,7 +103,7 @@ def attend_cpu(
     for span in plan.spans:
         _attend_span(span, plan, q, kv, layer, scale, out)
     for span, hidden in plan.dense:
-        _attend_dense(span, hidden, q, kv, layer, scale, softcap, out)
+        _attend_dense(span, hidden, q, kv, layer, scale, softcap, sinks, out)
     return out
 
 
@@ -304,13 +313,30 @@ def _weights(queries: Tensor, keys: Tensor, hidden: Tensor, scale: float, room: 
 
 
 def _attend_dense(
-    span: Span, hidden: Tensor, q: Tensor, kv: Tensor, layer: int, scale: float, softcap: float, out: Tensor
+    span: Span,
+    hidden: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    out: Tensor,
 ) -> None:
-    """One chunk under a window or a softcap, into its rows of `out`. Scores and softmax in float32."""
-    keys, values = (part[:, None].float() for part in _keys_values(span, kv, layer))  # [kv_heads, 1, n, dim]
-    asked = _grouped(q, span, len(keys)).permute(1, 2, 0, 3).float()  # [kv_heads, group, length, dim]
+    """One chunk that is masked, bent or has sinks, into its rows of `out`. Scores and softmax in float32."""
+    keys, values = (in_numbers(part[:, None], torch.float32) for part in _keys_values(span, kv, layer))
+    # keys, values [kv_heads, 1, n, dim], asked [kv_heads, group, length, dim]
+    asked = _grouped(q, span, len(keys)).permute(1, 2, 0, 3).float()
     scores = torch.matmul(asked, keys.transpose(-1, -2)).mul_(scale)
     if softcap:
         scores.div_(softcap).tanh_().mul_(softcap)
-    weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    weights = _softmax_with(sinks, scores.masked_fill_(hidden, -torch.inf).flatten(0, 1)).view_as(scores)
     _grouped(out, span, len(keys)).copy_(torch.matmul(weights, values).permute(2, 0, 1, 3))
+
+
+def _softmax_with(sinks: Tensor | None, scores: Tensor) -> Tensor:
+    """The softmax of scores [heads, rows, keys] over keys, with the heads' `sinks` in its sum."""
+    if sinks is None:
+        return scores.softmax(-1)
+    of_rows = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat((scores, of_rows), -1).softmax(-1)[..., :-1]

@@ -6,6 +6,8 @@ and output o of what was seen, all in float32 and, as exp2 is what the hardware 
 
     m' = max(m, max_j s_j)     l' = l 2^(m - m') + sum_j 2^(s_j - m')     o' = o 2^(m - m') + sum_j 2^(s_j - m') v_j
 
+A head's sink joins last, over all positions: o / l / (1 + 2^(sink - m) / l).
+
 Keys are found through the page table cell by cell, so any page size will do. Cells at or behind an item's end are never
 read: what unused pages hold does not matter. The order of every sum is fixed: the same step gives the same bits.
 """
@@ -30,6 +32,12 @@ def _bent(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
     shrunk = tl.exp2(-2.0 * LOG2E * tl.abs(scores) / softcap)
     size = softcap * (1.0 - shrunk) / (1.0 + shrunk) * LOG2E
     return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def _beside_sink(lse, sink, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is left of an output over positions with this log-sum-exp, in base 2, when a sink joins them."""
+    return 1.0 / (1.0 + tl.exp2(sink.to(tl.float32) * LOG2E - lse))
 
 
 @triton.jit
@@ -114,6 +122,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     out,
     partial,
     partial_lse,
+    sinks,
     scale,
     softcap,
     window,
@@ -134,6 +143,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     PLAIN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -170,13 +180,15 @@ def _attend_item(  # type: ignore[no-untyped-def]
         DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=True,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
     if slot < 0:
+        if SINKS:
+            mixed = mixed * _beside_sink(lse, tl.load(sinks + heads), LOG2E)[:, None]
         to = out + token.to(tl.int64) * out_token + heads * out_head
         tl.store(to[:, None] + dims[None, :], mixed.to(out.dtype.element_ty), mask=stored)
     else:
         place = (slot + entry).to(tl.int64) * (KV_HEADS * GROUP) + heads
         tl.store(partial + place[:, None] * DIM + dims[None, :], mixed, mask=stored)
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(partial_lse + place, lse, mask=real)
 
 
@@ -193,6 +205,7 @@ def _attend_items(  # type: ignore[no-untyped-def]
     out,
     partial,
     partial_lse,
+    sinks,  # [heads]; read with SINKS alone
     scale,  # float32, log2(e) included when there is no softcap
     softcap,
     window,  # of positions back, itself included; 0: all
@@ -213,6 +226,7 @@ def _attend_items(  # type: ignore[no-untyped-def]
     PLAIN: tl.constexpr,  # tiles that nothing is hidden of are worked without masks
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     EXACT: tl.constexpr,  # float32 products without TF32
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
@@ -224,9 +238,9 @@ def _attend_items(  # type: ignore[no-untyped-def]
     last = tl.load(count) if LOOP else first + 1
     for number in tl.range(first, last, tl.num_programs(0) // KV_HEADS):
         _attend_item(
-            q, k, v, page_table, positions, order, items + number * 6, out, partial, partial_lse,
+            q, k, v, page_table, positions, order, items + number * 6, out, partial, partial_lse, sinks,
             scale, softcap, window, q_token, q_head, cell_stride, table_stride, out_token, out_head, head,
-            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, PLAIN, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN,
+            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, PLAIN, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN,
         )  # fmt: skip
 
 
@@ -235,6 +249,7 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     merges,
     partial,
     partial_lse,
+    sinks,  # [heads]; read with SINKS alone
     out,
     out_token,
     out_head,
@@ -242,6 +257,8 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     DIM_TILE: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,  # that are read at a time
+    SINKS: tl.constexpr,
+    LOG2E: tl.constexpr,
 ):
     """One token and one head: two runs of partial results into one output."""
     merge = merges + tl.program_id(0) * 7
@@ -267,13 +284,23 @@ def _merge_parts(  # type: ignore[no-untyped-def]
             total = total * fade + tl.sum(weight, 0)
             top = higher
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    if SINKS:
+        lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
+        mixed = mixed * _beside_sink(lse, tl.load(sinks + head), LOG2E)
     to = out + token.to(tl.int64) * out_token + head * out_head
     if tl.load(merge + 3) + tl.load(merge + 6) > 0:  # a row of padding merges nothing
         tl.store(to + dims, mixed.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 def attend_gpu(
-    q: Tensor, kv: Tensor, layer: int, batch: PagedBatch, scale: float, window: int, softcap: float
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    batch: PagedBatch,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Shapes are checked there.
 
@@ -285,7 +312,7 @@ def attend_gpu(
     if plan is None:
         plan = batch.plans[plan_key(window)] = make_plan(q, batch, kv.shape[4], window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch_items(q, kv, layer, batch, plan, out, scale, window, softcap)
+    launch_items(q, kv, layer, batch, plan, out, scale, window, softcap, sinks)
     return out
 
 
@@ -299,6 +326,7 @@ def launch_items(
     scale: float,
     window: int,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> None:
     """Run a plan's items and merges for one layer, into `out` [T, heads, head_dim]."""
     heads, dim = q.shape[1:]
@@ -306,12 +334,13 @@ def launch_items(
     for kind, (items, rows) in enumerate(((plan.narrow, plan.narrow_rows), (plan.wide, WIDE_ROWS))):
         if len(items):
             count = plan.counts[kind] if plan.counts is not None else None
-            _launch(q, kv, layer, batch, plan, items, count, rows, out, arguments)
+            _launch(q, kv, layer, batch, plan, items, count, rows, out, sinks, arguments)
     if len(plan.merges):
         _merge_parts[(len(plan.merges), heads)](
             plan.merges,
             plan.partial,
             plan.partial_lse,
+            q if sinks is None else sinks,
             out,
             out.stride(0),
             out.stride(1),
@@ -319,6 +348,8 @@ def launch_items(
             DIM_TILE=triton.next_power_of_2(dim),
             HEADS=heads,
             PARTS=_MERGED,
+            SINKS=sinks is not None,
+            LOG2E=_LOG2E,
             num_warps=4,
         )
 
@@ -333,6 +364,7 @@ def _launch(
     count: Tensor | None,
     rows: int,
     out: Tensor,
+    sinks: Tensor | None,
     arguments: tuple[float, float, int],  # scale, softcap, window
 ) -> None:
     """Run items of one kind, in tiles of `rows` query rows; `count` of them, None for all."""
@@ -352,6 +384,7 @@ def _launch(
         out,
         plan.partial,
         plan.partial_lse,
+        q if sinks is None else sinks,
         *arguments,
         *q.stride()[:2],
         *kv.stride()[3:5],
@@ -367,6 +400,7 @@ def _launch(
         PLAIN=wide and not arguments[2],
         SOFTCAP=bool(arguments[1]),
         WINDOW=bool(arguments[2]),
+        SINKS=sinks is not None,
         EXACT=exact,
         LOG2E=_LOG2E,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,

@@ -4,7 +4,8 @@
 //     rotate    of the queries and keys of a token, normed before where the model does that, with half = dim / 2:
 //                   y_i        = x_i cos_i - x_{i + half} sin_i
 //                   y_{i+half} = x_{i + half} cos_i + x_i sin_i               for i < half
-//               They stay where they are; keys and values go to the token's cell of the store besides.
+//               They stay where they are; keys and values go to the token's cell of the store besides, in bytes where
+//               it is in int8 (kv.py): s = max |x| / 127, q = round(x / s), and s behind them.
 //
 // All is float32 in between and rounded once. What a row comes to depends on itself alone. Rows are cheap: a team is
 // called for many of them only.
@@ -12,7 +13,7 @@
 // This file is compiled once for each kind of processor and each dtype:
 //
 //     LANES     8 or 16: float32 values of a vector
-//     WIDE      x, y and the store are float32, else bfloat16
+//     WIDE      x and y, and the store where it is not in int8, are float32, else bfloat16
 //     NORM, ROTATE   names of the functions
 
 #include <stdint.h>
@@ -40,6 +41,8 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 INLINE vf get(const value *p) {
 #if WIDE
@@ -131,14 +134,16 @@ typedef struct {
     parallel *team;
     const int64_t *positions, *cells;  // [tokens]
     const float *cos, *sin;            // [context][dim / 2]
-    int64_t tokens, heads, kv_heads, dim, qkv_row, cell_stride, head_stride;  // strides in values
+    int64_t tokens, heads, kv_heads, dim, qkv_row;
+    int64_t cell_stride, head_stride;  // in bytes
     float eps;
-    int32_t threads;
+    int32_t threads, int8;  // whether the store is in int8
 } Turn;
 
 typedef struct {
     const Turn *turn;
-    value *qkv, *keys, *values;  // of the layer
+    value *qkv;
+    char *keys, *values;  // of the layer
     const value *q_norm, *k_norm;
     int64_t next;
 } Job;
@@ -158,6 +163,35 @@ INLINE void rotate_head(value *x, const float *cos, const float *sin, const valu
     }
 }
 
+// A head's key or value into the store.
+INLINE void keep(const Turn *turn, char *place, const value *x) {
+    const int64_t dim = turn->dim;
+    if (!turn->int8) {
+        memcpy(place, x, dim * sizeof(value));
+        return;
+    }
+    vf most = {0};
+    vi bad = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf part = get(x + d), size = (vf)((vi)part & 0x7fffffff);
+        const vi more = size > most;
+        most = (vf)((more & (vi)size) | (~more & (vi)most));
+        bad |= part != part;
+    }
+    float top = 0.f;
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) {
+        top = most[i] > top ? most[i] : top;
+        any |= bad[i];
+    }
+    const float scale = any ? __builtin_nanf("") : top / 127.f, inverse = top > 0.f ? 127.f / top : 0.f;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vi found = __builtin_convertvector(__builtin_elementwise_roundeven(get(x + d) * inverse), vi);
+        *(vb_at *)(place + d) = __builtin_convertvector(found, vb);
+    }
+    memcpy(place + dim, &scale, sizeof(scale));
+}
+
 static void rotate_tokens(void *argument) {
     Job *job = argument;
     const Turn *turn = job->turn;
@@ -168,12 +202,12 @@ static void rotate_tokens(void *argument) {
         const float *cos = turn->cos + turn->positions[token] * half, *sin = turn->sin + turn->positions[token] * half;
         value *x = job->qkv + token * turn->qkv_row;
         for (int64_t h = 0; h < turn->heads; h++, x += dim) rotate_head(x, cos, sin, job->q_norm, dim, turn->eps);
-        value *key = job->keys + turn->cells[token] * turn->cell_stride;
-        value *val = job->values + turn->cells[token] * turn->cell_stride;
+        char *key = job->keys + turn->cells[token] * turn->cell_stride;
+        char *val = job->values + turn->cells[token] * turn->cell_stride;
         for (int64_t h = 0; h < turn->kv_heads; h++, x += dim) {
             rotate_head(x, cos, sin, job->k_norm, dim, turn->eps);
-            memcpy(key + h * turn->head_stride, x, dim * sizeof(value));
-            memcpy(val + h * turn->head_stride, x + turn->kv_heads * dim, dim * sizeof(value));
+            keep(turn, key + h * turn->head_stride, x);
+            keep(turn, val + h * turn->head_stride, x + turn->kv_heads * dim);
         }
     }
 }

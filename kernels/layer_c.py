@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from holdfast.kernels import native
-from holdfast.kernels.kv import store_kv
+from holdfast.kernels.kv import head_dim, store_kv
 
 SOURCE, LIBRARY = "layer_c.c", "liblayer.so"
 # What a processor needs for each of the kernel's ways, as torch names it, and the values of a vector.
@@ -73,16 +73,16 @@ class Rotation:
     heads: int
     eps: float
     _turn: "_Turn | None" = None
-    _function: Callable[..., None] | None = None
+    _way: str = ""
 
     def __post_init__(self) -> None:
         kv, tokens = self.kv, len(self.positions)
         _check("positions", self.positions, tokens, len(self.cos))
         _check("cells", self.cells, tokens, kv.shape[2] * kv.shape[3])
-        way = _way_for(self)
+        way, dim = _way_for(self), head_dim(kv)
         if way is None:
             return
-        self._function = _function("rotate", way, kv.dtype)
+        self._way = way
         self._turn = _Turn(
             native.team(),
             self.positions.data_ptr(),
@@ -92,30 +92,31 @@ class Rotation:
             tokens,
             self.heads,
             kv.shape[4],
-            kv.shape[5],
-            (self.heads + 2 * kv.shape[4]) * kv.shape[5],
-            kv.stride(3),
-            kv.stride(4),
+            dim,
+            (self.heads + 2 * kv.shape[4]) * dim,
+            kv.stride(3) * kv.itemsize,
+            kv.stride(4) * kv.itemsize,
             self.eps,
             torch.get_num_threads(),
+            kv.dtype == torch.int8,
         )
 
     def rotate_and_store(self, qkv: Tensor, layer: int, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Turn queries and keys in place, store keys and values of `layer`; returns the queries, a view [T, heads, d].
 
-        `qkv` [T, heads + 2 kv_heads, d] in one piece, in the store's dtype; `norms`: weights [d] of queries and keys,
-        which are normed before. Raises ValueError for other shapes.
+        `qkv` [T, heads + 2 kv_heads, d] in one piece, in the store's dtype unless that is int8; `norms`: weights [d] of
+        queries and keys, which are normed before. Raises ValueError for other shapes.
         """
         kv, heads = self.kv, self.heads
-        kv_heads, dim = kv.shape[4:]
+        kv_heads, dim = kv.shape[4], head_dim(kv)
         if qkv.shape != (len(self.positions), heads + 2 * kv_heads, dim) or not qkv.is_contiguous():
             raise ValueError(f"{tuple(qkv.shape)} with {heads} heads does not fit the store {tuple(kv.shape)}")
-        if self._turn is None or self._function is None or qkv.dtype != kv.dtype:
+        if self._turn is None or qkv.dtype not in _DTYPES or kv.dtype not in (qkv.dtype, torch.int8):
             self._in_torch(qkv, layer, norms)
         else:
             of_layer = kv.data_ptr() + layer * kv.stride(0) * kv.itemsize
             q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms is not None else (None, None)
-            self._function(
+            _function("rotate", self._way, qkv.dtype)(
                 ctypes.addressof(self._turn),
                 qkv.data_ptr(),
                 q_norm,
@@ -157,7 +158,7 @@ class _Turn(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "dim")),
         *((name, ctypes.c_int64) for name in ("qkv_row", "cell_stride", "head_stride")),
         ("eps", ctypes.c_float),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("threads", "int8")),
     ]
 
 
@@ -180,14 +181,14 @@ def _way_for(rotation: Rotation) -> str | None:
     kv, tables = rotation.kv, (rotation.cos, rotation.sin)
     usable = (
         kv.device.type == "cpu"
-        and kv.dtype in _DTYPES
+        and kv.dtype in (*_DTYPES, torch.int8)
         and kv.stride(5) == 1
         and kv.stride(2) == kv.shape[3] * kv.stride(3)
         and all(table.dtype == torch.float32 and table.is_contiguous() for table in tables)
         and rotation.positions.is_contiguous()
         and rotation.cells.is_contiguous()
     )
-    fitting = (way for way in _ways(native.level()) if way and kv.shape[5] % (2 * _WAYS[way][1]) == 0)
+    fitting = (way for way in _ways(native.level()) if way and head_dim(kv) % (2 * _WAYS[way][1]) == 0)
     return next(fitting, None) if usable else None
 
 

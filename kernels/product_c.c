@@ -54,6 +54,7 @@ const uint64_t product_source = SOURCE;
 
 enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2 };
 enum { SHARE = 1 << 16 };  // bytes of weights that are drawn at once
+enum { AHEAD = 1 << 12 };  // bytes from a weight to the one that is asked for when it is read
 
 #if TILES
 enum { HIGH = 16, DEEP = 16 * STEP };  // of a tile: rows, and columns of x in 64 bytes
@@ -390,6 +391,10 @@ INLINE void some_rows(const Job *job, int64_t block, int64_t row, const int coun
     }
     for (int64_t k = 0; k < matrix->padded; k += STEP, w += BLOCK * STEP) {
         some part[VECTORS];
+        // The processor's own prefetching begins anew with each page of memory; with more rows there is time for that.
+        if (count == 1 && !row)
+            for (int i = 0; i < BLOCK * STEP * (int)sizeof(weight); i += 64)
+                __builtin_prefetch((const char *)w + AHEAD + i, 0, 2);
         for (int v = 0; v < VECTORS; v++) part[v] = widen(w + v * LANES * STEP);
         for (int r = 0; r < count; r++) {
             int32_t together;

@@ -15,6 +15,7 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.speculation.ngrams import WINDOW
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVDType: TypeAlias = Literal["auto", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
@@ -26,7 +27,9 @@ POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
 _STEP_MS_CPU, _STEP_MS_GPU = 200.0, 100.0  # docs/scheduling.md, how long a step is
 _INT8_ON_GPU = "int8 products are computed on a CPU: set another dtype, or device to cpu"
+_INT8_KV_ON_GPU = "KV in int8 is read on a CPU: set kv_dtype to auto, or device to cpu"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
+SCALE_BYTES = 4  # of each head's keys, and values, of a token, beside them where KV is in int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,9 @@ class EngineConfig:
     context_length: int = 0  # 0: the model's own
     cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
     kv_memory: float = 1.0  # GiB of KV where `cells` is 0; on a GPU it gets what is left instead
+    kv_dtype: KVDType = (
+        "auto"  # auto: as it is computed; int8: a byte a number, a scale a token and head; on a CPU only
+    )
     page_size: int = 16  # cells a page; cells are handed out in pages
 
     max_sequences: int = 64  # rows of the sequence pool
@@ -204,6 +210,8 @@ class EngineConfig:
             raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
         if self.dtype == "int8" and self.device == "cuda":
             raise ConfigError(_INT8_ON_GPU, "dtype")
+        if self.kv_dtype == "int8" and self.device == "cuda":
+            raise ConfigError(_INT8_KV_ON_GPU, "kv_dtype")
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
         tier = self.host_tier
@@ -213,6 +221,7 @@ class EngineConfig:
     def _check_each(self) -> None:
         _check(self, _one_of(DEVICES), "device")
         _check(self, _one_of(get_args(DType)), "dtype")
+        _check(self, _one_of(get_args(KVDType)), "kv_dtype")
         _check(self, _one_of(get_args(Decoder)), "decoder")
         _check(self, _one_of(get_args(CpuKernels)), "cpu_kernels")
         _check(self, _one_of(get_args(Guarantee)), "tools_guarantee")
@@ -257,13 +266,19 @@ class ModelShape:
     checkpoint_dtype: DType
     cell_values: int  # of one token's KV in every layer: 2 * layers * kv_heads * head_dim
     steady_context: int  # beyond it a sequence changes what the others of its step compute; at most `context_length`
+    head_dim: int
+
+    def cell_bytes(self, number: int) -> int:
+        """Bytes of one token's KV with so many a number; with one of them, beside the scales."""
+        scales = self.cell_values // self.head_dim * SCALE_BYTES
+        return self.cell_values * number + (scales if number == 1 else 0)
 
 
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
     """`config` with every "auto" and 0 replaced by a value. Pure.
 
     Raises ConfigError, naming the field, for a context that the model has not, for less than a page of cells, and for
-    int8 on a GPU.
+    int8 on a GPU, of products or of KV.
     """
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
@@ -271,13 +286,16 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         dtype = hardware.cpu_dtype if device == "cpu" else model.checkpoint_dtype
     if dtype == "int8" and device != "cpu":
         raise ConfigError(_INT8_ON_GPU, "dtype")
+    if config.kv_dtype == "int8" and device != "cpu":
+        raise ConfigError(_INT8_KV_ON_GPU, "kv_dtype")
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
     if context > model.steady_context:
         why = f"beyond {model.steady_context} tokens this model's rotary embedding depends on what else is in a step"
         raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
-    size = model.cell_values * BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
+    number = BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
+    size = model.cell_bytes(1 if config.kv_dtype == "int8" else number)
     cells = config.cells or int(config.kv_memory * 2**30 / size)
     cells = cells // config.page_size * config.page_size
     if cells < config.page_size:

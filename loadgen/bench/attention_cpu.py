@@ -23,6 +23,7 @@ from torch import Tensor
 from holdfast.kernels import attention_c, product_c
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.paging import PagedBatch, page_runs
+from holdfast.replicas.kv.tensors import CellShape, KVTensors
 
 _READ_BYTES = 512 << 20  # beyond any cache
 _MATRIX = 2048
@@ -66,7 +67,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The median of all layers, and what share of the machine's bandwidth and product rate that is."""
+    """The median of all layers, and what share of the machine's bandwidth and product rate that is.
+
+    `way`: the kernel's, with `/int8` behind it over a store in int8.
+    """
 
     case: str
     way: str
@@ -108,36 +112,41 @@ def measure(
     """Time the cases, the ways by turns; the first turn of each warms up."""
     machine = Machine()
     print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
-    kv = _store(shape, max(case.sequences * case.pages for case in cases), dtype)
+    stored = {way.partition("/")[2] for way in ways}
+    stores = {kv: _store(shape, max(case.sequences * case.pages for case in cases), dtype, bool(kv)) for kv in stored}
     for case in cases:
         taken: dict[str, list[float]] = {way: [] for way in ways}
-        layers = _layers(shape, case, kv)
+        layers = {kv: _layers(shape, case, store, dtype) for kv, store in stores.items()}
         for _ in range(repeat + 1):
             for way in ways:
-                attention_c.use(way)
-                taken[way].append(_seconds(layers))
-        size = case.sequences * (case.cached + case.tokens) * 2 * shape.kv_heads * shape.dim * kv.itemsize
+                kernel, _, kv = way.partition("/")
+                attention_c.use(kernel)
+                taken[way].append(_seconds(layers[kv]))
         seen = case.cached + (case.tokens + 1) / 2  # positions, by a token on average
         products = 4 * case.sequences * case.tokens * seen * shape.heads * shape.dim
         for way in ways:
             seconds = statistics.median(taken[way][1:])
             best = shape.layers / seconds
+            store = stores[way.partition("/")[2]]
+            size = case.sequences * (case.cached + case.tokens) * 2 * shape.kv_heads * store.shape[5] * store.itemsize
             yield Timing(case.name, way, seconds * 1e3, size * best / machine.bandwidth, products * best / machine.rate)
 
 
-def _store(shape: Shape, pages: int, dtype: torch.dtype) -> Tensor:
-    """A store as a CPU has it, heads before pages, filled layer by layer."""
-    stored = torch.empty(shape.layers, 2, shape.kv_heads, pages, _PAGE, shape.dim, dtype=dtype)
-    for layer in stored:
-        layer.copy_(torch.randn(layer.shape))
-    return stored.permute(0, 1, 3, 4, 2, 5)
+def _store(shape: Shape, pages: int, dtype: torch.dtype, int8: bool) -> Tensor:
+    """A store as a CPU has it, filled layer by layer."""
+    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.dim), pages, _PAGE, dtype, int8=int8)
+    cells = torch.arange(kv.cells)
+    for layer in range(shape.layers):
+        k, v = torch.randn(2, kv.cells, shape.kv_heads, shape.dim).to(dtype).unbind(0)
+        kv.store(layer, k, v, cells)
+    return kv.data
 
 
-def _layers(shape: Shape, case: Case, kv: Tensor) -> Callable[[], None]:
+def _layers(shape: Shape, case: Case, kv: Tensor, dtype: torch.dtype) -> Callable[[], None]:
     """A call of attention for every layer, as a forward makes them: with a batch of its own."""
     table = np.arange(case.sequences * case.pages, dtype=np.int32).reshape(case.sequences, case.pages)
     tokens = case.sequences * case.tokens
-    q = torch.randn(tokens, shape.heads, shape.dim).to(kv.dtype)
+    q = torch.randn(tokens, shape.heads, shape.dim).to(dtype)
 
     def run() -> None:
         batch = PagedBatch(
@@ -166,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usual = Shape()
     parser = argparse.ArgumentParser(prog="bench attention_cpu", description="Attention on a CPU against its limits.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--ways", default="", help="comma separated; the fastest there is and torch where empty")
+    text = "comma separated, WAY/int8 over a store in int8; the fastest there is and torch where empty"
+    parser.add_argument("--ways", default="", help=text)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
     parser.add_argument("--layers", type=int, default=usual.layers)
     parser.add_argument("--heads", type=int, default=usual.heads)
@@ -181,12 +191,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = options.ways.split(",") if options.ways else list(dict.fromkeys((attention_c.use(), attention_c.TORCH)))
     shape = Shape(options.layers, options.heads, options.kv_heads, options.dim)
     cases = [case for case in CASES if options.only in case.name]
-    print(f"{'':16} {'way':>12} {'ms':>10} {'of bandwidth':>14} {'of rate':>9}")
+    print(f"{'':16} {'way':>16} {'ms':>10} {'of bandwidth':>14} {'of rate':>9}")
     timings = []
     for timing in measure(shape, cases, ways, getattr(torch, options.dtype), options.repeat):
         timings.append(timing)
         shares = f"{timing.bandwidth:14.2f} {timing.rate:9.2f}"
-        print(f"{timing.case:16} {timing.way:>12} {timing.milliseconds:10.2f} {shares}", flush=True)
+        print(f"{timing.case:16} {timing.way:>16} {timing.milliseconds:10.2f} {shares}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
     return 0

@@ -40,7 +40,7 @@ def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], 
     if shape is None:
         raise ConfigError("only models that our own decoder knows", "model")
     kv = loaded.runner.kv
-    bounds = Bounds(shape, kv.data.dtype.itemsize, kv.cell_bytes, ceilings)
+    bounds = Bounds(shape, kv.dtype.itemsize, kv.cell_bytes, ceilings)
     for most in (min(_WARM_TURNS, turns), turns):
         counting = CountingRunner(loaded.runner)
         engine = Engine(loaded.config, counting, loaded.eos, loaded.vocabulary, loaded.cost)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from holdfast.loadgen.bench.precision import PRECISIONS, in_precision
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
@@ -238,8 +239,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench forwards", description="Steps of a model against the machine's floors."
     )
     parser.add_argument("--model", required=True, help="'pocket' or a model folder")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "int8"), default="auto")
-    parser.add_argument("--beside", choices=("float32", "bfloat16", "int8"), help="another dtype, by turns")
+    text = "a dtype; DTYPE/int8: with KV in int8"
+    parser.add_argument("--dtype", choices=PRECISIONS, default="auto", metavar="DTYPE", help=text)
+    parser.add_argument("--beside", choices=PRECISIONS, metavar="DTYPE", help="another one, by turns")
     parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cells", type=int, default=32768)
@@ -268,17 +270,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
-    config = EngineConfig(model=options.model, dtype=options.dtype, threads=options.threads, cells=options.cells)
+    config = EngineConfig(model=options.model, threads=options.threads, cells=options.cells)
     shape = decoder_shape(inspect_model(options.model).config)
     if shape is None:
         print("bench forwards: our decoder does not know this model", file=sys.stderr)
         return 2
     config = replace(config, speculation=DraftConfig(enabled=False))
-    loaded = load_runner(config)
-    beside = load_runner(replace(config, dtype=options.beside)) if options.beside else None
-    dtype = loaded.runner.kv.data.dtype
+    loaded = load_runner(in_precision(config, options.dtype))
+    beside = load_runner(in_precision(config, options.beside)) if options.beside else None
+    dtype = loaded.runner.kv.dtype
     floors = Floors(shape, dtype, loaded.config.device, 1 if loaded.config.dtype == "int8" else dtype.itemsize)
-    print(f"{loaded.config.dtype}, {loaded.config.threads} threads")
+    print(f"{loaded.config.dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
     columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}"
     theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)
     print(columns + (f" {options.beside:>10}" if beside else "") + theirs)
@@ -289,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_line(timing), flush=True)
     if options.json:
         rows = [asdict(one) | {"over_chain": one.over_chain, "over_weights": one.over_weights} for one in timings]
-        head = {"model": options.model, "dtype": loaded.config.dtype, "threads": loaded.config.threads}
+        precision = {"dtype": loaded.config.dtype, "kv_dtype": loaded.config.kv_dtype}
+        head = {"model": options.model, "threads": loaded.config.threads} | precision
         options.json.write_text(json.dumps(head | {"steps": rows}, indent=2) + "\n")
     return 0
 

@@ -1,6 +1,7 @@
 """What a dtype costs in accuracy: ``python -m holdfast.loadgen.bench.precision [--model DIR] [--dtypes A,B,...]``.
 
-The same held-out tasks in each dtype, through our decoder and the engine on a CPU, against the first dtype:
+The same held-out tasks in each dtype, through our decoder and the engine on a CPU, against the first dtype. `A/int8` is
+A with KV in int8.
 
 - greedy turns: how many are the same text; of those with calls, in how many the calls are the same; how many are right.
 - the right turn, teacher-forced: its perplexity; the root mean square of what the logits are off by, over that of the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,6 +34,7 @@ from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 from holdfast.replicas.types import TokenIds
 
 CELLS = 16384
+PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/int8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,13 @@ class Prompts:
             [*task.messages, *turn], tools=list(task.tools), add_generation_prompt=not turn, tokenize=False
         )
         return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def in_precision(config: EngineConfig, name: str) -> EngineConfig:
+    """The settings with one of `PRECISIONS`."""
+    dtype, _, kv = name.partition("/")
+    settings: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv or "auto"}
+    return replace(config, **settings)
 
 
 def measure(loaded: LoadedRunner, prompts: Prompts, dtype: str) -> Outcome:
@@ -138,7 +147,7 @@ def _logits(loaded: LoadedRunner, tokens: TokenIds) -> Tensor:
 def _line(one: Comparison) -> str:
     turns, calls = f"{one.same_turns} of {one.tasks}", f"{one.same_calls} of {one.calling}"
     figures = f"{one.right:6} {one.perplexity:11.4f} {one.logit_error:12.2%} {one.same_likeliest:16.2%}"
-    return f"{one.dtype:10} {turns:>12} {calls:>12} {figures}"
+    return f"{one.dtype:14} {turns:>12} {calls:>12} {figures}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,14 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     dtypes = options.dtypes.split(",")
-    if unknown := set(dtypes) - set(get_args(DType)):
-        parser.error(f"--dtypes: {', '.join(sorted(unknown))}: not one of {', '.join(get_args(DType))}")
+    if unknown := set(dtypes) - set(PRECISIONS):
+        parser.error(f"--dtypes: {', '.join(sorted(unknown))}: not one of {', '.join(PRECISIONS)}")
     tasks, first, found = mixed_tasks(options.count), None, []
-    print(f"{'':10} {'same turns':>12} {'same calls':>12} {'right':>6} {'perplexity':>11} {'logits off':>12} ", end="")
+    print(f"{'':14} {'same turns':>12} {'same calls':>12} {'right':>6} {'perplexity':>11} {'logits off':>12} ", end="")
     print(f"{'same likeliest':>16}")
     for dtype in dtypes:
-        config = EngineConfig(model=options.model, dtype=dtype, device="cpu", threads=options.threads, cells=CELLS)
-        loaded = load_runner(config)
+        config = EngineConfig(model=options.model, device="cpu", threads=options.threads, cells=CELLS)
+        loaded = load_runner(in_precision(config, dtype))
         outcome = measure(loaded, Prompts(tasks, loaded.tokenizer), dtype)
         first = first or outcome
         found.append(compare(outcome, first))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.kv import copy_cells, store_kv
+from holdfast.kernels.kv import SCALE, copy_cells, store_kv
 from holdfast.kernels.transfer import sent
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageIds, PageMoves
@@ -34,14 +34,22 @@ class CellShape:
     head_dim: int
 
     @property
+    def rows(self) -> int:
+        """Keys and values of a head."""
+        return 2 * self.layers * self.kv_heads
+
+    @property
     def values(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return self.rows * self.head_dim
 
 
 class KVTensors:
     """The KV store: one allocation for every layer, page and cell.
 
         data    [layers, 2, pages, page_size, kv_heads, head_dim]      index 1: 0 keys, 1 values
+
+    Keys and values come and go in `dtype`. In int8 `data` has bytes of them, and behind each head's a scale
+    (`kernels.kv`).
 
     That is the shape everywhere; the order in memory depends on the device. On a GPU it is the shape's own, so a cell
     is one block. On a CPU the heads come before the pages: a core reads one head at a time, and a run of pages then is
@@ -58,33 +66,36 @@ class KVTensors:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         scratch: bool = False,
+        int8: bool = False,
     ) -> None:
         """Allocate. `scratch`: with one more page, behind the others, for what is written and never read.
 
         Raises ConfigError when the device has not that much memory.
         """
         self.shape = shape
+        self.dtype = dtype
         self._scratch = scratch
-        self.data = self._allocated(pages, page_size, dtype, device)
+        self._row, self._stored = (shape.head_dim + SCALE, torch.int8) if int8 else (shape.head_dim, dtype)
+        self.data = self._allocated(pages, page_size, device)
         self.pages = pages
 
     def resize(self, pages: int) -> None:
         """Start again with `pages` pages: what was stored is gone. Raises ConfigError like the constructor."""
-        page_size, dtype, device = self.page_size, self.data.dtype, self.data.device
+        page_size, device = self.page_size, self.data.device
         self.data = torch.empty(0)  # given back before the new one is asked for
-        self.data = self._allocated(pages, page_size, dtype, device)
+        self.data = self._allocated(pages, page_size, device)
         self.pages = pages
 
-    def _allocated(self, pages: int, page_size: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        shape = self.shape
+    def _allocated(self, pages: int, page_size: int, device: str | torch.device) -> Tensor:
+        shape, row, dtype = self.shape, self._row, self._stored
         heads, cell = (shape.layers, 2, shape.kv_heads), (pages + self._scratch, page_size)
         try:
             if torch.device(device).type == "cpu":
-                stored = torch.zeros(*heads, *cell, shape.head_dim, dtype=dtype)
+                stored = torch.zeros(*heads, *cell, row, dtype=dtype)
                 return stored.permute(0, 1, 3, 4, 2, 5)
-            return torch.zeros(*heads[:2], *cell, *heads[2:], shape.head_dim, dtype=dtype, device=device)
+            return torch.zeros(*heads[:2], *cell, *heads[2:], row, dtype=dtype, device=device)
         except RuntimeError as error:
-            wanted = shape.values * pages * page_size * dtype.itemsize / 2**30
+            wanted = self.cell_bytes * pages * page_size / 2**30
             raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on {device}: {error}", "cells") from error
 
     @property
@@ -103,7 +114,7 @@ class KVTensors:
     @property
     def cell_bytes(self) -> int:
         """Bytes of one token in every layer."""
-        return self.shape.values * self.data.dtype.itemsize
+        return self.shape.rows * self._row * self._stored.itemsize
 
     def store(self, layer: int, k: Tensor, v: Tensor, cells: Tensor) -> None:
         """Write `k`, `v` [T, kv_heads, head_dim] into `cells` [T]; see `kernels.kv.store_kv`."""

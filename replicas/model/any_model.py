@@ -42,10 +42,12 @@ def paged_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     paged_state: PagedState | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim].
+    """The registered attention. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim];
+    `s_aux` [heads] are sinks.
 
     Returns [1, T, heads, head_dim]. Raises ValueError when called outside a step of ours, and for what would change
     the attention and is not known here.
@@ -61,7 +63,7 @@ def paged_attention_forward(
     kv, batch = paged_state.kv, paged_state.batch
     kv.store(layer, k, v, batch.cells)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return paged_attention(q, kv.data, layer, batch, scale, sliding_window, softcap).unsqueeze(0), None
+    return paged_attention(q, kv.data, layer, batch, scale, sliding_window, softcap, s_aux).unsqueeze(0), None
 
 
 # No mask function is registered beside it: for an attention without one, transformers makes no mask at all.

@@ -145,10 +145,10 @@ class Decoder:
         if shape is None or not has_safetensors(path):
             return None
         device = str(kv.data.device)
-        weights = read_weights(path, shape, kv.data.dtype, device)
+        weights = read_weights(path, shape, kv.dtype, device)
         rotary = rotary_table(config, context_length, device)
         if int8_sample is not None:
-            smooth(weights, shape, rotary, int8_sample, kv.data.dtype)
+            smooth(weights, shape, rotary, int8_sample, kv.dtype)
         return cls(shape, weights, rotary, kv, int8_sample is not None)
 
     @property

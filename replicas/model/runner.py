@@ -182,7 +182,7 @@ class ModelRunner:
         shape, scratch = self._model.attention, self.kv.scratch_cell
         if self._gpu is None or shape is None or scratch is None:
             return False
-        graphs = CudaGraphs(self._model, shape, self._table, scratch, self.kv.data.dtype, room)
+        graphs = CudaGraphs(self._model, shape, self._table, scratch, self.kv.dtype, room)
         graphs.capture(capture, say)
         self._gpu.graphs = graphs
         return True
@@ -254,7 +254,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     on_gpu = resolved.device != "cpu"
     profiled = on_gpu and not config.cells
     pages = startup.pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
-    kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu)
+    int8_kv = resolved.kv_dtype == "int8"
+    kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
     model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
         _choose_ways(model)

@@ -37,7 +37,8 @@ _MATRICES_BYTES = 64 << 20  # so much of bfloat16 is streamed, beyond most cache
 _GAIN = 1.2  # what bfloat16 must be faster by
 # paged KV
 _PROBE = 8  # tokens of the prompt
-_LIKENESS = {"float32": 0.9999, "bfloat16": 0.98, "float16": 0.99}  # least cosine between the two ways' logits
+_LIKENESS = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99, torch.int8: 0.98}
+"""Least cosine between the two ways' logits, by how KV is computed and how it is stored."""
 # graphs
 _GRAPH_TOKENS = 256  # more in one step is no decoding; such steps are worth a launch
 _PARTIALS = 256 << 20  # bytes for partial results of split sequences
@@ -113,7 +114,7 @@ def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         raise cannot_serve(name, f"it does not run on paged KV ({error})") from error
     likeness = torch.cosine_similarity(plain.double(), paged.double(), dim=0).item()
-    if not likeness >= _LIKENESS[str(kv.data.dtype).removeprefix("torch.")]:
+    if not likeness >= min(_LIKENESS[kv.dtype], _LIKENESS[kv.data.dtype]):
         raise cannot_serve(name, "on paged KV it computes something else")
     window = _window(loaded.info.config)
     if window and window < context_length and not model.windowed:

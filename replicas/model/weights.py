@@ -111,7 +111,7 @@ def inspect_model(name: str) -> ModelInfo:
         context, vocabulary = _context(text), int(text.vocab_size)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise cannot_serve(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
-    shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context))
+    shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context), cell.head_dim)
     return ModelInfo(path, config, cell, shape, vocabulary)
 
 

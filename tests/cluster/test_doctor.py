@@ -208,6 +208,15 @@ def test_int8_takes_less_than_floats_once_it_is_loaded(tmp_path: Path) -> None:
     assert taken("int8", 40.0) == pytest.approx(taken("float32", 40.0) - saved)
 
 
+def test_cells_in_int8_take_less() -> None:
+    def taken(**changed: Any) -> float:
+        return doctor_checks.engine_bytes(settings(engine=EngineConfig(cells=1 << 20, **changed)), on_gpu=False)
+
+    config = json.loads((checks.model_folder("pocket") / "config.json").read_text())
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] << 20
+    assert taken() - taken(kv_dtype="int8") == 4 * values - values * (config["head_dim"] + 4) / config["head_dim"]
+
+
 def test_memory_that_is_too_small() -> None:
     engine = EngineConfig(kv_memory=100.0)
     one(doctor_checks.memory(settings(engine=engine), WELL), State.FAIL, "kv_memory", "60.0 GiB free")

@@ -24,14 +24,17 @@ span = st.tuples(st.integers(0, 300), st.one_of(st.just(1), st.integers(1, 40)))
     seed=st.integers(0, 1000),
     scattered=st.sampled_from([0, 0.1, 0.4, 1]),
     heads_first=st.booleans(),
+    int8=st.booleans(),
     window=st.sampled_from([None, None, 1, 7, 64, 1000]),
     softcap=st.sampled_from([None, None, 2.0]),
+    sink=st.sampled_from([None, None, 1.0, 60.0]),
 )
-def test_cpu_path_is_the_reference(window, softcap, **shape):
+def test_cpu_path_is_the_reference(window, softcap, sink, **shape):
     world = PagedWorld(**shape)
-    exact = world.reference(window, softcap)
+    sinks = world.sinks(sink)
+    exact = world.reference(window, softcap, sinks=sinks)
     tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
-    torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(world.attend(window, softcap, sinks), exact, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("length", [1, 9, FEW + 5])
@@ -67,9 +70,25 @@ def test_reference_is_plain_attention(start):
     torch.testing.assert_close(world.reference(dtype=torch.float32), plain.transpose(0, 1), atol=1e-5, rtol=1e-5)
 
 
+def test_a_sink_is_a_position_without_a_value():
+    """Like a first key that scores the sink with every query, and a value of zeros."""
+    world, more = (PagedWorld([(start, 4)], 1, 1, 2, 8, torch.float32, 0) for start in (9, 10))
+    sink, query = 1.7, torch.randn(2, 8)
+    world.q[:], more.q[:] = query, query  # of each head the same for all tokens
+    more.kv[1, 0, 1:14], more.kv[1, 1, 1:14] = world.kv[1, 0, :13], world.kv[1, 1, :13]
+    more.kv[1, :, 0] = 0
+    more.kv[1, 0, 0, 0, 0] = torch.linalg.lstsq(query, torch.full((2, 1), sink / 0.3)).solution[:, 0]
+    sinks = torch.full((2,), sink)
+    assert more.batch.page_table[0, 0] == world.batch.page_table[0, 0] == 0
+    for attended in (world.reference(sinks=sinks), world.attend(sinks=sinks)):
+        torch.testing.assert_close(attended, more.reference(), atol=1e-5, rtol=1e-5)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     world = PagedWorld([(3, 4)], 4, 2, 3, 8, torch.float32, 0, 0)
     with pytest.raises(ValueError, match="does not fit the store"):
         paged_attention(world.q[..., :4], world.kv, 1, world.batch, 1.0)
     with pytest.raises(ValueError, match="heads over"):
         paged_attention(world.q[:, :5], world.kv, 1, world.batch, 1.0)
+    with pytest.raises(ValueError, match=r"sinks \(5,\) for 6 heads"):
+        world.attend(sinks=torch.zeros(5))

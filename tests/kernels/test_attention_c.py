@@ -24,6 +24,7 @@ from paged_world import PagedWorld, relative_error
 from holdfast.kernels import attention_c, attention_cpu
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PART, SLOT, START, TASKS
+from holdfast.kernels.kv import in_numbers
 
 WAYS = attention_c.WAYS[:-1]
 
@@ -66,16 +67,19 @@ span = st.tuples(
     seed=st.integers(0, 1000),
     scattered=st.sampled_from([0, 0.1, 1]),
     heads_first=st.booleans(),
+    int8=st.booleans(),
     window=st.sampled_from([None, None, 1, 7, 64, 700]),
     softcap=st.sampled_from([None, None, 2.0, 30.0]),
+    sink=st.sampled_from([None, None, 1.0, 60.0]),
 )
-def test_every_way_is_the_reference(way, window, softcap, **shape):
+def test_every_way_is_the_reference(way, window, softcap, sink, **shape):
     """Cells that no sequence has written are NaN in `PagedWorld`: one that was read would show."""
     world = PagedWorld(**shape)
+    sinks = world.sinks(sink)
     assert attention_c.takes(world.q, world.kv, world.batch)
-    exact = world.reference(window, softcap)
+    exact = world.reference(window, softcap, sinks=sinks)
     tolerance = 2e-5 if shape["dtype"] == torch.float32 else 4e-2
-    torch.testing.assert_close(world.attend(window, softcap), exact, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(world.attend(window, softcap, sinks), exact, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,11 +102,12 @@ def test_as_near_to_float64_as_torch(way, dtype, length):
     assert relative_error(ours, exact) <= max(relative_error(torchs, exact) * 1.2, allowed)
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype):
+def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype, int8):
     spans = [(2900, 1), (700, 5), (0, 130), (1300, 64)]
-    together = PagedWorld(spans, 16, 2, 2, 64, dtype, 1)
-    scattered = PagedWorld(spans, 16, 2, 2, 64, dtype, 1, scattered=1)
+    together = PagedWorld(spans, 16, 2, 2, 64, dtype, 1, int8=int8)
+    scattered = PagedWorld(spans, 16, 2, 2, 64, dtype, 1, scattered=1, int8=int8)
     _copy_cells(together, scattered)
     scattered.q = together.q
     threads, results = torch.get_num_threads(), []
@@ -116,7 +121,7 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype):
         assert torch.equal(results[0], other)
     first = 0
     for chunk, (start, length) in enumerate(spans):
-        alone = PagedWorld([(start, length)], 16, 2, 2, 64, dtype, 1)
+        alone = PagedWorld([(start, length)], 16, 2, 2, 64, dtype, 1, int8=int8)
         _copy_cells(together, alone, chunk)
         alone.q = together.q[first : first + length]
         assert torch.equal(alone.attend(), results[0][first : first + length])
@@ -132,14 +137,17 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.sampled_from([None, None, 7, 300]),
     softcap=st.sampled_from([None, None, 20.0]),
+    sink=st.sampled_from([None, 3.0]),
+    int8=st.booleans(),
     threads=st.sampled_from([1, 1, 4]),
 )
 def test_a_token_comes_to_the_same_bits_however_its_prompt_is_cut(
-    way, start, pieces, group, dim, dtype, window, softcap, threads
+    way, start, pieces, group, dim, dtype, window, softcap, sink, int8, threads
 ):
     """A chunk in one piece, in several, and token by token: by either routine, in one task or in one for each part."""
-    world = PagedWorld([(start, sum(pieces))], 16, 2, group, dim, dtype, 3, scattered=0.2)
-    whole, cut, single = world.attend(window, softcap), torch.empty_like(world.q), torch.empty_like(world.q)
+    world = PagedWorld([(start, sum(pieces))], 16, 2, group, dim, dtype, 3, scattered=0.2, int8=int8)
+    sinks = world.sinks(sink)
+    whole, cut, single = world.attend(window, softcap, sinks), torch.empty_like(world.q), torch.empty_like(world.q)
     kept = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
@@ -154,7 +162,7 @@ def test_a_token_comes_to_the_same_bits_however_its_prompt_is_cut(
                     plans={},
                 )
                 some = slice(at, at + length)
-                target[some] = paged_attention(world.q[some], world.kv, 1, batch, 0.3, window, softcap)
+                target[some] = paged_attention(world.q[some], world.kv, 1, batch, 0.3, window, softcap, sinks)
                 at += length
     finally:
         torch.set_num_threads(kept)
@@ -171,6 +179,16 @@ def _copy_cells(source: PagedWorld, target: PagedWorld, only: int | None = None)
         target.kv.flatten(2, 3)  # raises where it would have to copy
         size = target.kv.shape[3]
         target.kv[:, :, there // size, there % size] = source.kv[:, :, cells // size, cells % size]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_store_in_int8_is_that_of_the_numbers_it_stands_for(way, dtype):
+    """To the last bit: a store in `dtype` that has what `in_numbers` makes of the bytes."""
+    world = PagedWorld([(500, 1), (90, 40)], 16, 2, 3, 48, dtype, 3, int8=True)
+    attended = world.attend()
+    world.kv = in_numbers(world.kv, dtype)
+    world.batch.plans.clear()
+    assert torch.equal(attended, world.attend())
 
 
 def test_a_query_that_is_no_number_says_so_and_spoils_no_other(way):

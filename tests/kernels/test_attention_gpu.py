@@ -37,11 +37,13 @@ def short_parts(monkeypatch):
     common=st.sampled_from([0, 48, 100]),
     window=st.sampled_from([0, 0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
+    sink=st.sampled_from([None, 2.0]),
 )
-def test_any_mix_of_chunks_is_the_reference(window, softcap, **shape):
+def test_any_mix_of_chunks_is_the_reference(window, softcap, sink, **shape):
     world = PagedWorld(**shape)
-    got = attend_gpu(world.q, world.kv, 1, world.batch, 0.3, window, softcap)
-    exact = world.reference(window or None, softcap or None)
+    sinks = world.sinks(sink)
+    got = attend_gpu(world.q, world.kv, 1, world.batch, 0.3, window, softcap, sinks)
+    exact = world.reference(window or None, softcap or None, sinks=sinks)
     assert relative_error(got, exact) < TOLERANCE[shape["dtype"]]
 
 

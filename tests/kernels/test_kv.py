@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.kernels.kv import copy_cells, store_kv, store_kv_reference
+from holdfast.kernels.kv import SCALE, copy_cells, in_bytes, in_numbers, store_kv, store_kv_reference
 
 
 @pytest.fixture(params=[True, False], ids=["heads first", "cells first"])
@@ -22,6 +22,25 @@ def test_store_is_the_reference_and_touches_nothing_else(store):
     assert torch.equal(store, expected)
     assert torch.equal(store[[0, 2]], before[[0, 2]])
     assert not torch.equal(store[1], before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_int8_each_heads_key_and_value_is_within_half_a_step_of_its_own(dtype):
+    k, v = (torch.randn(6, 2, 8) * 10.0 ** torch.randint(-6, 6, (6, 2, 1))).to(dtype), torch.randn(6, 2, 8).to(dtype)
+    k[3, 1], v[2, 0, 5] = 0.0, torch.nan
+    store = in_bytes(torch.zeros(3, 2, 5, 4, 2, 8, dtype=dtype))
+    assert store.shape[-1] == 8 + SCALE
+    cells = torch.tensor([19, 0, 7, 8, 3, 12])
+    store_kv(store, 1, k, v, cells)
+    for stored, exact in zip(store[1].flatten(1, 2), (k, v), strict=True):
+        found = in_numbers(stored[cells], torch.float32)
+        step = exact.float().abs().amax(-1, keepdim=True) / 127
+        whole = ~step.isnan()[..., 0]
+        assert ((found - exact.float()).abs() <= step * 0.5001)[whole].all()
+        assert found[~whole].isnan().all()
+    others = torch.ones(20, dtype=torch.bool).index_fill(0, cells, False)
+    assert not store.flatten(2, 3)[:, :, others].any()
+    assert not store[[0, 2]].any()
 
 
 def test_copy_takes_the_first_cells_of_every_layer(store):

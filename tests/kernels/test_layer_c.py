@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels import layer_c, native
+from holdfast.kernels.kv import in_bytes, in_numbers
 from holdfast.kernels.layer_c import Rotation, rms_norm
 from holdfast.kernels.norm import add_norm_reference
 from holdfast.kernels.rope_gpu import rotate_and_store_reference
@@ -70,11 +71,12 @@ def test_a_norm_is_its_reference(way, rows, width, dtype, threads, seed):
     normed=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
     heads_first=st.booleans(),
+    int8=st.booleans(),
     threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
 def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_others(
-    way, tokens, heads, dim, normed, dtype, heads_first, threads, seed
+    way, tokens, heads, dim, normed, dtype, heads_first, int8, threads, seed
 ):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
@@ -85,18 +87,22 @@ def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_other
     positions, cells = torch.randint(0, 50, (tokens,)), torch.randperm(48)[:tokens]
     norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
     kv = torch.randn(2, 2, 6, 8, kv_heads, dim).to(dtype)
+    exact = kv.double()
+    if int8:
+        kv = in_bytes(kv)
     if heads_first:
         kv = kv.permute(0, 1, 4, 2, 3, 5).contiguous().permute(0, 1, 3, 4, 2, 5)
-    before, exact = kv.clone(), kv.double()
+    before = kv.clone()
     given = None if norms is None else (norms[0].double(), norms[1].double())
     expected = rotate_and_store_reference(qkv.double(), queries, cos, sin, positions, exact, 1, cells, given, 1e-6)
     values = qkv[:, queries + kv_heads :].clone()
     q = Rotation(cos, sin, positions, cells, kv, queries, 1e-6).rotate_and_store(qkv, 1, norms)
     allowed = TOLERANCE[dtype] * (1 + normed)  # torch's way, also of heads that do not fill vectors, rounds once more
     assert off(q, expected) < allowed
-    assert off(kv[1], exact[1]) < allowed
-    assert torch.equal(kv.flatten(2, 3)[1, 1, cells], values)
-    assert torch.equal(kv.flatten(2, 3)[1, 0, cells], qkv[:, queries : queries + kv_heads])
+    assert off(in_numbers(kv[1], torch.float64), exact[1]) < allowed + int8 / 127
+    keys = qkv[:, queries : queries + kv_heads]
+    for stored, of_row in zip(kv.flatten(2, 3)[1, :, cells], (keys, values), strict=True):
+        assert torch.equal(stored, in_bytes(of_row) if int8 else of_row)
     others = torch.ones(48, dtype=torch.bool).index_fill(0, cells, False)
     assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
     assert torch.equal(kv[0], before[0])

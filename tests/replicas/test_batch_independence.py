@@ -5,6 +5,7 @@ beside parts of prompts, with its own prompt cut otherwise, with drafts. By our 
 Not yet measured on a GPU.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -22,14 +23,15 @@ from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.runner import ModelRunner, load_runner
 
 NEW = 16
-MOVES = {"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}  # how far a token's log probability may move
+MOVES = defaultdict(lambda: 0.5, float32=1e-4)  # how far a token's log probability may move
 WAYS = {
     "among others": {},
     "cut into chunks": {"step_tokens": 40},
     "with drafts": {"speculation": DraftConfig()},
     "cut, with drafts": {"step_tokens": 40, "speculation": DraftConfig()},
 }
-OWN = [(model, dtype) for model in ("tiny", "pocket") for dtype in MOVES]
+OWN = [(model, dtype) for model in ("tiny", "pocket") for dtype in ("float32", "bfloat16", "int8")]
+OWN += [("pocket", "float32/int8"), ("tiny", "bfloat16/int8")]  # with KV in int8
 ALL = [*OWN, ("transformers", "float32"), ("transformers", "bfloat16")]  # the tiny one again, by the other decoder
 
 
@@ -71,15 +73,16 @@ def prompts_of(vocabulary: int, most: int) -> tuple[tuple[int, ...], ...]:
 @cache
 def served(model: str, dtype: str) -> Served:
     torch.set_num_threads(1)
+    dtype, _, kv_dtype = dtype.partition("/")
     if model == "pocket":
-        ready = load_runner(EngineConfig(cells=4096, threads=1, dtype=dtype))
+        ready = load_runner(EngineConfig(cells=4096, threads=1, dtype=dtype, kv_dtype=kv_dtype or "auto"))
         return Served(ready.config, ready.runner, ready.vocabulary, prompts_of(ready.vocabulary, 200))
     config = EngineConfig(cells=2048, page_size=16, max_sequences=8, session_rows=0, context_length=CONTEXT)
     kept = torch.float32 if dtype == "int8" else getattr(torch, dtype)
     weights, kv = (
         transformers_decoder(128, 16, kept)
         if model == "transformers"
-        else decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8")
+        else decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8", int8_kv=bool(kv_dtype))
     )
     runner = ModelRunner(weights, kv, 8, CONTEXT)
     return Served(replace(config, admission_ceiling=1.0), runner, VOCABULARY, prompts_of(VOCABULARY, 100))

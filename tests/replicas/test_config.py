@@ -1,6 +1,7 @@
 """What no setting may be: it is refused by name where it is set, not by what it does later."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -44,7 +45,9 @@ def test_times_may_be_without_end():
     RetentionConfig(most_s=math.inf, settle_s=math.inf, fixed_s=math.inf)
 
 
-@pytest.mark.parametrize("name", ["order", "device", "dtype", "decoder", "tools_guarantee", "overlap_steps"])
+@pytest.mark.parametrize(
+    "name", ["order", "device", "dtype", "kv_dtype", "decoder", "tools_guarantee", "overlap_steps"]
+)
 def test_a_choice_is_one_of_those_there_are(name):
     assert_refused(EngineConfig, name, "foo")
 
@@ -87,7 +90,7 @@ def test_int8_is_for_a_cpu_and_its_cells_are_what_the_cpu_computes_in():
     with pytest.raises(ConfigError, match="device to cpu") as raised:
         EngineConfig(dtype="int8", device="cuda")
     assert raised.value.field == "dtype"
-    shape = ModelShape(2048, "bfloat16", 1024, 2048)
+    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64)
     with pytest.raises(ConfigError, match="device to cpu") as raised:
         resolve(EngineConfig(dtype="int8"), Hardware(cuda=True, cores=2), shape)
     assert raised.value.field == "dtype"
@@ -99,15 +102,32 @@ def test_int8_is_for_a_cpu_and_its_cells_are_what_the_cpu_computes_in():
     assert cells["bfloat16"] == 2 * cells["float32"] == 2**30 // 1024 // 2
 
 
+def test_kv_in_int8_is_for_a_cpu_and_has_cells_of_bytes_and_scales():
+    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64)
+    for refused in (
+        lambda: EngineConfig(kv_dtype="int8", device="cuda"),
+        lambda: resolve(EngineConfig(kv_dtype="int8"), Hardware(cuda=True, cores=2), shape),
+    ):
+        with pytest.raises(ConfigError, match="device to cpu") as raised:
+            refused()
+        assert raised.value.field == "kv_dtype"
+    config = EngineConfig(kv_dtype="int8", device="cpu", host_memory=1.0)
+    for dtype in ("float32", "bfloat16"):
+        resolved = resolve(replace(config, dtype=dtype), Hardware(True, 2), shape)
+        assert (resolved.dtype, resolved.kv_dtype) == (dtype, "int8")
+        assert resolved.cells == resolved.host_cells == 2**30 // (1024 + 16 * 4) // 16 * 16
+
+
 @pytest.mark.parametrize("cpu", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_auto_is_never_int8(cpu, cuda):
     for checkpoint in ("float32", "bfloat16", "float16"):
-        resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), ModelShape(2048, checkpoint, 1024, 2048))
+        resolved = resolve(EngineConfig(), Hardware(cuda, 2, cpu), ModelShape(2048, checkpoint, 1024, 2048, 64))
         assert resolved.dtype == (checkpoint if cuda else cpu)
+        assert resolved.kv_dtype == "auto"
 
 
 @pytest.mark.parametrize(("device", "asked", "found"), [("cpu", 0, 200), ("cuda", 0, 100), ("cpu", 35.5, 35.5)])
 def test_a_step_beside_sequences_that_decode_is_bounded_by_what_the_device_is(device, asked, found):
     config = EngineConfig(device=device, step_ms=asked)
-    assert resolve(config, Hardware(device == "cuda", 2), ModelShape(2048, "bfloat16", 1024, 2048)).step_ms == found
+    assert resolve(config, Hardware(device == "cuda", 2), ModelShape(2048, "bfloat16", 1024, 2048, 64)).step_ms == found

@@ -22,14 +22,15 @@ from holdfast.loadgen.bench.kernels.correctness import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
 LLAMA = (8, 4, 128)  # KV heads, query heads to each of them, their size
+SINKS = torch.ones(32, dtype=torch.bfloat16)
 
 
 def world(spans, shape=LLAMA, page=16, dtype=torch.bfloat16):
     return paged(spans, *shape, dtype, "cpu", page)
 
 
-def attend(made, window=0, softcap=0.0):
-    attend_gpu(made.q, made.kv, 0, made.batch, 0.1, window, softcap)
+def attend(made, window=0, softcap=0.0, sinks=None):
+    attend_gpu(made.q, made.kv, 0, made.batch, 0.1, window, softcap, sinks)
 
 
 def in_a_graph(made):
@@ -69,13 +70,13 @@ def products():
 
 LAUNCHES = {
     "attention, decode": lambda: attend(world(DECODE)),
-    "attention, decode, pages of 1": lambda: attend(world(DECODE, page=1)),
+    "attention, decode, pages of 1, sinks": lambda: attend(world(DECODE, page=1), sinks=SINKS),
     "attention, verification of 8": lambda: attend(world([(300, 8)])),
     "attention, verification of 16": lambda: attend(world([(300, 16)])),
     "attention, decode in a graph": lambda: in_a_graph(world(DECODE)),
     "attention, chunk in a graph": lambda: in_a_graph(world(CHUNK)),
     "attention, chunk": lambda: attend(world(CHUNK)),
-    "attention, chunk, window and softcap": lambda: attend(world(CHUNK), 33, 5.0),
+    "attention, chunk, window, softcap and sinks": lambda: attend(world(CHUNK), 33, 5.0, SINKS),
     "rotate and store": rotate,
     "layers": layers,
     "draw": draw,

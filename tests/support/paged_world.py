@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels.attention import paged_attention, paged_attention_reference
-from holdfast.kernels.kv import store_kv
+from holdfast.kernels.kv import in_bytes, store_kv
 from holdfast.kernels.paging import PagedBatch, page_runs
 
 LAYERS = 2
@@ -15,10 +15,12 @@ class PagedWorld:
     """Sequences as `(start, length)`: what is cached, and the tokens of the step. Works on layer 1.
 
     `scattered`: 0 keeps a sequence's pages together, 1 puts every page elsewhere. `common`: so many leading cells are
-    the same pages in every sequence that has them.
+    the same pages in every sequence that has them. `int8`: the store is, heads first.
     """
 
-    def __init__(self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=True, common=0):
+    def __init__(
+        self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=True, common=0, int8=False
+    ):
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
         used = [-(-(start + length) // page_size) for start, length in spans]
@@ -42,6 +44,8 @@ class PagedWorld:
         else:
             self.kv = torch.randn(LAYERS, 2, pages, page_size, kv_heads, dim).to(dtype)
         self.kv[:, :, torch.from_numpy(~written)] = POISON
+        if int8:  # as it lies in memory
+            self.kv = in_bytes(self.kv.permute(0, 1, 4, 2, 3, 5)).permute(0, 1, 3, 4, 2, 5)
         total = sum(length for _, length in spans)
         # As a projection may leave them: heads before tokens, and tokens before heads.
         self.q = torch.randn(kv_heads * group, total, dim).to(dtype).transpose(0, 1)
@@ -58,11 +62,15 @@ class PagedWorld:
         )
         store_kv(self.kv, 1, self.k, self.v, self.batch.cells)
 
-    def attend(self, window=None, softcap=None):
-        return paged_attention(self.q, self.kv, 1, self.batch, 0.3, window, softcap)
+    def sinks(self, size):
+        """A sink for each head, about as great as `size`; None: none."""
+        return None if size is None else size * torch.randn(self.q.shape[1])
 
-    def reference(self, window=None, softcap=None, dtype=torch.float64):
-        return paged_attention_reference(self.q, self.kv, 1, self.batch, 0.3, window, softcap, dtype)
+    def attend(self, window=None, softcap=None, sinks=None):
+        return paged_attention(self.q, self.kv, 1, self.batch, 0.3, window, softcap, sinks)
+
+    def reference(self, window=None, softcap=None, dtype=torch.float64, sinks=None):
+        return paged_attention_reference(self.q, self.kv, 1, self.batch, 0.3, window, softcap, dtype, sinks)
 
 
 def relative_error(got, exact):

@@ -64,13 +64,14 @@ def decoder(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     int8: bool = False,
+    int8_kv: bool = False,
 ) -> tuple[Decoder, KVTensors]:
-    """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products in `int8`."""
+    """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products, or that, in int8."""
     config = config_of(window)
     shape = decoder_shape(config)
     cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
-    kv = KVTensors(cell, pages, page_size, dtype, scratch=True)
-    kv.data.fill_(torch.nan)
+    kv = KVTensors(cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
+    kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
     sample = torch.arange(VOCABULARY) if int8 else None
     return kind.load(_checkpoint(window).name, config, kv, 640, sample), kv
 

@@ -200,7 +200,7 @@ class Stage:
         shape = decoder_shape(inspect_model(str(self.folder())).config)
         assert shape is not None  # a Llama
         kv = self.loaded().runner.kv
-        return Bounds(shape, kv.data.dtype.itemsize, kv.cell_bytes, self.ceilings)
+        return Bounds(shape, kv.dtype.itemsize, kv.cell_bytes, self.ceilings)
 
     def engine(self, speculation: bool = True) -> tuple[Engine, CountingRunner]:
         """An engine with nothing cached and nothing remembered, as it is served; or without drafts."""

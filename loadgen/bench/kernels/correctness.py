@@ -148,30 +148,34 @@ def _attention_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[N
         "pages of 1": (mixed, {"page_size": 1}, 0, 0.0),
         "window": (mixed, {}, 33, 0.0),
         "softcap": (mixed, {}, 0, 5.0),
+        "sinks": (mixed, {}, 0, 0.0),
         "prefix in common": (common, {"common": 512}, 0, 0.0),
     }
     for shape in ((2, 4, 128), (3, 1, 64)) if large else ((1, 3, 16),):
         for name, (each, how, window, softcap) in spans.items():
             full = f"attention, {name}, {' x '.join(map(str, shape))}"
             made = partial(paged, each, *shape, dtype, device, **how)
-            yield full, partial(_attention, made, window, softcap, False)
+            yield full, partial(_attention, made, window, softcap, False, name == "sinks")
             if not window and not softcap and (large or name == "mixed"):
                 yield f"{full}, as in a graph", partial(_attention, made, 0, 0.0, True)
 
 
-def _attention(make: Callable[[], Paged], window: int, softcap: float, in_a_graph: bool) -> Calls:
+def _attention(
+    make: Callable[[], Paged], window: int, softcap: float, in_a_graph: bool, with_sinks: bool = False
+) -> Calls:
     from holdfast.kernels.attention_gpu import attend_gpu
 
     world = make()
+    sinks = torch.randn(world.q.shape[1], device=world.q.device) if with_sinks else None
 
     def call() -> Tensor:
         if in_a_graph:
             return _as_in_a_graph(world)
-        return attend_gpu(world.q, world.kv, 0, world.batch, 0.2, window, softcap)
+        return attend_gpu(world.q, world.kv, 0, world.batch, 0.2, window, softcap, sinks)
 
     def exact() -> Tensor:
         return paged_attention_reference(
-            world.q, world.kv, 0, world.batch, 0.2, window or None, softcap or None, torch.float64
+            world.q, world.kv, 0, world.batch, 0.2, window or None, softcap or None, torch.float64, sinks
         )
 
     return call, exact

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from holdfast.replicas.config import ModelShape
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import NO_MOVES, PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
@@ -28,6 +29,16 @@ def test_one_allocation_of_the_shape_asked_for():
     assert (kv.pages, kv.page_size, kv.cells) == (5, 4, 20)
     assert kv.cell_bytes == 2 * 3 * 2 * 8 * 2
     assert kv.data.untyped_storage().nbytes() == kv.cells * kv.cell_bytes
+
+
+def test_in_int8_a_cell_has_bytes_and_scales():
+    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, int8=True)
+    assert (kv.data.shape, kv.dtype) == ((3, 2, 5, 4, 2, 12), torch.bfloat16)
+    assert kv.cell_bytes == 2 * 3 * 2 * (8 + 4)
+    kv.resize(2)
+    assert kv.data.untyped_storage().nbytes() == 2 * 4 * kv.cell_bytes
+    told = ModelShape(100, "bfloat16", SHAPE.values, 100, SHAPE.head_dim)
+    assert [told.cell_bytes(number) for number in (1, 2)] == [kv.cell_bytes, SHAPE.values * 2]
 
 
 def test_a_run_of_pages_is_unbroken_for_a_head_on_a_cpu():

@@ -46,6 +46,15 @@ FAMILIES: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         query_pre_attn_scalar=4,
     ),
     "gemma3": lambda: tf.Gemma3TextConfig(**_GQA, head_dim=16, sliding_window=20, layer_types=_WINDOWS),
+    "gpt_oss": lambda: tf.GptOssConfig(
+        **_GQA,
+        head_dim=16,
+        sliding_window=20,
+        layer_types=_WINDOWS,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
     "gpt_neox": lambda: tf.GPTNeoXConfig(**_COMMON),
     "gpt2": lambda: tf.GPT2Config(
         vocab_size=VOCABULARY,
@@ -73,6 +82,8 @@ def tiny_model(family: str) -> torch.nn.Module:
                 weight.normal_(std=0.25)
             elif "norm" in name or "ln" in name:
                 weight.add_(torch.randn_like(weight) * 0.1)
+            elif "sinks" in name:
+                weight.normal_(std=2.0)
     return model.eval()
 
 

@@ -12,7 +12,7 @@ from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_neox", "gpt2"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt_neox", "gpt2"]
 COUNT = 12
 
 
@@ -42,16 +42,25 @@ def test_logits_of_every_position_are_the_plain_models(tiny, family, page_size):
     assert torch.allclose(torch.cat(parts), plain, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gpt2"])
 def test_on_a_gpu_its_attention_is_the_kernel_that_our_decoder_has(tiny, family, monkeypatch):
-    def by_the_kernel(q, kv, layer, batch, scale, window=None, softcap=None):
-        return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0)
+    def by_the_kernel(q, kv, layer, batch, scale, window=None, softcap=None, sinks=None):
+        return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0, sinks)
 
     prompt = tiny.prompt(30)
     loop = tiny.Loop(family)
     monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
     loop.runner = ModelRunner(loop.model, loop.kv, 4, 512, on_device=True)
     assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
+
+
+def test_what_would_change_the_attention_and_is_not_known_is_refused(tiny):
+    state = any_model.PagedState(tiny.Loop("llama").kv, None)
+    x = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(ValueError, match="Module asks for position_bias, which is not known here"):
+        any_model.paged_attention_forward(
+            torch.nn.Module(), x, x, x, None, dropout=0.0, position_bias=x, paged_state=state
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -212,23 +212,25 @@ class Sequence:
         """
         if self.first_token is None:
             self.first_token = now
-        matcher, end = self.matcher, self.length + len(drawn)
-        if matcher is None and end < len(self.buffer) and self.stop_ids.isdisjoint(drawn):
-            self.buffer[self.length : end] = drawn
-            self.length = end
-            return drawn, None
-        for i, token in enumerate(drawn):
-            stops = token in self.stop_ids
-            if matcher is not None and not (stops and matcher.binding) and not matcher.advance(token):
+        kept, room = drawn, len(self.buffer) - self.length
+        if not self.stop_ids.isdisjoint(drawn):
+            kept = drawn[: next(i for i, token in enumerate(drawn) if token in self.stop_ids) + 1]
+        kept = kept[:room]
+        stops = not self.stop_ids.isdisjoint(kept[-1:])
+        refused = False
+        if (matcher := self.matcher) is not None:
+            content = kept[:-1] if stops else kept  # a token that ends the reply is none of a grammar's while it binds
+            stand = matcher.advance(content) if content else 0
+            if stand and matcher.finished:
+                kept, stops = kept[:stand], True
+            elif stand < len(content) or (stops and not matcher.binding and not matcher.advance(kept[stand:])):
+                kept, stops, refused = kept[:stand], False, True
                 self.draw = None
-                return drawn[:i], None
-            self.buffer[self.length] = token
-            self.length += 1
-            if stops or (matcher is not None and matcher.finished):
-                return drawn[: i + 1], "stop"
-            if self.length == len(self.buffer):
-                return drawn[: i + 1], "length"
-        return drawn, None
+        self.buffer[self.length : self.length + len(kept)] = kept
+        self.length += len(kept)
+        if stops:
+            return kept, "stop"
+        return kept, "length" if len(kept) == room and not refused else None
 
     def failed(self, error: ErrorInfo) -> Failed:
         return Failed(self.request_id, error, self.usage)

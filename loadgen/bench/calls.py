@@ -216,11 +216,10 @@ class Begun:
         inner = self._inner.copy() if self._inner is not None else None
         return Begun(self._prefix, inner, self._vocabulary, self._at)
 
-    def advance(self, token: int) -> bool:
-        self._at += 1
-        stands = self._inner is None or self._inner.advance(token)
-        self._at -= not stands
-        return stands
+    def advance(self, tokens: Sequence[int]) -> int:
+        stand = len(tokens) if self._inner is None else self._inner.advance(tokens)
+        self._at += stand
+        return stand
 
     def accepts(self, tokens: Sequence[int]) -> int:
         rest = list(self._prefix[self._at :])
@@ -228,7 +227,7 @@ class Begun:
         if same is not None or len(tokens) <= len(rest):
             return len(tokens) if same is None else same
         ahead = self.copy()
-        return next((i for i, token in enumerate(tokens) if not ahead.advance(token)), len(tokens))
+        return ahead.advance(tokens)
 
     def forced(self) -> list[int]:
         if self._at < len(self._prefix):
@@ -245,7 +244,7 @@ class Begun:
                 out.view(np.uint32)[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
             elif ahead._inner is not None and ahead._inner.binding:
                 ahead._inner.fill((), out[row : row + 1])
-            if row < len(drafts) and not ahead.advance(drafts[row]):
+            if row < len(drafts) and not ahead.advance(drafts[row : row + 1]):
                 out[row + 1 :] = -1
                 return
 
@@ -279,8 +278,8 @@ class Clocked:
     def copy(self) -> Clocked:
         return Clocked(clocked(self._spent, self._inner.copy), self._spent)
 
-    def advance(self, token: int) -> bool:
-        return clocked(self._spent, self._inner.advance, token)
+    def advance(self, tokens: Sequence[int]) -> int:
+        return clocked(self._spent, self._inner.advance, tokens)
 
     def accepts(self, tokens: Sequence[int]) -> int:
         return clocked(self._spent, self._inner.accepts, tokens)
@@ -618,6 +617,10 @@ async def _pairs(
     """
     pairs = []
     prose = "I look that up.\n" if form.opener else ""
+    nothing: list[float] = []
+    for _ in range(999):
+        clocked(nothing, bool)
+    idle = median(nothing)  # what the clock sees of itself, piece by piece
     for number in range(-2, rounds):  # two to warm up
         task = TASKS[number % _SETS]
         tools = [*task.tools, *more]
@@ -639,7 +642,8 @@ async def _pairs(
             if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
                 raise RuntimeError(f"{form}: {answer}")
         if number >= 0:
-            grammar = sum(sides[1][1].spent) - sum(sides[0][1].spent)
+            without, spent = (text.spent for _, text in sides)
+            grammar = sum(spent) - sum(without) - idle * (len(spent) - len(without))
             pairs.append(_Pair((whole[0], whole[1]), grammar, (steps[0], steps[1])))
     return pairs
 

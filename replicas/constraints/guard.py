@@ -37,6 +37,11 @@ class CallWatch:
     frame: re.Pattern[bytes] | None  # of a bare call up to its arguments
     begun: bytes = b""
 
+    @property
+    def n_known(self) -> int:
+        """How many tokens the vocabulary has."""
+        return len(self.vocabulary.tokens)
+
     @classmethod
     def of(cls, forms: Forms, vocabulary: Vocabulary) -> "CallWatch":
         openers = tuple({form.opener.encode() for form in forms.triggered})
@@ -48,6 +53,14 @@ class CallWatch:
         }
         frame = re.compile(forms.bare.frame.encode()) if forms.bare is not None else None
         return cls(vocabulary, openers, frozenset(suspects), forms.bare, frame, forms.begun.encode())
+
+    def known(self, tokens: Sequence[int]) -> Sequence[int]:
+        """`tokens` up to the first that the vocabulary lacks, at which the library fails."""
+        return tokens[: next((i for i, token in enumerate(tokens) if token >= self.n_known), len(tokens))]
+
+    def content(self, token: int) -> bytes:
+        """Its bytes; none where the vocabulary lacks it."""
+        return self.vocabulary.tokens[token] if token < self.n_known else b""
 
     def opened(self, text: bytes) -> int:
         """Where the first opener in `text` begins; -1 where there is none."""
@@ -132,32 +145,31 @@ class CallGuard:
         other._tail, other._start = self._tail, self._start
         return other
 
-    def advance(self, token: int) -> bool:
-        inner, tokens = self._inner, self._watch.vocabulary.tokens
-        known = token < len(tokens)  # an output layer may have rows without a token
-        if inner is not None:
-            if known and inner.take((token,)):
-                self._settle(inner)
-                return True
-            if not inner.failed and not inner.complete:
-                self._refused = True
-                return False
-            self._leave(inner)
-        if self._failed or (self._start is None and not self._tail and token not in self._watch.suspects):
-            return True
-        return self._look(tokens[token] if known else b"")
+    def advance(self, tokens: Sequence[int]) -> int:
+        stand = 0
+        while stand < len(tokens):
+            rest = tokens[stand:] if stand else tokens
+            if self._inner is not None:
+                taken = self._follow(self._inner, rest)
+                if not taken and self._inner is not None:
+                    return stand
+                stand += taken
+            elif self._nothing_begins(rest):
+                break
+            elif self._look(self._watch.content(rest[0])):
+                stand += 1
+            else:
+                return stand
+        return len(tokens)
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        if self._inner is None and self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens):
-            return len(tokens)
-        if self._inner is not None:  # copying a matcher takes longer than a step of it
-            n_known = len(self._watch.vocabulary.tokens)  # the library fails at one that it does not know
-            known = next((i for i, token in enumerate(tokens) if token >= n_known), len(tokens))
-            stand = self._inner.accepts(tokens[:known])
+        if self._inner is not None:  # asking a matcher takes a fraction of what a copy's steps take
+            stand = self._inner.accepts(self._watch.known(tokens))
             if stand == len(tokens) or not (self._inner.failed or self._inner.completes(tokens[:stand])):
                 return stand
-        ahead = self.copy()
-        return next((i for i, token in enumerate(tokens) if not ahead.advance(token)), len(tokens))
+        elif self._nothing_begins(tokens):
+            return len(tokens)
+        return self.copy().advance(tokens)
 
     def forced(self) -> list[int]:
         return self._inner.forced() if self._inner is not None else []
@@ -169,9 +181,30 @@ class CallGuard:
                 ahead._inner.fill((), out[row : row + 1])
             else:
                 out[row] = -1
-            if row < len(drafts) and not ahead.advance(drafts[row]):
+            if row < len(drafts) and not ahead.advance(drafts[row : row + 1]):
                 out[row + 1 :] = -1
                 return
+
+    def _nothing_begins(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` of the free text have nothing in them that a call may begin with."""
+        if self._failed:
+            return True
+        return self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens)
+
+    def _follow(self, inner: GuidedMatcher, tokens: Sequence[int]) -> int:
+        """How many of `tokens` the call goes on with. None: its first one is refused, or the text is free again."""
+        if self._refused:  # under masks one by one: none binds any more behind the token that completes the call
+            tokens = tokens[:1]
+        if max(tokens) >= self._watch.n_known:  # an output layer may have rows without a token
+            tokens = self._watch.known(tokens)
+        taken = inner.take(tokens)
+        if taken:
+            self._settle(inner)
+        elif inner.failed or inner.complete:
+            self._leave(inner)
+        else:
+            self._refused = True
+        return taken
 
     def _look(self, content: bytes) -> bool:
         """Take in a piece of free text, in which a call may begin; False where it goes on as no call does."""
@@ -214,15 +247,15 @@ class CallGuard:
     def _open(self, text: bytes) -> bool:
         """Whether a call may begin with `text`; from here on it is followed."""
         ids, inner = self._watch.encode(text), self.calls.copy()
-        if ids is None or not inner.take(ids):
+        if ids is None or inner.take(ids) < len(ids):
             return False
         self._inner, self._tail, self._start = inner, b"", None
         self._settle(inner)
         return True
 
     def _settle(self, inner: GuidedMatcher) -> None:
-        """The call has come one token further."""
-        if inner.finished or inner.failed:
+        """The call has come further."""
+        if inner.finished:  # or it has failed
             self._leave(inner)
         elif self._refused:
             self._refused = not inner.complete

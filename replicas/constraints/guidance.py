@@ -152,13 +152,15 @@ class GuidedMatcher:
     def copy(self) -> "GuidedMatcher":
         return GuidedMatcher(self._inner.deep_copy(), self.words)
 
-    def advance(self, token: int) -> bool:
-        self._inner.consume_token(token)
-        return True
+    def advance(self, tokens: Sequence[int]) -> int:
+        stand = self.take(tokens)
+        if stand < len(tokens) and not self.finished:
+            self._inner.consume_token(tokens[stand])  # what no mask allowed: it has failed, and says so
+        return stand if self.finished and not self.failed else len(tokens)
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Advance by `tokens` where all of them may follow; else nothing, or a part of them, has been taken."""
-        return int(self._inner.try_consume_tokens(tokens)) == len(tokens)
+    def take(self, tokens: Sequence[int]) -> int:
+        """Advance by those of `tokens` that may follow; how many these are."""
+        return int(self._inner.try_consume_tokens(tokens))
 
     def completes(self, tokens: Sequence[int]) -> bool:
         """Whether the reply may end behind `tokens`, which may follow."""

@@ -46,8 +46,12 @@ class Matcher(Protocol):
     def copy(self) -> "Matcher":
         """Another one at the same place, independent of this."""
 
-    def advance(self, token: int) -> bool:
-        """`token` was drawn. False: it may not stand and has to be drawn again; from here on the matcher is binding."""
+    def advance(self, tokens: Sequence[int]) -> int:
+        """`tokens` were drawn, one behind the other; how many of them stand.
+
+        The first that does not has to be drawn again, and from here on the matcher is binding, unless it is finished:
+        then the reply ends before it.
+        """
 
     def accepts(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, may follow."""
@@ -114,9 +118,10 @@ class GivenTokens:
     def copy(self) -> "GivenTokens":
         return GivenTokens(self._tokens, self._vocabulary, self._at)
 
-    def advance(self, token: int) -> bool:
-        self._at += 1
-        return True
+    def advance(self, tokens: Sequence[int]) -> int:
+        stand = min(len(tokens), len(self._tokens) - self._at)
+        self._at += stand
+        return stand
 
     def accepts(self, tokens: Sequence[int]) -> int:
         follow = self._tokens[self._at : self._at + len(tokens)].tolist()

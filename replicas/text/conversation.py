@@ -10,7 +10,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -112,7 +112,7 @@ class TextSide:
         self.eos = eos | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
         self.eos |= {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
         self._writes_calls = self.tool_format is not ToolFormat.NONE
-        self._rules: OrderedDict[bytes, ReplyRule | None] = OrderedDict()  # of prompts with many tools
+        self._rules: OrderedDict[Hashable, ReplyRule | None] = OrderedDict()  # of prompts with tools
         self._reading_rules = threading.Lock()
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
         self.unguarded = 0  # replies whose calls are not guaranteed, or only in their names
@@ -272,17 +272,19 @@ class TextSide:
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
 
     def _rule(self, prompt: ChatPrompt, scope: str) -> ReplyRule | None:
-        """What `prompt` asks for. That of many tools is read away from the event loop: NotCompiledError there."""
-        if len(prompt.tools) < _MANY_TOOLS:
+        """What `prompt` asks for; an agent's turns ask alike, and it is read once. That of many tools is read away from
+        the event loop: NotCompiledError there.
+        """
+        if not prompt.tools:
             return reply_rule(prompt, self._guarantee, self._writes_calls)
-        form = prompt.output and (prompt.output.schema, prompt.output.strict)
-        asked = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form)
-        key = _digest(prompt.tools) + json.dumps(asked, default=dict).encode()
+        form = prompt.output and (_digest([prompt.output.schema]), prompt.output.strict)
+        key = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form, _digest(prompt.tools))
         with self._reading_rules:
             if key in self._rules:
                 self._rules.move_to_end(key)
                 return self._rules[key]
-        leave_event_loop(prompt)
+        if len(prompt.tools) >= _MANY_TOOLS:
+            leave_event_loop(prompt)
         rule = reply_rule(prompt, self._guarantee, self._writes_calls)
         with self._reading_rules:
             self._rules[key] = rule

@@ -327,7 +327,6 @@ class Reply:
         kept = first + matcher.accepts(tokens)
         if kept == len(self._tokens) or (self._ends[kept - 1] if kept else 0) < begun:
             return False
-        for token in self._tokens[first:kept]:
-            matcher.advance(token)
+        matcher.advance(self._tokens[first:kept])
         self.rewrite = Rewrite(tuple(self._tokens[:kept]), tuple(self._logprobs[:kept]), matcher)
         return True

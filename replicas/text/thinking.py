@@ -148,12 +148,13 @@ class AfterThinking:
         other._first = self._first
         return other
 
-    def advance(self, token: int) -> bool:
-        opens = self._first and token == self._opener
-        stands = opens or self._inside or self._inner.advance(token)
-        self._inside = opens or (self._inside and token != self._closer)
-        self._first = False
-        return stands
+    def advance(self, tokens: Sequence[int]) -> int:
+        thought = self._thought(tokens)
+        if thought:
+            self._inside = tokens[thought - 1] != self._closer
+        if tokens:
+            self._first = False
+        return thought if thought == len(tokens) else thought + self._inner.advance(tokens[thought:])
 
     def accepts(self, tokens: Sequence[int]) -> int:
         thought = self._thought(tokens)

@@ -1,8 +1,10 @@
 """`holdfast status` and `holdfast top`: on a terminal of our own, against a router with a replica that only says so."""
 
+import html
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -232,3 +234,16 @@ def test_numbers_are_short() -> None:
         "1.5M",
         "2.0G",
     ]
+
+
+def test_the_picture_in_the_docs_has_what_the_screen_has(url: str, terminal: Callable[..., Terminal]) -> None:
+    """It is taken of a server that ran (`make pictures`), so it names the model that comes with us, on a CPU."""
+    picture = (Path(__file__).parents[2] / "docs/pictures/top.svg").read_text()
+    words = html.unescape(" ".join(re.findall(r">([^<]+)</text>", picture))).replace("\xa0", " ").split()
+    shown = terminal("top", "--url", url, "--interval", "0.1")
+    lines = shown.until(lambda lines: any("tok/s" in line for line in lines))
+    for head in ("replica", "tenant", "program"):
+        row = next(line.split() for line in lines if line.split()[:1] == [head])
+        at = words.index(head)
+        assert words[at : at + len(row)] == row
+    assert "pocket on cpu" in " ".join(words)

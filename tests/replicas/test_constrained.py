@@ -468,10 +468,10 @@ def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypat
                 assert service.text_stats.unguarded == number + 1
             take, taken = GuidedMatcher.take, []
 
-            def breaks(matcher: GuidedMatcher, tokens: Any) -> bool:
+            def breaks(matcher: GuidedMatcher, tokens: Any) -> int:
                 taken.append(tokens)
                 if len(taken) == 4:
-                    matcher.advance(0)  # nothing that a call may have: as if it had grown beyond its limits
+                    matcher.advance([0])  # nothing that a call may have: as if it had grown beyond its limits
                 return take(matcher, tokens)
 
             monkeypatch.setattr(GuidedMatcher, "take", breaks)

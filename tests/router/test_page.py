@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import httpx
@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from holdfast.replicas.activity import PIN
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Usage
+from holdfast.replicas.events import Usage, Work
 from holdfast.replicas.requests import ToolCallDelta
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
@@ -74,6 +74,7 @@ def test_a_chat_whose_call_one_answers_is_in_the_timeline_with_its_pause(browser
     told = [words(page, f"#log li.assistant:nth-of-type({number}) small") for number in (2, 3)]
     assert "0 cached" in told[0]
     assert all("prompt tokens" in each and "drawn" in each and "prefill" in each for each in told)
+    assert "drafts right" in told[0]  # the fixed text of a call
     cached = int(told[1].split(" prompt tokens, ")[1].split()[0])
     assert cached > 50  # of the second turn nearly all is the first
     # The program, its turns and its pause.
@@ -225,10 +226,12 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_shows_its_own_tenant(browser: Br
 class Crowd(FakeBackend):
     """A replica that keeps cells for a thousand programs."""
 
+    kept: Sequence[str] = [f"{AGENT}{number}" for number in range(MANY)]
+
     async def activity(self, scope: str | None) -> list[bytes]:
         now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=MANY, cells_pinned=16000)
         status = replica_status("r1", "pocket", "cpu", EngineStats(completion=1, prompt_computed=9), now).row
-        pins = [(f"default/{AGENT}{number}", 16, 3.0, 20.0, 40.0) for number in range(MANY)]
+        pins = [(f"default/{name}", 16, 3.0, 20.0, 40.0) for name in self.kept]
         assert len(pins[0]) == len(PIN)
         status = None if scope is not None else status
         return [
@@ -236,17 +239,71 @@ class Crowd(FakeBackend):
         ]
 
 
-def report(world: World, tenant: str, name: str, ago: float) -> None:
-    """A turn that called a tool."""
+CALLED = Usage(200, 150, 20)
+
+
+def report(world: World, tenant: str, name: str, ago: float, took_s: float = 0.2, usage: Usage | None = CALLED) -> None:
+    """A turn that called a tool; without `usage` one that the response cache answered."""
     reports = world.reports
-    clock, reports.clock = reports.clock, lambda: time.time() - ago - 0.2
+    clock, reports.clock = reports.clock, lambda: time.time() - ago - took_s
     turn = reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
     reports.clock = lambda: time.time() - ago
     turn.accepted(f"{name}-{ago}", tenant, f"{tenant}/{name}", "pocket", stream=False)
-    turn.facts.usage, turn.facts.tools, turn.facts.replica = Usage(200, 150, 20), "get_weather", "r1"
-    turn.facts.stages_ms = {"queue": 20.0, "prefill": 60.0, "decode": 120.0}
-    turn.ended(Outcome.COMPLETED)
+    if usage is not None:
+        turn.facts.usage, turn.facts.tools, turn.facts.replica = usage, "get_weather", "r1"
+        turn.facts.stages_ms = {"queue": 100 * took_s, "prefill": 300 * took_s, "decode": 600 * took_s}
+    turn.ended(Outcome.COMPLETED if usage is not None else Outcome.CACHED)
     reports.clock = clock
+
+
+class One(Crowd):
+    kept = ("mine",)
+
+
+STAGES = """(y) => {
+    const canvas = document.getElementById('timeline'), style = getComputedStyle(document.documentElement);
+    const data = canvas.getContext('2d').getImageData(0, y, canvas.width, 1).data;
+    const hex = (at) => '#' + [...data.slice(at, at + 3)].map((part) => part.toString(16).padStart(2, '0')).join('');
+    const names = ['queue', 'cached', 'computed', 'decode', 'tools'];
+    const known = new Map(names.map((name) => [style.getPropertyValue('--' + name), name]));
+    const found = [];
+    for (let at = 4 * 150; at < data.length; at += 4) {
+      const name = data[at + 3] === 255 && known.get(hex(at));
+      if (name && name !== found.at(-1)) found.push(name);
+    }
+    const present = 150 + 0.78 * (canvas.width - 150);
+    return [found, data[4 * Math.round(present + 20) + 3] > 0];
+}"""  # the colours of the first row at pixel `y`, from left to right; and whether something is drawn of what is to come
+
+
+def test_stages_stand_one_behind_the_other_and_numbers_are_what_was_saved(browser: Browser) -> None:
+    world = World(One())
+    usage = Usage(200, 100, 50, work=Work(drafted=40, accepted=30))
+    report(world, "default", "mine", 10, 30, usage)
+    report(world, "default", "repeated", 2, usage=None)
+    with world.served() as address:
+        page = browser.page()
+        page.open(address)
+        page.write("#filter", "mine")
+        page.until("document.getElementById('timeline').getAttribute('aria-label') == 'mine: tools'")
+        page.until(f"({STAGES})(11)[0].length == 4")
+        told = [page.run(f"({STAGES})({y})") for y in (6, 11, 15)]
+        assert [found for found, _ in told] == [
+            ["queue", "cached", "decode"],
+            ["queue", "computed", "decode", "tools"],
+            ["queue", "computed", "decode"],
+        ]
+        assert told[1][1], "what it is pinned for"
+        page.click("nav a[href='#numbers']")
+        page.until("document.querySelectorAll('.figure strong').length == 3")
+        figures = page.run("[...document.querySelectorAll('.figure strong')].map((each) => each.innerText)")
+        assert figures == ["100", "30", "1"]
+        assert "50 % of 200 prompt tokens" in words(page, ".figure:nth-of-type(1)")
+        assert "75 % of 40 drafts were right, of 50 tokens drawn" in words(page, ".figure:nth-of-type(2)")
+        assert "50 % of 2 requests" in words(page, ".figure:nth-of-type(3)")
+        row = page.run("[...document.querySelector('#numbers tbody tr').cells].map((cell) => cell.innerText)")
+        assert row == ["default", "2", "200", "100", "50", "30", "75 %", "1"]
+        assert page.faults == []
 
 
 def replicas_and_tenants(page: Page) -> None:

@@ -94,7 +94,7 @@ def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 600) -> 
         token = rng.choice(closers if closers and rng.random() < 0.5 else choices)
         if not tokens[token] or not matcher.accepts([token]):
             return text  # the end
-        matcher.advance(token)
+        matcher.advance([token])
         assert not matcher.failed, text
         text += tokens[token]
         if matcher.finished:
@@ -150,7 +150,8 @@ def written(format: ToolFormat, arguments: dict[str, Any], name: str = "f") -> s
 def accepted(made: Compiler, text: str) -> bool:
     """Whether the whole of `text` may be a reply."""
     matcher = made.matcher(rule(calls="auto"))
-    return all(map(matcher.advance, [*vocabulary(made).encode(text), vocabulary(made).eos[0]]))
+    ids = [*vocabulary(made).encode(text), vocabulary(made).eos[0]]
+    return matcher.advance(ids) == len(ids)
 
 
 PROSE = ["", "Hello, wörld.\n\nI look: ", "日本 <tool [TOOL 1 < 2 "]

@@ -50,20 +50,20 @@ def drawn(guard: CallGuard, tokens: list[bytes], prefix: list[int], seed: int, l
     waiting = list(prefix)
     for _ in range(limit):
         token = waiting.pop(0) if waiting else rng.randrange(len(tokens))
-        if not guard.advance(token):
+        if not guard.advance([token]):
             assert guard.binding
             again += 1
             choices = allowed(guard)
             closers = [each for each in choices if set(tokens[each]) & set(b"\"'}])>,<")]
             token = rng.choice(closers or choices)
-            assert guard.advance(token), tokens[token]
+            assert guard.advance([token]), tokens[token]
         while guard.binding:  # what follows is drawn under masks until the call has closed
             choices = allowed(guard)
             assert choices, text
             text += tokens[token]
             closers = [each for each in choices if set(tokens[each]) & set(b"\"'}])>,<")]
             token = rng.choice(closers if closers and rng.random() < 0.7 else choices)
-            assert guard.advance(token), tokens[token]
+            assert guard.advance([token]), tokens[token]
         text += tokens[token]
     return text.decode(errors="replace"), again
 
@@ -144,11 +144,20 @@ def text_of(format: ToolFormat, call: Call, style: dict[str, Any], order: random
     return text
 
 
-def stands(guard: CallGuard, ids: Any) -> bool:
-    """Whether every token may stand as it was drawn, alone and as a draft."""
-    free = guard.copy()
-    assert guard.accepts(ids) == next((i for i, token in enumerate(ids) if not free.advance(token)), len(ids))
-    return all(guard.advance(token) and not guard.binding for token in ids)
+def stands(guard: CallGuard, ids: Any, order: random.Random) -> bool:
+    """Whether every token may stand as it was drawn: alone, with others, and as a draft."""
+    alone, together = guard.copy(), guard.copy()
+    stand = next((i for i, token in enumerate(ids) if not alone.advance([token])), len(ids))
+    assert guard.accepts(ids) == stand
+    at = 0
+    while at < len(ids):
+        piece = ids[at : at + order.randint(1, 9)]
+        at += (taken := together.advance(piece))
+        if taken < len(piece):
+            break
+    assert (at, together.binding) == (stand, alone.binding)
+    assert (allowed_bits(together) == allowed_bits(alone)).all()
+    return stand == len(ids)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -162,7 +171,7 @@ def test_a_whole_call_is_what_the_model_wrote_in_any_style(
     text = text_of(format, ("f", arguments), style, order)
     assert read(format, text)[1] != [], text
     assert json.loads(read(format, text)[1][0][1]) == arguments
-    assert stands(guard.copy(), words.encode(text)), text
+    assert stands(guard.copy(), words.encode(text), order), text
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -188,7 +197,7 @@ def test_what_stands_as_it_is_written_is_whole(
     name = order.choice(["f", "f", "get_weather", "rm"])
     text = text_of(format, (name, wrong), style, order)
     text = mutated(text, data) if wrong is arguments else text
-    if stands(guard.copy(), words.encode(text)):
+    if stands(guard.copy(), words.encode(text), order):
         for name, found in read(format, text)[1]:
             assert validator(name).is_valid(json.loads(found)), text
 
@@ -199,7 +208,7 @@ def test_it_asks_nothing_until_a_call_begins(format: ToolFormat, tokenizers: lis
         guard, words = guard_of(tokenizer, format)
         for token in words.encode(PROSE):
             assert guard.accepts([token]) == 1
-            assert guard.advance(token)
+            assert guard.advance([token])
             assert (guard.binding, guard.finished, guard.failed, guard.forced()) == (False, False, False, [])
         assert (allowed_bits(guard) == -1).all()
 
@@ -212,15 +221,18 @@ def test_masks_and_drafts_are_those_of_the_tokens_one_by_one(qwen_like: Any) -> 
     stands = guard.accepts(bad)
     assert len(words.encode('Hi <tool_call>\n{"name": "')) - 1 <= stands < len(bad)
     for token in bad[:stands]:
-        assert guard.advance(token)
-    assert not guard.advance(bad[stands])
+        assert guard.advance([token])
+    assert not guard.advance([bad[stands]])
     assert guard.binding
     rest = list(words.encode('get-time", "arguments": {}}\n</tool_call>\n'))
+    together = guard.copy()
+    assert together.advance(rest) == len(rest)
+    assert not together.binding, "drawn together under masks, the next call is free again as well"
     rows = np.zeros((len(rest) + 1, guard.words), np.int32)
     guard.copy().fill(rest, rows)
     for row, token in zip(rows, rest, strict=False):
         assert (row == allowed_bits(guard)).all()
-        assert guard.advance(token)
+        assert guard.advance([token])
     assert not guard.binding, "the next call is drawn freely again"
     assert (rows[-1] == -1).all()
 
@@ -235,13 +247,13 @@ def test_a_token_that_the_vocabulary_lacks_is_text_and_no_part_of_a_call(qwen_li
     """Models have rows of output without a token."""
     guard, words = guard_of(qwen_like, ToolFormat.HERMES)
     beyond = len(words.tokens) + 3
-    assert guard.advance(beyond)
+    assert guard.advance([beyond])
     for token in words.encode("<tool_call>"):
-        assert guard.advance(token)
+        assert guard.advance([token])
     begins = list(words.encode("\n{"))
     assert guard.accepts([*begins, beyond]) == len(begins)
     assert guard.accepts(begins) == len(begins), "and it goes on"
-    assert not guard.advance(beyond)
+    assert not guard.advance([beyond])
 
 
 def test_openers_are_found_wherever_they_are_cut() -> None:

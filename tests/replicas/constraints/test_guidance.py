@@ -38,7 +38,7 @@ def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies:
             assert np.array_equal(rows(stepped, [])[0], together[i])
             assert together[i, token // 32] >> token % 32 & 1
             assert stepped.accepts(ids[i:]) == len(ids) - i
-            stepped.advance(token)
+            stepped.advance([token])
         assert stepped.finished
         assert matcher.accepts(ids) == len(ids)
 
@@ -58,8 +58,9 @@ def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabu
 def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
     matcher = GrammarCompiler(vocabulary).compile(LARK)
-    matcher.advance(vocabulary.encode("z")[0])
+    matcher.advance([vocabulary.encode("z")[0]])
     assert matcher.failed
+    assert matcher.finished, "as the guard of calls takes it"
     masks = rows(matcher, [3])
     end = vocabulary.eos[0]
     assert masks[0, end // 32] >> end % 32 & 1
@@ -87,7 +88,7 @@ def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Voc
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(500)}}
     matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
     rows(matcher, [])
-    matcher.advance(vocabulary.encode("{")[0])
+    matcher.advance([vocabulary.encode("{")[0]])
     rows(matcher, [])
     assert matcher.failed
 
@@ -99,5 +100,5 @@ def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
     matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
     for token in vocabulary.encode('{"p7":"abc","p149":null}'):
         assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
-        matcher.advance(token)
+        matcher.advance([token])
     assert not matcher.failed

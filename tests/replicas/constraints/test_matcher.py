@@ -21,8 +21,7 @@ def test_each_row_allows_the_next_token_and_no_other(tokens, at, drafts, right):
     rest = tokens[at:]
     drafts = rest[: len(drafts)] if right else drafts
     matcher = GivenTokens(np.array(tokens, np.int32), VOCABULARY)
-    for token in tokens[:at]:
-        matcher.advance(token)
+    assert matcher.advance(tokens[:at]) == at
     copy = matcher.copy()
     assert (matcher.forced(), matcher.finished) == (rest, False)
     accepted = next((i for i, draft in enumerate(drafts) if i >= len(rest) or draft != rest[i]), len(drafts))
@@ -32,7 +31,6 @@ def test_each_row_allows_the_next_token_and_no_other(tokens, at, drafts, right):
     for i in range(accepted + 1):
         if i < len(rest):
             assert allowed(rows[i]) == {rest[i]}
-    for token in rest:
-        matcher.advance(token)
+    assert matcher.advance([*rest, 0]) == len(rest), "it ends there"
     assert matcher.finished
     assert not copy.finished

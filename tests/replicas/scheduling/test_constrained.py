@@ -1,7 +1,11 @@
 """Which drafts of a constrained sequence are verified, from a grammar made by hand."""
 
+from copy import copy
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Sampling, Submit
@@ -26,8 +30,30 @@ class Fixed:
                 return n
         return len(tokens)
 
-    def advance(self, token: int) -> bool:
-        return True
+    def advance(self, tokens) -> int:
+        return len(tokens)
+
+
+class Picky:
+    """Refuses multiples of `refuses` while it does not bind, binds after one, and is finished after `most` tokens."""
+
+    def __init__(self, refuses: int, most: int, binding: bool) -> None:
+        self.refuses, self.left, self.binding = refuses, most, binding
+        self.failed = self.given_up = False
+
+    @property
+    def finished(self) -> bool:
+        return not self.left
+
+    def advance(self, tokens) -> int:
+        for n, token in enumerate(tokens):
+            if self.finished:
+                return n
+            if not (self.binding or token % self.refuses):
+                self.binding = True
+                return n
+            self.left -= 1
+        return len(tokens)
 
 
 def sequence_of(matcher, max_tokens: int = 10) -> Sequence:
@@ -64,6 +90,25 @@ def test_a_sequence_without_a_grammar_keeps_its_drafts():
     drafts = np.array([3, 5], np.int32)
     assert fitting(sequence_of(None), drafts, 32) is drafts
     check_grammar(sequence_of(None))
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8).map(tuple),
+    st.frozensets(st.integers(1, 12), max_size=2),
+    st.none() | st.builds(Picky, st.integers(2, 9), st.integers(1, 9), st.booleans()),
+    st.integers(1, 9),
+)
+def test_what_is_drawn_together_is_kept_as_if_it_were_drawn_one_by_one(drawn, stops, matcher, room):
+    def kept(pieces):
+        submit = Submit("a", np.array([1, 2], np.int32), Sampling(room), matcher=copy(matcher))
+        sequence = Sequence.of(submit, 0, 0.0, stops, 0)
+        for piece in pieces:
+            stand, reason = sequence.append(piece, 0.0)
+            if reason or len(stand) < len(piece):
+                break
+        return sequence.tokens.tolist(), reason, sequence.matcher and vars(sequence.matcher)
+
+    assert kept([drawn]) == kept([(token,) for token in drawn])
 
 
 def test_a_grammar_beyond_its_limits_is_an_error_of_the_request():

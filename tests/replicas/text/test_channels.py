@@ -239,8 +239,7 @@ def test_a_forced_call_and_json_may_be_thought_about_and_are_then_the_only_thing
                 ids = ids_of(side, thought + text)
                 assert (matcher.accepts(ids) == len(ids)) is fits, thought + text
                 if fits:
-                    for token in ids:
-                        matcher.advance(token)
+                    matcher.advance(ids)
                     assert set(allowed(matcher)) <= side.eos
     ask = GenerateRequest("r", answer, Sampling())
     assert told(side, ask, f'{THOUGHT}{NEXT}<|channel|>final<|message|>{{"a": 1}}')[1] == '{"a": 1}'

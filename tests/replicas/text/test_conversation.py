@@ -144,13 +144,13 @@ def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
 class TooLarge:
     """The grammar of a call that grows beyond its limits as the call begins."""
 
-    finished, failed, complete = False, True, False
+    finished, failed, complete = True, True, False
 
     def copy(self) -> "TooLarge":
         return self
 
-    def take(self, tokens: Any) -> bool:
-        return True
+    def take(self, tokens: Any) -> int:
+        return len(tokens)
 
 
 @pytest.mark.parametrize("guard", ["none", "followed", "given up"])
@@ -161,7 +161,7 @@ def test_a_marker_in_prose_is_text_where_no_grammar_makes_a_call_of_it(side: Tex
     if guard == "given up":
         assert isinstance(limits.matcher, CallGuard)
         limits.matcher.calls = TooLarge()  # type: ignore[assignment]
-        assert all(map(limits.matcher.advance, ids_of(side, text)))
+        assert limits.matcher.advance(ids := ids_of(side, text)) == len(ids)
     deltas = reply.feed(ids_of(side, text + "<|im_end|>"))
     tail, reason = reply.finish("stop")
     assert (said([*deltas, *tail]), reason) == ("Models write " if guard == "followed" else text, "stop")

@@ -223,8 +223,7 @@ def test_a_reply_whose_form_is_given_thinks_before_it(
     before, right, wrong = (drawn(side, text) for text in (thought, good, bad))
     assert matcher.accepts(before + right) == len(before + right)
     assert len(before) < matcher.accepts(before + wrong) < len(before + wrong)
-    for token in before + right:
-        matcher.advance(token)
+    matcher.advance(before + right)
     assert not matcher.failed
     reasoning, content, calls, _, _ = read(side, ask, thought + good + "<|im_end|>")
     assert (reasoning, content or calls) == (f"Or {CALL} it?", good if "output" in options else ["f"])
@@ -285,7 +284,7 @@ def test_a_grammar_says_nothing_until_the_thinking_is_over(side: TextSide, start
     assert matcher.accepts(thought + good) == len(thought + good)
     assert len(thought) < matcher.accepts(thought + bad) < len(thought + bad)
     for token in [*thought, *good]:
-        assert matcher.advance(token)
+        assert matcher.advance([token])
         assert (matcher.binding, matcher.finished, matcher.failed) == (False, False, False)
     off = grammar(side, "<think>\n\n</think>\n\n")
     assert len(drawn(side, "Or <tool_call>")) <= off.accepts(drawn(side, "Or <tool_call> it?")) < len(thought)
@@ -308,9 +307,9 @@ def test_masks_of_drafts_are_those_after_the_tokens_were_drawn(side: TextSide, s
             ahead.fill((), alone)
             assert (row == alone[0]).all()
             assert all(row[forced // 32] >> forced % 32 & 1 for forced in ahead.forced()[:1])
-            ahead.advance(token)
+            ahead.advance([token])
         assert rows[0][fitting[begin] // 32] >> fitting[begin] % 32 & 1
-        matcher.advance(fitting[begin])
+        matcher.advance([fitting[begin]])
 
 
 def test_a_call_after_thinking_reads_as_json(side: TextSide) -> None:

@@ -341,9 +341,8 @@ def test_an_undeclared_call_between_two_others_is_text() -> None:
     assert read(ToolFormat.MISTRAL, text) == (', {"name": "rm"}', [["f", "{}"], ["search", "{}"]])
 
 
-@pytest.mark.parametrize("format", [*FORMATS, ToolFormat.NONE])
-def test_without_declared_tools_everything_is_text(format: ToolFormat) -> None:
-    text = GOOD[0][1]
+@pytest.mark.parametrize(("format", "text"), [*GOOD, *((each, GOOD[0][1]) for each in (*FORMATS, ToolFormat.NONE))])
+def test_without_declared_tools_everything_is_text(format: ToolFormat, text: str) -> None:
     assert read(format, text, declared_names=frozenset()) == (text, [])
 
 

@@ -1,8 +1,8 @@
 """What is changed in Serve's replica, in whose process a router or an engine runs. Three things:
 
-The gRPC server by which replicas talk to each other asks for no key and runs what it is sent, and Serve has its address
-in its source: every interface. Whoever calls it does so at the address of its node; where that is loopback, on a
-cluster of one machine, nothing else is listened on.
+The gRPC server by which replicas talk to each other runs whatever is sent with the cluster's token, and Serve has its
+address in its source: every interface. Whoever calls it does so at the address of its node; where that is loopback, on
+a cluster of one machine, nothing else is listened on.
 
 It serves whoever's call comes to its port, which may have been another replica's that has died: of another model, or of
 another cluster with the same key. Here a call that names another replica is refused before it is read.

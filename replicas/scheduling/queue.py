@@ -227,9 +227,8 @@ class FairOrder(ProgramOrder):
 
     def first(self, heads: Sequences) -> Sequence:
         shares = self._shares[heads[0].submit.priority]
-        chosen = min(heads, key=lambda head: (*shares.standing(head.submit.scope), *self.waiting(head)))
-        shares.choose(head.submit.scope for head in heads)
-        return chosen
+        first = shares.first([head.submit.scope for head in heads])
+        return heads[first[0]] if len(first) == 1 else min((heads[place] for place in first), key=self.waiting)
 
     def begin(self, sequence: Sequence) -> None:
         if not sequence.background:
@@ -319,6 +318,7 @@ class WaitingQueue:
         self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
         self._changes = (0, False)  # of the order, and of the classes, when the head was looked for
         self._passed = 0  # how many lines were passed over then
+        self._heads: dict[Line, Sequence] | None = None  # of all lines, until who waits changes
         self._lines = _Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
@@ -370,7 +370,9 @@ class WaitingQueue:
         if self._changes != changes or self._passed != len(passed):
             self._changes, self._passed, self._first = changes, len(passed), None
         if self._first is None and self._entries:
-            heads = self._lines.heads()
+            if self._heads is None:
+                self._heads = self._lines.heads()
+            heads = self._heads.copy()
             for line in passed:
                 heads.pop(line, None)
             ahead = heads.pop(_AHEAD, None)
@@ -399,7 +401,7 @@ class WaitingQueue:
         if sequence is None:
             raise IndexError("nobody is waiting")
         self._lines.pop(_line(self._order, sequence))
-        self._first = None
+        self._first = self._heads = None
         self._entries[sequence.request_id] = (_ASIDE, sequence)
         return sequence
 
@@ -417,7 +419,7 @@ class WaitingQueue:
         del self._entries[sequence.request_id]
         self.tokens -= sequence.n_prompt
         self.waiting[sequence.submit.priority] -= not sequence.background
-        self._first = None
+        self._first = self._heads = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
             turns.remove(sequence)
@@ -485,7 +487,8 @@ class WaitingQueue:
         return late
 
     def _place(self, sequence: Sequence) -> None:
-        ticket, self._first = next(self._tickets), None
+        ticket = next(self._tickets)
+        self._first = self._heads = None
         if sequence.request_id not in self._entries:
             self.tokens += sequence.n_prompt
             self.waiting[sequence.submit.priority] += not sequence.background
@@ -539,9 +542,8 @@ class _Lines:
     def heads(self) -> dict[Line, Sequence]:
         """The first of each line that has any."""
         found = {}
-        for line in list(self._heaps):
-            heap = self._heaps[line]
-            while heap and not self._counts(*heap[0][1:]):
+        for line, heap in list(self._heaps.items()):
+            while heap and not self._counts(heap[0][1], heap[0][2]):
                 heapq.heappop(heap)
             if heap:
                 found[line] = heap[0][2]

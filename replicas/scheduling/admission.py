@@ -135,18 +135,18 @@ class Admission:
     def make_room(self, sequence: Sequence, queued: int) -> list[Event]:
         """Room in the queue for one that comes; `queued` others wait elsewhere. What had to give way for it.
 
-        Raises OverloadedError.
+        Raises OverloadedError, and then nobody has given way.
         """
-        config, events = self._config, list[Event]()
-        while queued + len(self._waiting) >= config.max_waiting or (
-            len(self._waiting) and self.tokens + sequence.n_prompt > config.max_waiting_tokens
-        ):
-            last = self._waiting.last_below(sequence.submit.rank)
+        config, lower, going = self._config, self._waiting.last_below(sequence.submit.rank), list[Sequence]()
+        n, tokens = len(self._waiting), self.tokens
+        while queued + n >= config.max_waiting or (n and tokens + sequence.n_prompt > config.max_waiting_tokens):
+            last = next(lower, None)
             if last is None:
                 self._stats.not_begun["full"] += 1
                 raise OverloadedError(f"{len(self._waiting)} requests of {self.tokens} tokens are waiting already")
-            events.append(self._end(last, _GAVE_WAY, "gave_way"))
-        return events
+            going.append(last)
+            n, tokens = n - 1, tokens - last.n_prompt
+        return [self._end(each, _GAVE_WAY, "gave_way") for each in going]
 
     def judge(self, sequence: Sequence) -> None:
         """Raises DeadlineError for one that comes and whose answer cannot be expected in the time that it gives.

@@ -461,16 +461,12 @@ class WaitingQueue:
         """How many wait whose class is no lower. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
-    def last_below(self, rank: int) -> Sequence | None:
-        """Of those that were never started and whose `rank` is higher the highest one's last, out of the queue; None:
-        there is none. Looks at all that wait.
+    def last_below(self, rank: int) -> Iterator[Sequence]:
+        """Of those that were never started and whose `rank` is higher: the highest one's last, then the one before it,
+        and so on; they stay in the queue. Looks at all that wait.
         """
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
-        if not lower:
-            return None
-        last = max(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)))
-        self.remove(last)
-        return last
+        yield from sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that wait since before `before` and were never started."""

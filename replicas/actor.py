@@ -40,7 +40,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
-from holdfast.replicas.stats import Histogram, LoadReport, ReplicaStatus, replica_status
+from holdfast.replicas.stats import OTHERS, Histogram, LoadReport, ReplicaStatus, replica_status
 
 
 class Replica:
@@ -170,7 +170,8 @@ class EngineCollector(Collector):
         engine = self._service.engine
         service = self._service
         asked = service.questions.stats
-        cells = engine.tenant_cells()
+        pages = engine.cache.tree.tenants.counted(engine.stats.served_s, OTHERS)
+        cells = {tenant: n * engine.config.page_size for tenant, n in pages.items()}
         reading = Reading(engine.stats, engine.occupancy(), service.text_stats, process_usage(), asked, cells)
         for each in ALL:
             yield self._family(each.metric, each.read(reading))

@@ -134,10 +134,6 @@ class Engine:
             self.scheduler.occupancy(), sessions=len(self._sessions), cells_host_total=self.config.host_cells
         )
 
-    def tenant_cells(self) -> Mapping[str, int]:
-        """Cells that each tenant has, in use and cached. Any thread may ask."""
-        return self.scheduler.tenant_cells()
-
     def load(self) -> LoadReport:
         """What those who place programs are to know. Any thread may ask."""
         now = self.occupancy()

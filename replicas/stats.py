@@ -86,6 +86,9 @@ def _by_tag() -> dict[str, int]:
     return dict.fromkeys((*TAGS, OTHER), 0)
 
 
+OTHERS = "other"  # the name under which tenants are counted together that are not counted apart
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the start, written by the engine thread alone."""

@@ -128,9 +128,7 @@ class SlotShares:
         for line in lines:
             self._count(line, now)
         shares = self._shares[lines[0].priority]
-        chosen = min(lines, key=lambda line: shares.standing(line.tenant))
-        shares.choose(line.tenant for line in lines)
-        return chosen
+        return lines[shares.first([line.tenant for line in lines])[0]]
 
     def crowds(self, waiting: Mapping[Line, int], payer: Payer) -> Line | None:
         """Who has most of a full line for its weight, more than `payer` had with one more; None where nobody has.

@@ -44,7 +44,6 @@ class Reply:
     context: int
     left: int
     text: TokenIds
-    decoding: bool = False
 
 
 class Replica:
@@ -58,7 +57,7 @@ class Replica:
         self._bulk = bulk
         self._came: list[tuple[float, Submit, Reply]] = []
         self._replies: dict[str, Reply] = {}
-        self._decoding = 0  # sequences that decode
+        self._decoding: dict[str, Reply] = {}  # of sequences that decode
         self._contexts = 0  # cells that they look at in their next step, all together
         self._drew = 0  # sequences that drew in the step before and go on
         self._planned = 0  # steps of a bulk that nobody waits for; 0: the engine has run
@@ -102,7 +101,7 @@ class Replica:
             steps = self._most(max(self._bulk.free, 1) if all_known else self._bulk.blind)
             due = self.engine.due
             change = known if due is None else min(known, due)
-            self._run(self._profile.decode_steps(self._decoding, self._contexts, change - self.at, steps))
+            self._run(self._profile.decode_steps(len(self._decoding), self._contexts, change - self.at, steps))
         else:
             self._run(1)
         return self.at
@@ -111,7 +110,7 @@ class Replica:
         """A request has come: when the step that runs then is over; None where nothing is to be cut short."""
         if not self._planned:
             return None
-        steps = self._profile.decode_steps(self._decoding, self._contexts, now - self.at, self._planned)
+        steps = self._profile.decode_steps(len(self._decoding), self._contexts, now - self.at, self._planned)
         if steps == self._planned:
             return None
         self._planned = steps
@@ -145,29 +144,28 @@ class Replica:
                 if runner.own:
                     at = len(reply.text) - reply.left
                     reply.text[at : at + len(event.tokens)] = event.tokens
-                self._drawn(reply, len(event.tokens))
+                self._drawn(event.request_id, reply, len(event.tokens))
             else:
                 self._events.append(event)
         self.at = begun + runner.end()
         self.steps += runner.steps
 
-    def _drawn(self, reply: Reply, tokens: int) -> None:
+    def _drawn(self, name: str, reply: Reply, tokens: int) -> None:
         """A reply has got so many tokens more."""
         reply.left -= tokens
-        if not reply.decoding:
-            reply.decoding = True
-            self._decoding += 1
+        if name not in self._decoding:
+            self._decoding[name] = reply
             self._contexts += reply.context
             tokens -= 1
         reply.context += tokens
         self._contexts += tokens
 
     def _end(self) -> float:
-        return self.at + self._profile.decode_s(self._decoding, self._contexts, self._planned)
+        return self.at + self._profile.decode_s(len(self._decoding), self._contexts, self._planned)
 
     def _most(self, most: int) -> int:
         """Decode steps until a sequence ends, at most `most`; fewer where cells may come to be missing before."""
-        steps = min(min(reply.left for reply in self._replies.values() if reply.decoding), most)
+        steps = min(min(reply.left for reply in self._decoding.values()), most)
         room = self.engine.cache.cells.available // len(self._replies) - 2 * self.engine.config.page_size
         return max(min(steps, room), 1)
 
@@ -175,6 +173,6 @@ class Replica:
         if not isinstance(event, Finished):
             raise EngineError(f"{event.request_id} did not get its answer: {event}")
         reply = self._replies.pop(event.request_id)
-        self._decoding -= reply.decoding
-        self._contexts -= reply.context if reply.decoding else 0
+        if self._decoding.pop(event.request_id, None) is not None:
+            self._contexts -= reply.context
         return event

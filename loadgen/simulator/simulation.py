@@ -158,18 +158,27 @@ class Simulation:
         self._programs: Iterator[Program] = iter(())
         self._coming = float("inf")  # when the next program arrives
 
-    def run(self, programs: Iterable[Program], ended: Callable[[], None] = lambda: None) -> Outcome:
-        """Until every program has ended; they come in order of arrival. `ended` is called for each."""
+    def run(
+        self,
+        programs: Iterable[Program],
+        ended: Callable[[], None] = lambda: None,
+        enough: Callable[[int], bool] = lambda number: False,
+    ) -> Outcome:
+        """Until every program has ended, or it is `enough` with the end of this one; they come in order of arrival.
+
+        `ended` is called for each.
+        """
         self._programs = iter(programs)
         self._next_program()
         if self._routing.every < float("inf"):
             for part in range(PARTS):
                 self._at(self._routing.every * part / PARTS, self._publish, range(part, len(self.sites), PARTS))
-        told = 0
-        while self._heap and not self._over():
+        told, over = 0, False
+        while self._heap and not over and not self._over():
             self._now, _, what, about = heapq.heappop(self._heap)
             what(about)
             while told < len(self._done):
+                over = over or enough(self._done[told].number)
                 told += 1
                 ended()
         for run in self._open.values():

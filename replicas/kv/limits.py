@@ -12,7 +12,7 @@ started (`admission`).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.replicas.types import CellLimits
@@ -62,6 +62,14 @@ class TenantPages:
 
     def active(self, tenant: str) -> int:
         return self.used.get(tenant, 0) - self._evictable.get(tenant, 0)
+
+    def counted(self, names: Container[str], others: str) -> Mapping[str, int]:
+        """The pages of those of these names, in use and cached, and of all `others` together. Any thread may ask."""
+        found: dict[str, int] = {}
+        for tenant, pages in self.used.copy().items():
+            if tenant != SHARED:
+                _count(found, tenant if tenant in names else others, pages)
+        return found
 
     # ---- limits ----
 

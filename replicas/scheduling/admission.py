@@ -140,14 +140,13 @@ class Admission:
     def make_room(self, sequence: Sequence, queued: int) -> list[Event]:
         """Room in the queue for one that comes; `queued` others wait elsewhere. What had to give way for it.
 
-        Raises OverloadedError, where nobody has given way.
+        Raises OverloadedError, and then nobody has given way.
         """
-        config, n, tokens = self._config, len(self._waiting), self.tokens
-        going: list[Sequence] = []
-        lower: Iterator[Sequence] | None = None
+        config, lower, going = self._config, self._waiting.last_below(sequence.submit.rank), list[Sequence]()
+        n, tokens = len(self._waiting), self.tokens
         while queued + n >= config.max_waiting or (n and tokens + sequence.n_prompt > config.max_waiting_tokens):
-            lower = lower or iter(self._waiting.below(sequence.submit.rank))
-            if (last := next(lower, None)) is None:
+            last = next(lower, None)
+            if last is None:
                 self._stats.not_begun["full"] += 1
                 raise OverloadedError(f"{len(self._waiting)} requests of {self.tokens} tokens are waiting already")
             going.append(last)

@@ -227,9 +227,8 @@ class FairOrder(ProgramOrder):
 
     def first(self, heads: Sequences) -> Sequence:
         shares = self._shares[heads[0].submit.priority]
-        chosen = min(heads, key=lambda head: (*shares.standing(head.submit.scope), *self.waiting(head)))
-        shares.choose(head.submit.scope for head in heads)
-        return chosen
+        first = shares.first([head.submit.scope for head in heads])
+        return heads[first[0]] if len(first) == 1 else min((heads[place] for place in first), key=self.waiting)
 
     def begin(self, sequence: Sequence) -> None:
         if not sequence.background:
@@ -319,6 +318,7 @@ class WaitingQueue:
         self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
         self._changes = (0, False)  # of the order, and of the classes, when the head was looked for
         self._passed = 0  # how many lines were passed over then
+        self._heads: dict[Line, Sequence] | None = None  # of all lines, until who waits changes
         self._lines = _Lines(self._waits)
         self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
@@ -371,7 +371,9 @@ class WaitingQueue:
         if self._changes != changes or self._passed != len(passed):
             self._changes, self._passed, self._first = changes, len(passed), None
         if self._first is None and self._entries:
-            heads = self._lines.heads()
+            if self._heads is None:
+                self._heads = self._lines.heads()
+            heads = self._heads.copy()
             for line in passed:
                 heads.pop(line, None)
             ahead = heads.pop(_AHEAD, None)
@@ -400,7 +402,7 @@ class WaitingQueue:
         if sequence is None:
             raise IndexError("nobody is waiting")
         self._lines.pop(_line(self._order, sequence))
-        self._first = None
+        self._first = self._heads = None
         self._entries[sequence.request_id] = (_ASIDE, sequence)
         return sequence
 
@@ -417,7 +419,7 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         del self._entries[sequence.request_id]
         self._count(sequence, -1)
-        self._first = None
+        self._first = self._heads = None
         if sequence.owner is not None:
             turns = self._turns[sequence.owner]
             turns.remove(sequence)
@@ -459,12 +461,12 @@ class WaitingQueue:
         """How many wait whose class is no lower. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
-    def below(self, rank: int) -> list[Sequence]:
-        """Those that were never started and whose `rank` is higher, the highest one's last first. Looks at all that
-        wait.
+    def last_below(self, rank: int) -> Iterator[Sequence]:
+        """Of those that were never started and whose `rank` is higher: the highest one's last, then the one before it,
+        and so on; they stay in the queue. Looks at all that wait.
         """
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
-        return sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
+        yield from sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that wait since before `before` and were never started."""
@@ -486,7 +488,8 @@ class WaitingQueue:
         self.waiting[sequence.submit.priority] += by * (not sequence.background)
 
     def _place(self, sequence: Sequence) -> None:
-        ticket, self._first = next(self._tickets), None
+        ticket = next(self._tickets)
+        self._first = self._heads = None
         if sequence.request_id not in self._entries:
             self._count(sequence, 1)
         self._entries[sequence.request_id] = (ticket, sequence)
@@ -539,9 +542,8 @@ class _Lines:
     def heads(self) -> dict[Line, Sequence]:
         """The first of each line that has any."""
         found = {}
-        for line in list(self._heaps):
-            heap = self._heaps[line]
-            while heap and not self._counts(*heap[0][1:]):
+        for line, heap in list(self._heaps.items()):
+            while heap and not self._counts(heap[0][1], heap[0][2]):
                 heapq.heappop(heap)
             if heap:
                 found[line] = heap[0][2]

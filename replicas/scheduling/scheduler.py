@@ -5,7 +5,6 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 """
 
 import math
-from collections.abc import Mapping
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
@@ -19,7 +18,6 @@ from holdfast.replicas.events import (
     TurnEnded,
 )
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import Learned, RestoreCost
 from holdfast.replicas.retention.rows import Rows
@@ -33,11 +31,10 @@ from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
 from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
-from holdfast.replicas.stats import EngineStats, Occupancy
+from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
 from holdfast.replicas.types import Priority
 
 _TENANTS = 200  # whose seconds are counted apart
-_OTHERS = "other"
 _LEAST_CHUNK = 64  # tokens of a prompt beside others: fewer take nearly as long
 _UNBOUNDED = 1 << 62
 
@@ -129,15 +126,6 @@ class Scheduler:
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
         )
-
-    def tenant_cells(self) -> Mapping[str, int]:
-        """Cells that each tenant has, in use and cached, by the names that `served_s` has. Any thread may ask."""
-        counted: dict[str, int] = {}
-        for tenant, pages in self._cache.tree.tenants.used.copy().items():
-            if tenant != SHARED:
-                name = tenant if tenant in self._stats.served_s else _OTHERS
-                counted[name] = counted.get(name, 0) + pages * self._config.page_size
-        return counted
 
     # ---- planning a step ----
 
@@ -374,7 +362,7 @@ class Scheduler:
                 batch += n
         each, served = seconds / sum(tokens.values()), self._stats.served_s
         for scope, n in tokens.items():
-            counted = scope if scope in served or len(served) < _TENANTS else _OTHERS
+            counted = scope if scope in served or len(served) < _TENANTS else OTHERS
             served[counted] = served.get(counted, 0.0) + each * n
         wanted = batch > 0 or self._waiting.waiting[Priority.BATCH] > 0
         if wanted or self._classes.due:

@@ -7,6 +7,7 @@
 An engine shares the seconds of its steps so (`queue`), a router the slots of its replicas (`router/lines`).
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import TypeAlias
 
 from holdfast.replicas.types import Priority
 
-Standing: TypeAlias = tuple[float, float]
 Turn: TypeAlias = tuple[float, float]
 
 TENANTS = 65_536  # remembered, the one longest without anything forgotten first
@@ -79,20 +79,29 @@ class Shares:
         share.weight = weight
         share.served = max(share.served, self._time)
 
-    def standing(self, tenant: str) -> Standing:
-        """The smallest is served next."""
-        share = self.of(tenant)
-        charged = share.running / share.weight
-        return (share.served + charged * self.usual, charged)
-
     @property
     def usual(self) -> float:
         """Seconds that a request takes on average."""
         return self._spent / max(self._begun, 1.0)
 
-    def choose(self, tenants: Iterable[str]) -> None:
-        """One of these, who wait, is served next."""
-        self._time = max(self._time, min(self.of(tenant).served for tenant in tenants))
+    def first(self, tenants: Iterable[str]) -> list[int]:
+        """Which of these, who wait, was served least, by its place; several where those were alike. One of them is
+        served next.
+        """
+        usual, served = self.usual, math.inf
+        least = math.inf, math.inf
+        found: list[int] = []
+        for place, tenant in enumerate(tenants):
+            share = self._shares.get(tenant) or self.of(tenant)
+            charged = share.running / share.weight
+            standing = (share.served + charged * usual, charged)
+            if standing < least:
+                least, found = standing, [place]
+            elif standing == least:
+                found.append(place)
+            served = min(served, share.served)
+        self._time = max(self._time, served)
+        return found
 
     def begin(self, tenant: str) -> Share:
         """A request of a tenant runs from now on."""

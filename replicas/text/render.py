@@ -35,7 +35,7 @@ _BEFORE = "said-before"
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
 _FEW = 256  # messages, calls and tools, of which no template makes an event loop wait for long
-_LEAST = 8  # of them in the smallest conversation that a template is tried on
+_LEAST = 4  # of them in the smallest conversation that a template is tried on
 _MOST_LINES = 1 << 22  # of it and of Jinja, that what it does for each pair of them may run: about half a second
 _TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of such lines
 _HEAD = 48  # characters by which a message is found in a prompt

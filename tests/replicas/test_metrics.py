@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.replicas.actor import EngineCollector
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.metrics import ALL, Kind, process_usage
 from holdfast.replicas.stats import EngineStats, Occupancy, QuestionStats, TextStats
 from holdfast.router import metric_list as router
@@ -23,8 +24,15 @@ SECTIONS = {"engine": EngineConfig(), "router": RouterConfig()}
 def exposed():
     stats = EngineStats(steps=3)
     stats.step_times.observe(0.003)
+    stats.served_s["acme"] = 1.0
+    cache = KVCache(12, 5)
+    for tenant, pages in (("acme", 3), ("beta", 2), ("gamma", 1)):
+        cache.tree.tenants.took(tenant, pages)
     engine = SimpleNamespace(
-        stats=stats, occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30), tenant_cells=lambda: {"acme": 40}
+        stats=stats,
+        occupancy=lambda: Occupancy(1, 2, 3, 60, 10, 20, 30),
+        cache=cache,
+        config=SimpleNamespace(page_size=5),
     )
     registry = CollectorRegistry()
     registry.register(
@@ -55,7 +63,8 @@ def test_values_are_those_of_the_engine():
     found = exposed()
     cells = {sample.labels["state"]: sample.value for sample in found["holdfast_cells"].samples}
     assert cells == {"free": 10, "tree": 20, "held": 30}
-    assert [(each.labels["tenant"], each.value) for each in found["holdfast_tenant_cells"].samples] == [("acme", 40)]
+    cells = {each.labels["tenant"]: each.value for each in found["holdfast_tenant_cells"].samples}
+    assert cells == {"acme": 15, "other": 15}
     steps = {
         (s.name.rpartition("_")[2], s.labels.get("le")): s.value
         for s in found["holdfast_step_duration_seconds"].samples

@@ -34,6 +34,16 @@ def test_a_quiet_tenants_turns_are_told_over_what_they_take_alone():
     assert over_slow.turns == over_few.turns == slow.turns == few.turns
 
 
+def test_a_run_that_ends_with_the_others_programs_tells_the_same_of_them():
+    programs = sharing.of_tenants(0, {sharing.NOISY: 30, sharing.QUIET: 3}, sharing.WITHIN_S)
+    machine = replace(profile(SMALL.profile), cells=SMALL.cells)
+    whole, short = (sharing.run(programs, machine, 2, "fair", 2, besides) for besides in ("", sharing.NOISY))
+    of_others = [[turn for turn in ran.turns if turn.tenant == sharing.QUIET] for ran in (whole, short)]
+    assert of_others[0] == of_others[1]
+    assert len(short.turns) < len(whole.turns)
+    assert len(short.ended[sharing.NOISY]) < 30
+
+
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=20), st.floats(0.1, 10.0))
 def test_jains_index_is_one_for_equal_shares_and_does_not_depend_on_the_unit(values, times):
     assert 1 / len(values) - 1e-9 <= jain(values) <= 1 + 1e-9

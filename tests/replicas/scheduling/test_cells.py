@@ -103,6 +103,6 @@ def test_what_each_tenant_has_is_told_and_a_preamble_is_nobodys():
     small.submit("a", words(1, 30), 6, scope="acme")
     small.submit("b", words(2, 10), 2, scope="beta")
     small.run()
-    told, now = small.engine.tenant_cells(), small.engine.occupancy()
-    assert told == {"acme": 36, "beta": 12}
-    assert now.cells_total - now.cells_free == sum(told.values()) + 16
+    pages, now = small.engine.cache.tree.tenants.counted(["acme", "beta"], "other"), small.engine.occupancy()
+    assert pages == {"acme": 9, "beta": 3}
+    assert now.cells_total - now.cells_free == 4 * sum(pages.values()) + 16

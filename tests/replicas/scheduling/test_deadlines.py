@@ -135,15 +135,18 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(bound):
 
 
 def test_nobody_gives_way_where_that_would_not_be_enough():
-    """Who is refused leaves those that wait as they were: each of them has its answer."""
-    world = World(max_sequences=2, cells=1024, max_waiting_tokens=16)
-    world.submit("first", words(0, 4), 1)
-    world.submit("batch", words(1, 4), 1, priority=BATCH)
-    world.submit("long", words(2, 13), 1)
+    """Whoever was taken in has an answer, or is told why not."""
+    world = World(max_sequences=1, cells=4096, max_waiting_tokens=24)
+    world.submit("runs", words(0, 8), 20)
+    world.step()
+    for name, n, priority in (("one", 16, INTERACTIVE), ("batch", 8, BATCH), ("long", 16, INTERACTIVE)):
+        world.submit(name, words(n, n), priority=priority)
     assert kind(world.end("long")) is ErrorKind.OVERLOADED
     world.run()
-    world.assert_right("first")
-    world.assert_right("batch")
+    for name in ("runs", "one", "batch"):
+        world.assert_right(name)
+    assert world.engine.stats.not_begun["gave_way"] == 0
+    world.assert_idle()
 
 
 def test_clients_that_do_not_wait_teach_as_well():

@@ -25,8 +25,7 @@ class Server:
 
     def serve(self) -> None:
         waiting = [name for name, n in self.waiting.items() if n]
-        tenant = min(waiting, key=self.shares.standing)
-        self.shares.choose(waiting)
+        tenant = waiting[self.shares.first(waiting)[0]]
         self.shares.begin(tenant)
         self.waiting[tenant] -= 1
         self.shares.charge(tenant, self.lengths[tenant])
@@ -88,7 +87,7 @@ def test_idle_time_is_lent_and_not_held_against_who_used_it(alone, length):
 def test_one_long_request_without_a_rival_is_not_held_against_its_tenant():
     shares = Shares()
     shares.come("a", 1.0, alone=True)
-    shares.choose("a")
+    shares.first("a")
     shares.begin("a")
     shares.charge("a", 1000.0)
     shares.come("b", 1.0, alone=True)  # while it runs
@@ -191,3 +190,27 @@ def test_what_others_are_told_is_of_those_served_last_and_no_more(served, tenant
         if len(last) > 2 * tenants:
             del last[next(iter(last))]
         assert contended.told() == last
+
+
+NAMES = "abcd"
+acts = st.lists(st.tuples(st.sampled_from(["come", "begin", "charge"]), st.sampled_from(NAMES), st.integers(0, 3)))
+
+
+@given(acts, st.lists(st.sampled_from(NAMES), min_size=1, unique=True))
+def test_the_first_of_those_who_wait_were_served_least_what_they_run_counted_in_advance(
+    acts: list[tuple[str, str, int]], waiting: list[str]
+) -> None:
+    shares = Shares()
+    for act, name, n in acts:
+        if act == "come":
+            shares.come(name, weight=1.0 + n, alone=n == 0)
+        elif act == "begin":
+            shares.begin(name)
+        else:
+            shares.charge(name, float(n))
+    before = shares.of("nobody yet").served
+    those = [shares.of(name) for name in waiting]
+    running = [share.running / share.weight for share in those]
+    standings = [(share.served + n * shares.usual, n) for share, n in zip(those, running, strict=True)]
+    assert shares.first(waiting) == [i for i, each in enumerate(standings) if each == min(standings)]
+    assert shares.of("a newcomer").served == max(before, min(share.served for share in those)), "their time goes on"

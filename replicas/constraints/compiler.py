@@ -173,9 +173,10 @@ class Compiler:
         if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
         matcher, loose = self._made(library, forms, rule)
-        if watch is None:
+        if watch is None or forms is None:
             return matcher
-        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, loose)
+        over = forms.over_when_complete(rule.parallel)
+        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, over, loose)
 
     def _read(self, watch: bool) -> tuple[GrammarCompiler, Forms | None, CallWatch | None] | None:
         """What every grammar is compiled with, read once; None where no grammar can be followed."""

@@ -258,7 +258,7 @@ class Service:
         limits = await _limits(self._text, self._compiling, request)
         matcher = self._text.after_thinking(request, encoded, limits.matcher)
         drawn = request.drawn.tokens if request.drawn is not None else ()
-        if matcher is not None and matcher.advance(drawn) < len(drawn):
+        if matcher is not None and drawn and matcher.advance(drawn) < len(drawn):
             # There it was not followed: its grammar was not compiled in time.
             matcher, limits = None, replace(limits, matcher=None)
         submit = Submit(

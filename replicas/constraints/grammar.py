@@ -60,6 +60,16 @@ class ReplyRule:
         body = self.json and (self.json.content, self.json.strict)
         return json.dumps([tools, self.calls, self.parallel, body], default=dict)
 
+    @cached_property
+    def fields(self) -> str:
+        """The request's fields that hold its schemas."""
+        return "\n".join(schema.field for schema in self.schemas)
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """Of arguments, and of JSON."""
+        return [tool.arguments for tool in self.tools] + ([self.json] if self.json is not None else [])
+
 
 def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls: bool = True) -> ReplyRule | None:
     """What `prompt` asks for; None where the model may write what it likes.

@@ -99,7 +99,7 @@ class CallGuard:
     """
 
     __slots__ = (
-        *("_failed", "_inner", "_must", "_names", "_over", "_refused", "_start", "_tail", "_watch"),
+        *("_failed", "_forced", "_inner", "_must", "_names", "_over", "_refused", "_start", "_tail", "_watch"),
         *("calls", "loose"),
     )
 
@@ -121,6 +121,7 @@ class CallGuard:
         self._inner: GuidedMatcher | None = None  # of the call that has begun
         self._refused = False  # a token of this call
         self._failed = False
+        self._forced: list[int] = []
         self._tail = watch.begun  # of the text: the beginning of an opener
         self._start: bytes | None = b"" if watch.bare is not None else None  # the text, while a bare call may begin
 
@@ -152,11 +153,17 @@ class CallGuard:
     def copy(self) -> "CallGuard":
         other = CallGuard(self.calls, self._watch, self._names, self._must, self._over, self.loose)
         other._inner = self._inner and self._inner.copy()
-        other._refused, other._failed = self._refused, self._failed
+        other._refused, other._failed, other._forced = self._refused, self._failed, self._forced
         other._tail, other._start = self._tail, self._start
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
+        stand = self._read(tokens)
+        # Now, while the grammar is at hand: before the next step it takes several times as long.
+        self._forced = self._inner.forced() if self._inner is not None else []
+        return stand
+
+    def _read(self, tokens: Sequence[int]) -> int:
         stand = 0
         while stand < len(tokens):
             rest = tokens[stand:] if stand else tokens
@@ -183,7 +190,7 @@ class CallGuard:
         return self.copy().advance(tokens)
 
     def forced(self) -> list[int]:
-        return self._inner.forced() if self._inner is not None else []
+        return self._forced
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         ahead = self.copy() if drafts else self

@@ -127,17 +127,21 @@ _SHORT = 1024  # tokens of a call whose matcher is: one grows with what it reads
 class GuidedMatcher:
     """`constraints.matcher.Matcher` over a matcher of the library.
 
+    Trap: a token that may not follow breaks the library's for good, unless it is asked about first, which takes half as
+    long again as to read it. As a rule tokens may follow, so they are read; where one may not, the text is read anew.
+
     Trap: what the library allocates for a copy and frees with it takes longer than reading a short call, so those that
     are done with are `spared` and used again.
     """
 
-    __slots__ = ("_inner", "_spare", "_taken", "_uncut", "words")
+    __slots__ = ("_inner", "_pristine", "_read", "_spare", "_uncut", "words")
 
-    def __init__(self, inner: Any, words: int, uncut: set[bytes] | None = None) -> None:
+    def __init__(self, inner: Any, words: int, pristine: Any = None, uncut: set[bytes] | None = None) -> None:
         self._inner = inner
+        self._pristine = pristine if pristine is not None else inner.deep_copy()  # at the grammar's beginning
+        self._read: list[int] = []  # since then
         self._uncut = uncut if uncut is not None else set()  # bytes that were forced, and no token with them
         self._spare: list[GuidedMatcher] = []
-        self._taken = 0
         self.words = words
 
     @property
@@ -162,8 +166,8 @@ class GuidedMatcher:
         return False
 
     def copy(self) -> "GuidedMatcher":
-        other = GuidedMatcher(self._inner.deep_copy(), self.words, self._uncut)
-        other._taken = self._taken
+        other = GuidedMatcher(self._inner.deep_copy(), self.words, self._pristine, self._uncut)
+        other._read = self._read[:]
         return other
 
     def another(self) -> "GuidedMatcher":
@@ -175,8 +179,8 @@ class GuidedMatcher:
 
     def spared(self, other: "GuidedMatcher") -> None:
         """One that came from `another`, or is a copy of such, is done with: nobody may use it any more."""
-        if other._taken <= _SHORT and len(self._spare) < _SPARE and not other.failed and other._inner.reset():
-            other._taken = 0
+        if len(other._read) <= _SHORT and len(self._spare) < _SPARE and not other.failed and other._inner.reset():
+            other._read.clear()
             self._spare.append(other)
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -187,8 +191,14 @@ class GuidedMatcher:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Advance by those of `tokens` that may follow; how many these are."""
-        taken = int(self._inner.try_consume_tokens(tokens))
-        self._taken += taken
+        if self._inner.is_error():
+            return 0
+        taken = len(tokens)
+        if not self._inner.consume_tokens(tokens):
+            self._inner = self._pristine.deep_copy()
+            self._inner.consume_tokens(self._read)
+            taken = int(self._inner.try_consume_tokens(tokens))
+        self._read += tokens[:taken]
         return taken
 
     def completes(self, tokens: Sequence[int]) -> bool:

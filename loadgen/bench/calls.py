@@ -51,7 +51,7 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
 from holdfast.replicas.scheduling.plan import Drawn, Runner, StepOutput, StepPlan
-from holdfast.replicas.service import Service
+from holdfast.replicas.service import Service, leave_alone
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 
@@ -293,9 +293,10 @@ class Clocked:
 
 def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Made:
     """What `act` makes of its arguments; the processor seconds of that go to `spent`."""
+    before = time.thread_time()  # what reading the clock takes here is not theirs
     began = time.thread_time()
     made = act(*arguments)
-    spent.append(time.thread_time() - began)
+    spent.append(time.thread_time() - began - (began - before))
     return made
 
 
@@ -617,10 +618,6 @@ async def _pairs(
     """
     pairs = []
     prose = "I look that up.\n" if form.opener else ""
-    nothing: list[float] = []
-    for _ in range(999):
-        clocked(nothing, bool)
-    idle = median(nothing)  # what the clock sees of itself, piece by piece
     for number in range(-2, rounds):  # two to warm up
         task = TASKS[number % _SETS]
         tools = [*task.tools, *more]
@@ -643,7 +640,7 @@ async def _pairs(
                 raise RuntimeError(f"{form}: {answer}")
         if number >= 0:
             without, spent = (text.spent for _, text in sides)
-            grammar = sum(spent) - sum(without) - idle * (len(spent) - len(without))
+            grammar = sum(spent) - sum(without)
             pairs.append(_Pair((whole[0], whole[1]), grammar, (steps[0], steps[1])))
     return pairs
 
@@ -686,6 +683,7 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
         )  # no turn with these is computed
         numbers = count()
         async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
+            leave_alone()  # as a server does
             threads = CompilerThreads()
             for properties in (6, 10):
                 for choice in ("required", "auto"):

@@ -173,9 +173,10 @@ class Compiler:
         if rule.calls == "required" and forms is None:
             raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
         matcher, loose = self._made(library, forms, rule)
-        if watch is None:
+        if watch is None or forms is None:
             return matcher
-        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, loose)
+        over = forms.over_when_complete(rule.parallel)
+        return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, over, loose)
 
     def _read(self, watch: bool) -> tuple[GrammarCompiler, Forms | None, CallWatch | None] | None:
         """What every grammar is compiled with, read once; None where no grammar can be followed."""
@@ -254,13 +255,12 @@ def _key_of(rule: ReplyRule) -> tuple[ReplyRule, _Key]:
     if len(key) > _LONGEST and rule.in_text and not rule.strict:
         rule = names_alone(rule)
         key = rule.key
-    schemas = [tool.arguments for tool in rule.tools] + ([rule.json] if rule.json is not None else [])
     if len(key) > _LONGEST:
-        sizes = {schema.field: len(json.dumps(schema.content, default=dict)) for schema in schemas}
+        sizes = {schema.field: len(json.dumps(schema.content, default=dict)) for schema in rule.schemas}
         largest = max(sizes, key=lambda field: sizes[field])
         field = largest if sizes[largest] > _LONGEST // 2 else "tools"
         raise InvalidRequestError(f"'{field}' is too long to be followed: at most {_LONGEST} characters of JSON", field)
-    return rule, (key, *(schema.field for schema in schemas))
+    return rule, (key, rule.fields)
 
 
 def leave_event_loop(prompt: ChatPrompt) -> None:

@@ -60,6 +60,16 @@ class ReplyRule:
         body = self.json and (self.json.content, self.json.strict)
         return json.dumps([tools, self.calls, self.parallel, body], default=dict)
 
+    @cached_property
+    def fields(self) -> str:
+        """The request's fields that hold its schemas."""
+        return "\n".join(schema.field for schema in self.schemas)
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """Of arguments, and of JSON."""
+        return [tool.arguments for tool in self.tools] + ([self.json] if self.json is not None else [])
+
 
 def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls: bool = True) -> ReplyRule | None:
     """What `prompt` asks for; None where the model may write what it likes.
@@ -297,6 +307,10 @@ class Forms:
         """Every form that calls in a text may have."""
         return self.triggered if self.bare is None else (*self.triggered, self.bare)
 
+    def over_when_complete(self, parallel: bool) -> bool:
+        """Whether calls in a text that may end at some token go on behind it in no form."""
+        return self.bare is None and all(form.restarts or form.alone or form.tail or not parallel for form in self.all)
+
 
 def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | None:
     """The forms of `tool_format`; `knows` tells which markers are tokens of the model. None: it has no calls."""
@@ -443,6 +457,12 @@ def arguments_grammar(schema: Schema, form: CallForm, free: bool) -> str:
     return f"start: {rules.rule('body', schema, form.keywords, form.tags)}\n{grammar.text}"
 
 
+_BEHIND = "\x00"
+"""What might follow calls behind which nothing does, and never will. Trap: to find that nothing may follow takes the
+library as long as reading all of a short call.
+"""
+
+
 def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     """`rule` in the library's Lark dialect: JSON or calls, from the first character of the reply on; or text.
 
@@ -464,6 +484,8 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     if not starts:
         starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
     start = " | ".join(starts)
+    if rule.in_text and forms is not None and forms.over_when_complete(rule.parallel):
+        start = f"({start}) {grammar.add('BEHIND', literal(_BEHIND))}?"
     if forms is not None and forms.thought is not None and not rule.in_text:
         start = f"{grammar.thought('thought', *forms.thought)} ({start})"
     return f"start: {start}\n{grammar.text}"

@@ -94,22 +94,34 @@ class CallGuard:
     """`constraints.matcher.Matcher` of a text in which calls follow `calls`, a matcher of nothing but calls.
 
     `names`: the declared tools. A grammar that grows beyond its limits is given up, and the reply goes on without;
-    where it `must` be followed, the guard has failed. `loose`: it does not hold every tool to its schema.
+    where it `must` be followed, the guard has failed. `over`: calls that may end are over (`Forms.over_when_complete`).
+    `loose`: it does not hold every tool to its schema.
     """
 
-    __slots__ = ("_failed", "_inner", "_must", "_names", "_refused", "_start", "_tail", "_watch", "calls", "loose")
+    __slots__ = (
+        *("_failed", "_forced", "_inner", "_must", "_names", "_over", "_refused", "_start", "_tail", "_watch"),
+        *("calls", "loose"),
+    )
 
     def __init__(
-        self, calls: GuidedMatcher, watch: CallWatch, names: frozenset[str], must: bool, loose: bool = False
+        self,
+        calls: GuidedMatcher,
+        watch: CallWatch,
+        names: frozenset[str],
+        must: bool,
+        over: bool = False,
+        loose: bool = False,
     ) -> None:
         self.calls = calls
         self.loose = loose
+        self._over = over
         self._watch = watch
         self._names = names
         self._must = must
         self._inner: GuidedMatcher | None = None  # of the call that has begun
         self._refused = False  # a token of this call
         self._failed = False
+        self._forced: list[int] = []
         self._tail = watch.begun  # of the text: the beginning of an opener
         self._start: bytes | None = b"" if watch.bare is not None else None  # the text, while a bare call may begin
 
@@ -139,13 +151,19 @@ class CallGuard:
         return self._failed and not self._must
 
     def copy(self) -> "CallGuard":
-        other = CallGuard(self.calls, self._watch, self._names, self._must, self.loose)
+        other = CallGuard(self.calls, self._watch, self._names, self._must, self._over, self.loose)
         other._inner = self._inner and self._inner.copy()
-        other._refused, other._failed = self._refused, self._failed
+        other._refused, other._failed, other._forced = self._refused, self._failed, self._forced
         other._tail, other._start = self._tail, self._start
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
+        stand = self._read(tokens)
+        # Now, while the grammar is at hand: before the next step it takes several times as long.
+        self._forced = self._inner.forced() if self._inner is not None else []
+        return stand
+
+    def _read(self, tokens: Sequence[int]) -> int:
         stand = 0
         while stand < len(tokens):
             rest = tokens[stand:] if stand else tokens
@@ -172,7 +190,7 @@ class CallGuard:
         return self.copy().advance(tokens)
 
     def forced(self) -> list[int]:
-        return self._inner.forced() if self._inner is not None else []
+        return self._forced
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         ahead = self.copy() if drafts else self
@@ -246,7 +264,7 @@ class CallGuard:
 
     def _open(self, text: bytes) -> bool:
         """Whether a call may begin with `text`; from here on it is followed."""
-        ids, inner = self._watch.encode(text), self.calls.copy()
+        ids, inner = self._watch.encode(text), self.calls.another()
         if ids is None or inner.take(ids) < len(ids):
             return False
         self._inner, self._tail, self._start = inner, b"", None
@@ -255,7 +273,7 @@ class CallGuard:
 
     def _settle(self, inner: GuidedMatcher) -> None:
         """The call has come further."""
-        if inner.finished:  # or it has failed
+        if (self._over and inner.complete) or inner.finished:  # or it has failed
             self._leave(inner)
         elif self._refused:
             self._refused = not inner.complete
@@ -264,5 +282,6 @@ class CallGuard:
         """The calls are over, or cannot be followed any more: the text is free again."""
         bare = self._watch.bare
         self._failed = self._failed or inner.failed
+        self.calls.spared(inner)
         self._inner, self._refused = None, False
         self._start = b"" if bare is not None and not bare.head else None

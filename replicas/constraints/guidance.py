@@ -119,13 +119,29 @@ class GrammarCompiler:
             matcher.rollback(1)
 
 
+_SPARE = 16  # matchers of one grammar that are kept for its next calls
+_UNCUT = 4096  # forced texts that are remembered of a grammar
+_SHORT = 1024  # tokens of a call whose matcher is: one grows with what it reads
+
+
 class GuidedMatcher:
-    """`constraints.matcher.Matcher` over a matcher of the library."""
+    """`constraints.matcher.Matcher` over a matcher of the library.
 
-    __slots__ = ("_inner", "words")
+    Trap: a token that may not follow breaks the library's for good, unless it is asked about first, which takes half as
+    long again as to read it. As a rule tokens may follow, so they are read; where one may not, the text is read anew.
 
-    def __init__(self, inner: Any, words: int) -> None:
+    Trap: what the library allocates for a copy and frees with it takes longer than reading a short call, so those that
+    are done with are `spared` and used again.
+    """
+
+    __slots__ = ("_inner", "_pristine", "_read", "_spare", "_uncut", "words")
+
+    def __init__(self, inner: Any, words: int, pristine: Any = None, uncut: set[bytes] | None = None) -> None:
         self._inner = inner
+        self._pristine = pristine if pristine is not None else inner.deep_copy()  # at the grammar's beginning
+        self._read: list[int] = []  # since then
+        self._uncut = uncut if uncut is not None else set()  # bytes that were forced, and no token with them
+        self._spare: list[GuidedMatcher] = []
         self.words = words
 
     @property
@@ -150,7 +166,22 @@ class GuidedMatcher:
         return False
 
     def copy(self) -> "GuidedMatcher":
-        return GuidedMatcher(self._inner.deep_copy(), self.words)
+        other = GuidedMatcher(self._inner.deep_copy(), self.words, self._pristine, self._uncut)
+        other._read = self._read[:]
+        return other
+
+    def another(self) -> "GuidedMatcher":
+        """As `copy`, of one at the beginning of its grammar; any thread may ask."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self.copy()
+
+    def spared(self, other: "GuidedMatcher") -> None:
+        """One that came from `another`, or is a copy of such, is done with: nobody may use it any more."""
+        if len(other._read) <= _SHORT and len(self._spare) < _SPARE and not other.failed and other._inner.reset():
+            other._read.clear()
+            self._spare.append(other)
 
     def advance(self, tokens: Sequence[int]) -> int:
         stand = self.take(tokens)
@@ -160,7 +191,15 @@ class GuidedMatcher:
 
     def take(self, tokens: Sequence[int]) -> int:
         """Advance by those of `tokens` that may follow; how many these are."""
-        return int(self._inner.try_consume_tokens(tokens))
+        if self._inner.is_error():
+            return 0
+        taken = len(tokens)
+        if not self._inner.consume_tokens(tokens):
+            self._inner = self._pristine.deep_copy()
+            self._inner.consume_tokens(self._read)
+            taken = int(self._inner.try_consume_tokens(tokens))
+        self._read += tokens[:taken]
+        return taken
 
     def completes(self, tokens: Sequence[int]) -> bool:
         """Whether the reply may end behind `tokens`, which may follow."""
@@ -174,7 +213,16 @@ class GuidedMatcher:
         return int(self._inner.validate_tokens(tokens))
 
     def forced(self) -> list[int]:
-        return list(self._inner.compute_ff_tokens())
+        """To cut forced bytes takes longer than all else: those that made no token of this grammar once are not asked
+        about again. As a rule that is one byte with which several tokens begin.
+        """
+        text = self._inner.compute_ff_bytes()
+        if not text or text in self._uncut:
+            return []
+        tokens = list(self._inner.compute_ff_tokens())
+        if not tokens and len(self._uncut) < _UNCUT:
+            self._uncut.add(text)
+        return tokens
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         inner, width = self._inner, self.words * 4

@@ -272,8 +272,8 @@ def test_the_actor_tells_its_metrics_and_load():
     asyncio.run(main())
 
 
-THREADS_SCRIPT = """
-import asyncio, os, torch
+LOADED_SCRIPT = """
+import asyncio, gc, os, torch
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
@@ -284,17 +284,30 @@ async def main():
     await service.generate(GenerateRequest("r", RawPrompt("Hello"), Sampling(4)))
     before = len(os.listdir("/proc/self/task"))
     torch.ones(1 << 22).add_(1)
-    print(len(os.listdir("/proc/self/task")) - before)
+    print(len(gc.get_objects()), gc.get_freeze_count(), len(os.listdir("/proc/self/task")) - before)
     await service.close()
 
 asyncio.run(main())
 """
 
 
-def test_loading_leaves_no_team_of_threads_beside_the_engines() -> None:
+@pytest.fixture(scope="module")
+def loaded() -> list[int]:
+    """Of a process of its own that has loaded a model: objects that collections look at, others, new threads."""
+    told = subprocess.run([sys.executable, "-c", LOADED_SCRIPT], capture_output=True, text=True, check=True)
+    return [int(each) for each in told.stdout.split()[-3:]]
+
+
+def test_loading_leaves_no_team_of_threads_beside_the_engines(loaded: list[int]) -> None:
     """OpenMP's threads sleep wherever they wait once there are more of them than cores; steps took 1.7 times as long.
 
     The loop's thread has no team yet: its first parallel work makes one.
     """
-    told = subprocess.run([sys.executable, "-c", THREADS_SCRIPT], capture_output=True, text=True, check=True)
-    assert told.stdout.split()[-1] == "1"
+    assert loaded[-1] == 1
+
+
+def test_what_is_there_once_a_model_is_loaded_is_looked_through_no_more(loaded: list[int]) -> None:
+    """A whole collection of garbage takes as long as there is to look through, and meanwhile no stream goes on."""
+    looked_through, left_alone, _ = loaded
+    assert left_alone > 100_000
+    assert looked_through < left_alone / 10

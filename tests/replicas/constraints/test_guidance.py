@@ -102,3 +102,39 @@ def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
         assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
         matcher.advance([token])
     assert not matcher.failed
+
+
+def test_a_matcher_that_is_done_with_is_used_again_as_if_it_were_new(vocabularies: list[Vocabulary]) -> None:
+    for vocabulary in vocabularies:
+        matcher = GrammarCompiler(vocabulary).compile(LARK)
+        ids = list(vocabulary.encode(TEXT))
+        for cut in (len(ids), 3, 0):  # one that is finished, one within its text, one that was never used
+            used = matcher.another()
+            assert used.take(ids[:cut]) == cut
+            matcher.spared(used)
+            again = matcher.another()
+            assert again is used
+            assert np.array_equal(rows(again, ids), rows(matcher, ids))
+            assert (again.forced(), again.finished) == (matcher.forced(), False)
+            matcher.spared(again)
+        failed = matcher.another()
+        failed.advance(vocabulary.encode("z"))
+        matcher.spared(failed)
+        assert matcher.another() is not failed
+
+
+def test_what_is_not_asked_about_again_loses_no_other_forced_token(vocabularies: list[Vocabulary]) -> None:
+    """Whatever was asked before, what is forced must follow; of the same place it is the same."""
+    for vocabulary in vocabularies:
+        matcher = GrammarCompiler(vocabulary).compile(LARK)
+        ids, told = list(vocabulary.encode(TEXT)), []
+        for _ in range(2):
+            place = matcher.copy()
+            told.append([])
+            for token in ids:
+                forced = place.forced()
+                assert place.accepts(forced) == len(forced)
+                told[-1].append(forced)
+                place.advance([token])
+        assert told[0] == told[1]
+        assert any(told[0])

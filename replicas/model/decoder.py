@@ -135,11 +135,17 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, path: str, config: Any, kv: KVTensors, context_length: int, int8_sample: Tensor | None = None
+        cls,
+        path: str,
+        config: Any,
+        kv: KVTensors,
+        context_length: int,
+        sample: Tensor | None = None,
+        int8: bool = False,
     ) -> "Decoder | None":
         """Read a checkpoint, or None where its family, options or files are not this decoder's. Raises ConfigError.
 
-        `int8_sample`: products in int8, smoothed by what these token ids [n] show.
+        `int8`: products in it. By what the token ids `sample` [n] show, those are smoothed, and keys of a `kv` in int8.
         """
         shape = decoder_shape(config)
         if shape is None or not has_safetensors(path):
@@ -147,9 +153,9 @@ class Decoder:
         device = str(kv.data.device)
         weights = read_weights(path, shape, kv.dtype, device)
         rotary = rotary_table(config, context_length, device)
-        if int8_sample is not None:
-            smooth(weights, shape, rotary, int8_sample, kv.dtype)
-        return cls(shape, weights, rotary, kv, int8_sample is not None)
+        if sample is not None:
+            smooth(weights, shape, rotary, sample, kv.dtype, products=int8, keys=kv.data.dtype == torch.int8)
+        return cls(shape, weights, rotary, kv, int8)
 
     @property
     def vocabulary(self) -> int:

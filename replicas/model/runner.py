@@ -304,9 +304,9 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer:
     """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
     int8 = config.dtype == "int8"
     if config.decoder != "transformers":
-        sample = sample_tokens(tokenizer, info.vocabulary) if int8 else None
+        sample = sample_tokens(tokenizer, info.vocabulary) if int8 or config.kv_dtype == "int8" else None
         try:
-            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length, sample)
+            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length, sample, int8)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error

@@ -1,10 +1,15 @@
-"""Evening out columns before weights become int8: what is far larger than the rest leaves the rest no room.
+"""Evening out columns before weights, or keys, become int8: what is far larger than the rest leaves the rest no room.
 
 Some channels of a trained model's activations are 20 to 100 times the others, the same ones for every token, and a row
 in int8 has one step for all of them. So a sample of text is run through the layers before they are quantised, and
 each product's columns are divided by powers of two that go into its weight (`kernels.int8.even_out`). No operation is
 added for it: what makes a column is divided, a norm's weight, the rows of a value, the rows of `up`. The float model
 computes what it did, to the last bit; heads that share a key and value share factors, too.
+
+Channels of a key are larger than others as well, in models with a bias most of all, and a store in int8 has one step
+for a token's key. They are divided by powers of two that go into the queries: q_d f_d . k_d / f_d. Both of a pair that
+is turned together have the same. Queries stay as they are computed, so keys are evened out wholly. Source: QServe (Lin
+et al. 2024), section 4.2, with alpha = 1.
 """
 
 import torch
@@ -40,20 +45,36 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor
 
 @torch.inference_mode()
 def smooth(
-    weights: DecoderWeights, shape: DecoderShape, rotary: tuple[Tensor, Tensor], sample: Tensor, dtype: torch.dtype
+    weights: DecoderWeights,
+    shape: DecoderShape,
+    rotary: tuple[Tensor, Tensor],
+    sample: Tensor,
+    dtype: torch.dtype,
+    products: bool = True,
+    keys: bool = False,
 ) -> None:
-    """Even out the columns of all products in place, but the head's; `sample` [n] token ids, computed in `dtype`."""
+    """Even out, in place, the columns of all `products` but the head's, and the channels of `keys`.
+
+    `sample` [n]: token ids, computed in `dtype`.
+    """
     positions = torch.arange(len(sample)).clamp_max(len(rotary[0]) - 1)
     cos, sin = (table[positions].to(dtype)[:, None] for table in rotary)  # [n, 1, d / 2]
     x = weights.embedding[sample].to(dtype)
     for layer, window in zip(weights.layers, shape.window, strict=True):
-        x = _smooth_layer(layer, shape, x, cos, sin, window)
+        x = _smooth_layer(layer, shape, x, cos, sin, window, products, keys)
 
 
 def _smooth_layer(
-    layer: LayerWeights, shape: DecoderShape, x: Tensor, cos: Tensor, sin: Tensor, window: int | None
+    layer: LayerWeights,
+    shape: DecoderShape,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    window: int | None,
+    products: bool,
+    keys: bool,
 ) -> Tensor:
-    """What the layer makes of x [n, hidden]. Its columns are even afterwards."""
+    """What the layer makes of x [n, hidden]. Its columns, or keys, are even afterwards."""
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, (x.shape[-1],), weight.to(x.dtype), shape.eps)
@@ -66,13 +87,18 @@ def _smooth_layer(
     q, k, v = torch.split(qkv, [shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
-    attended = _attend(rotated(q, cos, sin), rotated(k, cos, sin), v, window)  # [n, heads, d]
+    turned = rotated(k, cos, sin)
+    attended = _attend(rotated(q, cos, sin), turned, v, window)  # [n, heads, d]
     x = x + product(attended.flatten(1), layer.out)
     second = normed(x, layer.post_norm)
     gate, up = product(second, layer.gate_up).chunk(2, dim=-1)
     inner = silu(gate) * up
     x = x + product(inner, layer.down)
 
+    if keys:
+        _move_keys(layer, shape, _columns(turned))
+    if not products:
+        return x
     _move(even_out(_columns(first), layer.qkv), layer.input_norm, layer.qkv)
     _move(even_out(_columns(second), layer.gate_up), layer.post_norm, layer.gate_up)
     factors = even_out(_columns(inner), layer.down)
@@ -100,6 +126,27 @@ def _columns(x: Tensor) -> Tensor:
 def _move(factors: Tensor, norm: Tensor, weight: Tensor) -> None:
     norm /= factors.to(norm.dtype)
     weight *= factors.to(weight.dtype)
+
+
+def _move_keys(layer: LayerWeights, shape: DecoderShape, columns: Tensor) -> None:
+    """Between keys, the largest of whose channels are `columns` [kv_heads, d], and the queries that they meet."""
+    pairs = columns.view(shape.kv_heads, 2, -1).amax(1)  # [kv_heads, d / 2]
+    if layer.k_norm is not None and layer.q_norm is not None:  # one for all heads
+        factors = _even(pairs.amax(0)).repeat(2)
+        layer.k_norm /= factors.to(layer.k_norm.dtype)
+        layer.q_norm *= factors.to(layer.q_norm.dtype)
+        return
+    factors = torch.stack([_even(each).repeat(2) for each in pairs])  # [kv_heads, d]
+    of_queries = factors.repeat_interleave(shape.heads // shape.kv_heads, 0).flatten()
+    both = torch.cat((of_queries, 1 / factors.flatten())).to(layer.qkv.dtype)  # powers of two: exact
+    layer.qkv[: len(both)] *= both[:, None]
+    if layer.qkv_bias is not None:
+        layer.qkv_bias[: len(both)] *= both
+
+
+def _even(columns: Tensor) -> Tensor:
+    """Factors by which columns become even, wholly: the root in `even_out` is of their squares."""
+    return even_out(columns.float().square(), torch.ones(1, len(columns)))
 
 
 def _move_heads(layer: LayerWeights, shape: DecoderShape, columns: Tensor) -> None:

@@ -72,8 +72,8 @@ def decoder(
     cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
     kv = KVTensors(cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
     kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
-    sample = torch.arange(VOCABULARY) if int8 else None
-    return kind.load(_checkpoint(window).name, config, kv, 640, sample), kv
+    sample = torch.arange(VOCABULARY) if int8 or int8_kv else None
+    return kind.load(_checkpoint(window).name, config, kv, 640, sample, int8), kv
 
 
 def transformers_decoder(pages: int, page_size: int, dtype: torch.dtype) -> tuple[AnyModel, KVTensors]:

@@ -14,10 +14,13 @@ def test_it_prints_and_writes_each_case_in_every_way(tmp_path, capsys, monkeypat
     out = tmp_path / "timings.json"
     size = ["--layers", "2", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--repeat", "1"]
     try:
-        assert attention_cpu.main([*size, "--only", "1 x 4 at", "--json", str(out)]) == 0
+        ways = list(dict.fromkeys((attention_c.available()[0], "torch")))
         (case,) = (case for case in attention_cpu.CASES if case.name == "1 x 4 at 3000")
+        options = [*size, "--only", "1 x 4 at", "--json", str(out)]
+        assert attention_cpu.main([*options, "--ways", f"{ways[0]},{ways[0]}/int8"]) == 0
+        whole, int8 = json.loads(out.read_text())
+        assert attention_cpu.main(options) == 0
         written = json.loads(out.read_text())
-        ways = dict.fromkeys((attention_c.available()[0], "torch"))
         assert [(one["case"], one["way"]) for one in written] == [(case.name, way) for way in ways]
     finally:
         attention_c.use()
@@ -27,6 +30,7 @@ def test_it_prints_and_writes_each_case_in_every_way(tmp_path, capsys, monkeypat
         # Both shares are of the same time: 4 * heads products for each position against 2 * kv_heads values of 2 bytes.
         assert one["bandwidth"] > 0 < one["rate"]
         assert f"{one['milliseconds']:.2f}" in said
-    assert written[0]["bandwidth"] / written[0]["rate"] == pytest.approx(
-        written[-1]["bandwidth"] / written[-1]["rate"], rel=1e-6
-    )
+    # In int8 16 bytes and 4 of a scale stand for 16 numbers of 2.
+    for one, other, bytes_read in ((written[0], written[-1], 1.0), (whole, int8, 20 / 32)):
+        read = one["bandwidth"] / one["rate"] * bytes_read
+        assert other["bandwidth"] / other["rate"] == pytest.approx(read, rel=1e-6)

@@ -69,9 +69,9 @@ def moves(device: list[int], host: list[int]) -> PageMoves:
     return PageMoves(np.array(device, np.int32), np.array(host, np.int32))
 
 
-def tiers(staged_pages: int = 64) -> tuple[KVTensors, HostPages]:
-    kv = KVTensors(SHAPE, PAGES, 4, torch.bfloat16)
-    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
+def tiers(staged_pages: int = 64, int8: bool = False) -> tuple[KVTensors, HostPages]:
+    kv = KVTensors(SHAPE, PAGES, 4, torch.bfloat16, int8=int8)
+    kv.data.copy_(99 * torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
     return kv, HostPages(kv, 20, staged=staged_pages * kv.page_size * kv.cell_bytes)
 
 
@@ -88,11 +88,11 @@ some = st.integers(1, PAGES).flatmap(
 )
 
 
-@given(some, st.sampled_from([0, 1, 3, 64]))
+@given(some, st.sampled_from([0, 1, 3, 64]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_what_comes_back_is_what_left(pages, staged_pages):
+def test_what_comes_back_is_what_left(pages, staged_pages, int8):
     left, host, back = pages
-    kv, tier = tiers(staged_pages)
+    kv, tier = tiers(staged_pages, int8)
     sums = [checksum(kv, page) for page in left]
     tier.save(moves(left, host))
     kv.data.zero_()  # what a forward does to pages that were taken over

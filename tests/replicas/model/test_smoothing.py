@@ -1,4 +1,4 @@
-"""Columns are evened out without a change to the float model, and what int8 loses to outliers comes back."""
+"""Columns and keys are evened out without a change to the float model, and what int8 loses to outliers comes back."""
 
 from tempfile import TemporaryDirectory
 
@@ -37,8 +37,8 @@ TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_
 
 
 def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
-    """Random weights. In front of a product some channels are `outliers` times the others, and their weights less by as
-    much: by floats the same model as without.
+    """Random weights. In front of a product, and of keys, some channels are `outliers` times the others, and their
+    weights, or queries, less by as much: by floats the same model as without.
     """
     torch.manual_seed(2)
     config = CONFIGS[family]()
@@ -58,12 +58,22 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
             weight[:, [3, 17, 30]] /= outliers
         layer.gate_up[96 + 5] *= outliers  # of the second half, up
         layer.down[:, 5] /= outliers
+        channels = torch.tensor([6, 14])  # of 16: a pair that is turned together
+        if layer.k_norm is not None:
+            layer.k_norm[channels] *= outliers
+            layer.q_norm[channels] /= outliers
+        else:
+            heads = layer.qkv.view(8, 16, -1)
+            heads[4:6, channels] *= outliers
+            heads[:4, channels] /= outliers
     return config, weights
 
 
-def logits(config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool) -> torch.Tensor:
+def logits(
+    config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool = False, int8_kv: bool = False
+) -> torch.Tensor:
     shape = decoder_shape(config)
-    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 8, 16, torch.float32)
+    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 8, 16, torch.float32, int8=int8_kv)
     decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8)
     table = PageTable(1, 8, 16, 8, kv.data.device)
     table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
@@ -73,7 +83,7 @@ def logits(config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool) -> 
 
 def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
     config, weights = model(family, outliers)
-    smooth(weights, decoder_shape(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32)
+    smooth(weights, decoder_shape(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32, keys=True)
     return config, weights
 
 
@@ -86,15 +96,16 @@ def test_the_float_model_stays_as_it_was_to_the_last_bit(family):
         for name in ("input_norm", "qkv", "out", "post_norm", "gate_up", "down")
     ]
     assert all(changed)
-    assert torch.equal(logits(*before, int8=False), logits(*after, int8=False))
+    assert torch.equal(logits(*before), logits(*after))
 
 
+@pytest.mark.parametrize("what", ["int8", "int8_kv"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_int8_is_as_near_as_without_outliers(family):
-    exact = logits(*model(family, 1.0), int8=False)
+def test_int8_is_as_near_as_without_outliers(family, what):
+    exact = logits(*model(family, 1.0))
 
     def off(config: tf.PreTrainedConfig, weights: DecoderWeights) -> float:
-        return ((logits(config, weights, int8=True) - exact).norm() / exact.norm()).item()
+        return ((logits(config, weights, **{what: True}) - exact).norm() / exact.norm()).item()
 
     without, planted, mended = off(*model(family, 1.0)), off(*model(family, 64.0)), off(*smoothed(family, 64.0))
     assert without < 0.05

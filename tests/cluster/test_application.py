@@ -54,7 +54,7 @@ def directories(monkeypatch: pytest.MonkeyPatch) -> list[TenantDirectory]:
     async def models() -> tuple[ModelCard, ...]:
         return (ModelCard("m", 100, 10, fingerprint="f"),)
 
-    monkeypatch.setattr(application, "ServeBackend", lambda _: SimpleNamespace(start=ready, models=models))
+    monkeypatch.setattr(application, "ServeBackend", lambda *_: SimpleNamespace(start=ready, models=models))
     monkeypatch.setattr(application, "proxy_host", listening)
     monkeypatch.setattr(application, "create_app", created)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), deployment=ROUTER, app_name="a")

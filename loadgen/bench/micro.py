@@ -29,8 +29,8 @@ from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit, Tu
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot
-from holdfast.replicas.retention.policy import Conditions, Pause, RestoreCost, policy_of
+from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
+from holdfast.replicas.retention.policy import Conditions, Here, Pause, RestoreCost, policy_of
 from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -140,15 +140,21 @@ def scheduling() -> Iterator[Figure]:
 def retention() -> Iterator[Figure]:
     """What each policy takes for a turn that ends, where it has just been told of the tools."""
     rng, book = random.Random(0), LatencyBook()
+    pauses = Pauses()
     for call in range(_CALLS):
-        book.record("", f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5))
+        tool, seconds = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
+        book.record("", tool, seconds)
+        pauses.began(call, "", tool, float(call))
+        if call % 4:
+            pauses.ended(call, call + seconds)
     known = book.snapshot()
     pause = Pause("", "tool0", 20_000)
     conditions = Conditions(1.0, 1.0, 5.0, 30_000, RestoreCost(1e-9, 1e-4, 0.02))
     for name in get_args(PolicyName):
         ttl = policy_of(RetentionConfig(policy=name)).ttl
-        news = iter([replace(known) for _ in range(_ROUNDS * 200)])
-        seconds = _best(partial(_ask, ttl, pause, news, conditions), 200)
+        asked = range(_ROUNDS * 200)
+        news = iter([(replace(known), replace(conditions, here=Here(pauses, _CALLS))) for _ in asked])
+        seconds = _best(partial(_ask, ttl, pause, news), 200)
         yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 
 
@@ -181,10 +187,9 @@ def masks() -> Iterator[Figure]:
 def _ask(
     ttl: Callable[[Pause, LatencySnapshot, Conditions], float],
     pause: Pause,
-    news: Iterator[LatencySnapshot],
-    conditions: Conditions,
+    news: Iterator[tuple[LatencySnapshot, Conditions]],
 ) -> None:
-    ttl(pause, next(news), conditions)
+    ttl(pause, *next(news))
 
 
 def _text_side(config: EngineConfig) -> TextSide:

@@ -2,14 +2,15 @@
 
 An interval is measured by the server, from the end of decoding to the arrival of the program's next turn (Continuum,
 section 4.2), and counts once, under the set of tools that the turn called. Here: what is known, frozen for readers, and
-how one process adds an interval to it. Not here: where a cluster keeps its statistics (`router/tool_latency`).
+how one process adds an interval to it; and what one replica knows of pauses that are not over (`Pauses`). Not here:
+where a cluster keeps its statistics (`router/tool_latency`).
 """
 
 import math
 import re
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
@@ -78,12 +79,17 @@ def tool_set(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolLatency:
-    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending."""
+    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending.
+
+    `lasting`: how long those have lasted that are not over, where that is known. Without them long ones are missing
+    from what is known until they end, and a tool looks quicker than it is.
+    """
 
     count: int = 0
     mean: float = 0.0
     variance: float = 0.0
     recent: tuple[float, ...] = ()
+    lasting: tuple[float, ...] = ()
 
 
 UNKNOWN = ToolLatency()
@@ -188,3 +194,64 @@ class LatencyBook:
 
     def snapshot(self) -> LatencySnapshot:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})
+
+
+@dataclass(slots=True, eq=False)
+class _Pause:
+    """One pause: when it began, and until when it is known to have lasted; None: to this day. `over`: it ended then."""
+
+    since: float
+    until: float | None = None
+    over: bool = False
+
+
+class Pauses:
+    """A replica's latest pauses, over or not: of each set of tools, and of all, the last `RECENT` that began.
+
+    By when they began and not by when they ended, so that what is told of them is a sample of all lengths. A program
+    that never comes back is a pause that lasts until it is none of the latest. Bounded: at most `most` sets; where
+    there are more, the tenant that has most of them loses the one that it has not called for longest.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._all: deque[_Pause] = deque(maxlen=RECENT)
+        self._sets: OrderedDict[ToolKey, deque[_Pause]] = OrderedDict()
+        self._lasting: OrderedDict[Hashable, _Pause] = OrderedDict()  # by whose they are
+
+    def began(self, whose: Hashable, tenant: str, tools: str, now: float) -> None:
+        """Without a tool it counts among all alone, as in a `LatencyBook`."""
+        self.forget(whose, now)
+        pause = self._lasting[whose] = _Pause(now)
+        self._all.append(pause)
+        if tools:
+            self._sets.setdefault((tenant, tools), deque(maxlen=RECENT)).append(pause)
+            self._sets.move_to_end((tenant, tools))
+        if len(self._lasting) > RECENT * self._most:
+            self._lasting.popitem(last=False)
+        if len(self._sets) > self._most:
+            ((most, _),) = Counter(each for each, _ in self._sets).most_common(1)
+            del self._sets[next(key for key in self._sets if key[0] == most)]
+
+    def ended(self, whose: Hashable, now: float) -> None:
+        """The next turn is here."""
+        pause = self._lasting.pop(whose, None)
+        if pause is not None:
+            pause.until, pause.over = max(now, pause.since), True
+
+    def forget(self, whose: Hashable, now: float) -> None:
+        """There will be no next turn. How long it would have taken nobody knows: longer than it has."""
+        pause = self._lasting.pop(whose, None)
+        if pause is not None:
+            pause.until = max(now, pause.since)
+
+    def known(self, key: ToolKey | None, now: float) -> ToolLatency:
+        """What is known of a set of tools; None: of all."""
+        those = self._all if key is None else self._sets.get(key, ())
+        over = sorted([pause.until - pause.since for pause in those if pause.over and pause.until is not None])
+        until = [(now if pause.until is None else pause.until, pause.since) for pause in those if not pause.over]
+        lasting = sorted([end - since for end, since in until])
+        count = len(over)
+        mean = sum(over) / count if count else 0.0
+        variance = sum([(each - mean) ** 2 for each in over]) / (count - 1) if count > 1 else 0.0
+        return ToolLatency(count, mean, variance, tuple(over), tuple(lasting))

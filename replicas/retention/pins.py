@@ -201,6 +201,10 @@ class Pins:
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
 
+    def awaited(self, pin: ProgramPin) -> bool:
+        """Whether a turn of its program waits already."""
+        return bool(self._waiting.turns_of(pin.program))
+
     def lengthen(self, pin: ProgramPin, more: Pin) -> int:
         """A pin keeps what `more` does from now on. Returns how many were dropped, as `add` does."""
         before, pin.pin = pin.pin, more
@@ -335,6 +339,8 @@ class Retention:
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
         sequence.pinned = sequence.owner in self.pins
+        if sequence.owner is not None and not sequence.background:
+            self._learned.pauses.ended(sequence.owner, sequence.arrived)
         if sequence.submit.program_turns and self._active and not sequence.background:
             if sequence.pinned:
                 self._stats.pin_hits += 1
@@ -390,6 +396,7 @@ class Retention:
             self._turn_ended(notice)
         elif isinstance(notice, ProgramEnded):
             program = Owner(notice.scope, notice.program_id, session=False)
+            self._learned.pauses.forget(program, now)
             pin = self.pins.find(program)
             if pin is not None:
                 self._learned.turns.ended(pin.run_turn)
@@ -420,6 +427,8 @@ class Retention:
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
         pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
+        if not ended.last and not self.pins.awaited(pin):
+            self._learned.pauses.began(pin.program, ended.scope, pin.paused.tools, pin.since)
         ttl = 0.0 if ended.last else self._ttl(pin.paused)
         if self._policy.yielding and not ended.last:
             self._stats.pins += 1
@@ -435,7 +444,7 @@ class Retention:
         """What the policy says of a pause, as things are now."""
         # What is kept for programs and for idle sessions waits for nobody.
         busy = max(self._cache.cells.active - self._rows.sessions.idle, 0)
-        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy))
+        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy, self._now))
 
     # ---- pins come to their end ----
 

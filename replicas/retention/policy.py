@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.config import PolicyName, RetentionConfig
-from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, ToolKey, ToolLatency
+from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, Pauses, ToolKey, ToolLatency
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
@@ -55,7 +55,8 @@ class RestoreCost:
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
-    turns a program has behind it say of those before it. `mean_turns` from a question to its answer.
+    turns a program has behind it say of those before it. `mean_turns` from a question to its answer. `here`: its own
+    latest pauses.
     """
 
     wait_s: float = 0.0
@@ -63,6 +64,7 @@ class Conditions:
     mean_turns: float = 1.0
     others: int = 0  # cells of the sequences that run
     restore: RestoreCost = field(default_factory=RestoreCost)
+    here: "Here | None" = None
 
 
 class Policy(Protocol):
@@ -261,23 +263,29 @@ class Gittins:
     def __init__(self, config: RetentionConfig) -> None:
         self._prior_s = config.prior_s
         self._delta = config.delta
-        self._known = LatencySnapshot()  # what the indices are of
+        self._known: tuple[LatencySnapshot, Here | None] = (LatencySnapshot(), None)  # what the indices are of
         self._indices: dict[ToolKey, Index] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         keep_s = preserve_until(interception(pause, conditions))
-        return self._index((pause.tenant, pause.tools), latency).falls_below(1.0 / keep_s) if keep_s > 0.0 else 0.0
+        if keep_s <= 0.0:
+            return 0.0
+        return self._index((pause.tenant, pause.tools), latency, conditions.here).falls_below(1.0 / keep_s)
 
-    def _index(self, key: ToolKey, latency: LatencySnapshot) -> "Index":
-        if self._known is not latency:
-            self._known = latency
+    def _index(self, key: ToolKey, latency: LatencySnapshot, here: "Here | None") -> "Index":
+        if self._known[0] is not latency or self._known[1] is not here:
+            self._known = latency, here
             self._indices.clear()
         index = self._indices.get(key)
         if index is None:
-            known = (latency.overall, latency.of(*key))
+            known = [latency.overall, latency.of(*key)]
+            if here is not None:
+                known = [known[0], here.of(None), known[1], here.of(key)]
             index = self._indices[key] = Index.of(survival(known, self._prior_s, self._delta))
         return index
 
+
+LOOKED_AT_S = 1.0  # from one look at a replica's own pauses to the next
 
 AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))
 """Ages of a pause that are told apart, in seconds: from one to the next three tenths more."""
@@ -289,6 +297,8 @@ _WIDTHS, _LATER = np.diff(AGES), np.triu(np.ones((len(AGES), len(AGES)), dtype=b
 def survival(known: Iterable[ToolLatency], prior_s: float, delta: float) -> Array:
     """P(T > age) for each of `AGES`: what is `known`, the most general first, each with its `trust`; else the prior.
 
+    What a replica has seen itself stands behind what the cluster says of the same tools: it has the pauses that last.
+
     The prior is prior_s / (prior_s + age): half of all pauses are over by `prior_s`, and one that lasts is expected to
     last as long again. Gittins' index of it is 1 / (prior_s + age), so with nothing known this is InferCept's rule.
     """
@@ -296,8 +306,25 @@ def survival(known: Iterable[ToolLatency], prior_s: float, delta: float) -> Arra
     for tool in known:
         share = trust(tool.count, delta)
         if share > 0.0:
-            over = np.searchsorted(np.asarray(tool.recent), AGES, side="right") / len(tool.recent)
-            alive = share * (1.0 - over) + (1.0 - share) * alive
+            alive = share * life_table(tool) + (1.0 - share) * alive
+    return alive
+
+
+def life_table(tool: ToolLatency) -> Array:
+    """P(T > age) for each of `AGES` from pauses that are over and those that last, as a life table has it.
+
+    From one age to the next those that end, over those that could have been seen to: who still lasts and has not yet
+    lasted through it is counted as half a one. Where all are over this is their distribution.
+    """
+    over = np.searchsorted(np.asarray(tool.recent), AGES, side="right")
+    if not tool.lasting:
+        return np.asarray(1.0 - over / len(tool.recent), dtype=np.float64)
+    lasting = np.searchsorted(np.asarray(tool.lasting), AGES, side="right")
+    n = len(tool.recent) + len(tool.lasting)
+    at_risk = n - over[:-1] - (lasting[:-1] + lasting[1:]) / 2
+    ended = np.divide(np.diff(over), at_risk, out=np.zeros(len(AGES) - 1), where=at_risk > 0)
+    first = (n - over[:1]) / n
+    alive: Array = np.cumprod(np.concatenate((first, 1.0 - np.minimum(ended, 1.0))), dtype=np.float64)
     return alive
 
 
@@ -344,11 +371,13 @@ class Learned:
 
     def __init__(self, wait_window: int) -> None:
         self.latency = LatencySnapshot()
+        self.pauses = Pauses()
         self.turns = Turns()
         self.reload: float | None = None
         self._waits: deque[float] = deque(maxlen=wait_window)
         self._waited = 0.0
         self._prefill = PrefillFit()
+        self._here = Here(self.pauses, -math.inf)
 
     def waited(self, seconds: float) -> None:
         """A follow-up turn whose cells were not pinned waited so long before it began."""
@@ -371,13 +400,31 @@ class Learned:
         """Seconds that a prompt of a thousand tokens takes for each of them; 0: not known yet."""
         return self._prefill.cost.seconds(1000) / 1000
 
-    def conditions(self, others: int = 0) -> Conditions:
-        """What a policy may know now; `others` are the cells of the sequences that run."""
+    def conditions(self, others: int = 0, now: float = 0.0) -> Conditions:
+        """What a policy may know `now`; `others` are the cells of the sequences that run."""
+        if now - self._here.at >= LOOKED_AT_S:
+            self._here = Here(self.pauses, now)
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
         cost = self._prefill.cost
         if self.reload is not None:
             cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
-        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost)
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost, self._here)
+
+
+class Here:
+    """What a replica knows of its own latest pauses, as they were `at` one moment or are when first asked for."""
+
+    def __init__(self, pauses: Pauses, at: float) -> None:
+        self.at = at
+        self._pauses = pauses
+        self._known: dict[ToolKey | None, ToolLatency] = {}
+
+    def of(self, key: ToolKey | None) -> ToolLatency:
+        """Of a set of tools; None: of all."""
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._pauses.known(key, self.at)
+        return known
 
 
 class Turns:

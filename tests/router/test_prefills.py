@@ -425,7 +425,9 @@ def test_the_turn_pays_for_what_no_one_knew_and_answers_the_same():
     assert rest < 45  # one result, and what stands around it
 
 
-def test_the_chat_that_names_the_handle_is_the_same_chat():
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_chat_that_names_the_handle_is_the_same_chat(lost):
+    """Where what was computed ahead is `lost` with its replica, the turn computes it."""
     ahead = {"model": "pocket", "messages": [*CALLED, result("Oslo")], "tools": [TOOL]}
     named = chat_body(messages=[result("Rome")], prefill_id="{id}", max_tokens=20, temperature=0)
     (plain,), _ = turns(CONFIG, chat(FULL))
@@ -436,11 +438,14 @@ def test_the_chat_that_names_the_handle_is_the_same_chat():
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
             made = (await client.post("/v1/prefills", json=ahead)).json()
+            if lost:
+                await backend.service.close()
+                backend.loaded = None  # it is loaded anew, and knows nothing
             answer = await client.post("/v1/chat/completions", json=named | {"prefill_id": made["id"]})
         await backend.service.close()
         return made, answer.json()
 
     made, turn = asyncio.run(both())
-    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == made["tokens"]
+    assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == (0 if lost else made["tokens"])
     assert turn["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
     assert turn["choices"][0]["message"]["content"] == plain["choices"][0]["message"]["content"]

@@ -1,18 +1,22 @@
 """Gittins' index of a pause: it stops where the expected waste is least, and that needs no second look."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses, ToolLatency
 from holdfast.replicas.retention.policy import (
     AGES,
     Conditions,
+    Here,
     Index,
     Pause,
     RestoreCost,
+    life_table,
     policy_of,
     survival,
     trust,
@@ -117,3 +121,39 @@ def test_new_statistics_are_looked_at():
         found.append(policy.ttl(PAUSE, book.snapshot(), conditions))
     assert found[0] > 0.3
     assert found[1] == 0.0
+
+
+@given(durations)
+def test_where_all_are_over_a_life_table_is_their_distribution(seconds):
+    found = life_table(tool(seconds))
+    assert found == pytest.approx([sum(each > age for each in seconds) / len(seconds) for age in AGES])
+
+
+@given(durations, st.lists(st.floats(0.0, 5000.0), max_size=60))
+def test_a_life_table_falls_and_who_lasts_makes_pauses_longer(seconds, lasting):
+    found = life_table(replace(tool(seconds), lasting=tuple(sorted(lasting))))
+    assert (np.diff(found) <= 1e-12).all()
+    assert (found >= -1e-12).all()
+    assert (found <= 1.0).all()
+    if min(lasting, default=0.0) >= max(seconds):
+        assert (found >= life_table(tool(seconds)) - 1e-9).all()
+
+
+def test_pauses_that_are_not_over_are_no_secret():
+    """Seen for ten minutes, a tool of which half the calls take an hour looks quick by those that came back alone."""
+    rng, now = np.random.default_rng(1), 600.0
+    drawn = [(began, 1.0 if rng.random() < 0.5 else 3600.0) for began in np.linspace(0.0, now, 200)]
+    pauses, back = Pauses(), LatencyBook()
+    for number, (began, seconds) in enumerate(drawn):
+        pauses.began(number, "acme", "shell", began)
+        if began + seconds <= now:
+            pauses.ended(number, began + seconds)
+            back.record("acme", "shell", seconds)
+    assert life_table(back.snapshot().overall)[-1] == 0.0
+    known = life_table(pauses.known(("acme", "shell"), now))
+    assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
+    conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
+    policy = policy_of(RetentionConfig("gittins"))
+    blind = policy.ttl(PAUSE, back.snapshot(), conditions)
+    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, here=Here(pauses, now)))
+    assert seen < 2.0 < blind

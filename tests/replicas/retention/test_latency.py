@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.latency import RECENT, LatencyBook, Tally, ToolLatency, tool_set
+from holdfast.replicas.retention.latency import RECENT, LatencyBook, Pauses, Tally, ToolLatency, tool_set
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,49 @@ def test_a_tenant_that_invents_tools_pushes_out_its_own(intervals):
         assert len(known) <= 9
         for each, tools in latest.items():
             assert {(each, name) for name in list(tools)[-3:]} <= known, "the latest three of each of three tenants"
+
+
+pauses_in_order = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from(["", "ls", "make"]), st.floats(0.0, 50.0)), max_size=40
+)
+
+
+@given(pauses_in_order, st.sets(st.integers(0, 9)), st.floats(0.0, 50.0))
+def test_a_pause_is_known_from_its_beginning_to_the_next_turn_and_as_lasting_until_then(begun, gone, later):
+    """Of each program all but the latest pause are over; that of one that has gone lasted until it went."""
+    pauses, clock, expected = Pauses(), 0.0, dict[int, tuple[str, float, float | None]]()
+    over = list[tuple[str, float]]()
+    for program, tools, wait_s in begun:
+        clock += wait_s
+        if program in expected:
+            before, since, _ = expected[program]
+            over.append((before, clock - since))
+            pauses.ended(program, clock)
+        pauses.began(program, "acme", tools, clock)
+        expected[program] = (tools, clock, None)
+    for program in gone & expected.keys():
+        expected[program] = (*expected[program][:2], clock)
+        pauses.forget(program, clock)
+    now = clock + later
+    lasting = [(tools, (now if until is None else until) - since) for tools, since, until in expected.values()]
+    for key in (None, ("acme", "ls"), ("acme", "make"), ("other", "ls")):
+        found = pauses.known(key, now)
+        for those, all_ in ((found.recent, over), (found.lasting, lasting)):
+            wanted = sorted(seconds for tools, seconds in all_ if key is None or key == ("acme", tools))
+            assert those == pytest.approx(wanted)
+        assert found.count == len(found.recent)
+
+
+def test_the_latest_pauses_are_those_that_began_last():
+    pauses = Pauses(most=2)
+    for i in range(RECENT + 1):
+        pauses.began(i, "acme", "ls", float(i))
+    pauses.ended(0, 1e6)  # the first one: none of the latest
+    found = pauses.known(("acme", "ls"), RECENT + 10.0)
+    assert found.recent == ()
+    assert found.lasting == tuple(float(i) for i in range(10, RECENT + 10))
+    for tools in ("make", "pytest", "sed"):
+        pauses.began(tools, "other", tools, 0.0)
+    assert pauses.known(("acme", "ls"), 500.0).lasting, "who calls many tools loses its own"
+    assert not pauses.known(("other", "pytest"), 0.0).lasting
+    assert pauses.known(("other", "sed"), 0.0).lasting

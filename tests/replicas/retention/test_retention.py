@@ -259,6 +259,26 @@ def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
     assert pinned(world) == {"early"}, "it is worth the wait now, and the other comes behind who is short"
 
 
+def test_a_replica_knows_its_pauses_from_their_beginning():
+    world = make("gittins")
+    pauses = world.engine._learned.pauses
+    text = turn(world, "p", words(1, 20))
+    turn(world, "q", words(2, 20))
+    since = {held.owner.name: held.since for held in world.engine.scheduler.retention.pins}
+    world.now = since["p"] + 7.0
+    assert pauses.known(("", "ls"), world.now).lasting[-1] == pytest.approx(7.0), "from the end of the turn"
+    world.submit("again", text + words(3, 4), 4, program="p", turns=1)
+    world.give(ProgramEnded("", "q"))
+    at = world.now
+    world.run()
+    world.now += 100.0
+    found = pauses.known(None, world.now)
+    assert found.recent == pytest.approx((7.0,))
+    assert found.lasting == pytest.approx((at - since["q"],)), "nobody waits for it any more"
+    ended(world, "again", "p", number=2, last=True)
+    assert pauses.known(None, world.now) == found
+
+
 def test_a_notice_that_comes_late_changes_nothing():
     world = make()
     text = turn(world, "p", words(1, 20))

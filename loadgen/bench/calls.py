@@ -568,12 +568,16 @@ class _Pair:
         return self.whole[1] / (self.whole[1] - self.grammar)
 
 
-async def run_time(rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS) -> dict[str, float]:
+async def run_time(
+    rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS, model: str = _STEADY.model
+) -> dict[str, float]:
     """What turns with the guarantee take over what they take without their grammar's time, for each form and number of
     tools: the median of turns. That is told apart from the turns' other noise; whole turns are compared as well.
+
+    `model`: Pocket, or made of it (`holdfast inflate`), for its words.
     """
     ratios = {}
-    runners = [load_runner(_STEADY) for _ in range(2)]
+    runners = [load_runner(replace(_STEADY, model=model)) for _ in range(2)]
     scripts = [Scripted(loaded.runner) for loaded in runners]
     others = many_tools(196, 4, 0)
     for tool_format in tool_formats:
@@ -780,6 +784,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
     parser.add_argument("--models", default=",".join(MODELS), help="of the law")
+    parser.add_argument("--model", default=_STEADY.model, help="of time: pocket, or a folder of `holdfast inflate`")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of the law and of time")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args(arguments)
@@ -793,7 +798,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "law" in wanted:
         held = asyncio.run(run_law(options.turns, options.models.split(","), formats)).holds
     if "time" in wanted:
-        asyncio.run(run_time(options.rounds, formats))
+        asyncio.run(run_time(options.rounds, formats, options.model))
     if "ready" in wanted:
         asyncio.run(run_ready())
     if "whole" in wanted:

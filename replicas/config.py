@@ -129,9 +129,7 @@ class EngineConfig:
     context_length: int = 0  # 0: the model's own
     cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
     kv_memory: float = 1.0  # GiB of KV where `cells` is 0; on a GPU it gets what is left instead
-    kv_dtype: KVDType = (
-        "auto"  # auto: as it is computed; int8: a byte a number, a scale a token and head; on a CPU only
-    )
+    kv_dtype: KVDType = "auto"  # auto: as it is computed; int8: a byte a number, a scale a token and head, CPU only
     page_size: int = 16  # cells a page; cells are handed out in pages
 
     max_sequences: int = 64  # rows of the sequence pool

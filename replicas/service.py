@@ -133,7 +133,7 @@ class Service:
             engine.share([text.preamble(each, SHARED) for each in read_preambles(loaded.config.shared_preambles)])
         name, context = loaded.config.served_name, loaded.config.context_length
         card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
-        leave_alone()
+        freeze_heap()
         return cls(engine, text, card)
 
     @property
@@ -669,7 +669,7 @@ class SessionService:
         )
 
 
-def leave_alone() -> None:
+def freeze_heap() -> None:
     """What this process has made so far stays, so collections of garbage need not look through it, from now on.
 
     With a model and its libraries a whole collection takes a tenth of a second, in which no stream goes on.

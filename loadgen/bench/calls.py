@@ -51,7 +51,7 @@ from holdfast.replicas.events import Sampling
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
 from holdfast.replicas.scheduling.plan import Drawn, Runner, StepOutput, StepPlan
-from holdfast.replicas.service import Service, leave_alone
+from holdfast.replicas.service import Service, freeze_heap
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 
@@ -687,7 +687,7 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
         )  # no turn with these is computed
         numbers = count()
         async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
-            leave_alone()  # as a server does
+            freeze_heap()  # as a server does
             threads = CompilerThreads()
             for properties in (6, 10):
                 for choice in ("required", "auto"):

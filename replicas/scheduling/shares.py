@@ -92,7 +92,7 @@ class Shares:
         least = math.inf, math.inf
         found: list[int] = []
         for place, tenant in enumerate(tenants):
-            share = self._shares.get(tenant) or self.of(tenant)
+            share = self._shares.get(tenant) or self.of(tenant)  # who waits has come lately, so is not to be moved
             charged = share.running / share.weight
             standing = (share.served + charged * usual, charged)
             if standing < least:

@@ -2,9 +2,13 @@
 
 A turn goes where its first token is expected soonest:
 
-    expected work = (turns * turn_tokens + tokens of the prompt that are not held there) * seconds per token
+    expected work = (turns * turn_tokens + tokens of the prompt that are not held there + cells that it takes from
+                    programs in their pauses) * seconds per token
     turns         = turns in hand + half the square of those above the mean of all replicas; at a parent's, of those
                     above crowded_load times the mean
+
+A beginning that several replicas hold is worth no more than shared_turns turns: so many want it that another copy is
+soon paid for by those that come next.
 
 A program's next turn goes home, to the replica that holds its state, unless that is so crowded that computing it all
 again elsewhere is clearly less. A new program may go where its prompt's beginning is held, where its parent is, or
@@ -34,6 +38,7 @@ class PlacementConfig:
     pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
     patience_s: float = 10.0  # at most so long a program waits for its own full replica; less where computing is less
     turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
+    shared_turns: float = 6.0  # turns in hand that a beginning which several replicas hold is worth at most
     crowded_load: float = 1.5  # above so many times the mean of turns in hand its parent's replica is crowded
     move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
     report_s: float = 1.0  # between two reports of a replica to the routers
@@ -50,7 +55,7 @@ class PlacementConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         if self.crowded_load < 1:
             raise ConfigError(f"crowded_load must be at least 1, not {self.crowded_load}", "crowded_load")
-        for name in ("patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
+        for name in ("shared_turns", "patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         if self.report_s <= 0:
@@ -166,6 +171,7 @@ class Placement:
         self._sent: dict[str, int] = {}
         self._others: dict[str, int] = {}
         self._token_s: dict[str, float] = {}
+        self._room: dict[str, int] = {}  # cells that no program in its pause keeps, as told last
         self._told: dict[str, Mapping[str, int]] = {}  # the prefixes that a replica told of last
         self._holders: OrderedDict[str, Holders] = OrderedDict()  # by prefix
         self._held: dict[str, set[str]] = {}  # by replica, of which prefixes it is among the holders
@@ -179,7 +185,7 @@ class Placement:
         for gone in self._capacity.keys() - capacity.keys():
             for digest in self._held.get(gone, ()):
                 self._holders[digest].remove(gone)
-            for known in (self._sent, self._others, self._token_s, self._told, self._stamps, self._held):
+            for known in (self._sent, self._others, self._token_s, self._room, self._told, self._stamps, self._held):
                 known.pop(gone, None)
         self._capacity = dict(capacity)
         self._ring.keep(capacity.keys())
@@ -198,6 +204,8 @@ class Placement:
         self.ongoing(replica_id, report.running + report.waiting)
         if report.seconds_per_token > 0:
             self._token_s[replica_id] = report.seconds_per_token
+        if report.cells_total:
+            self._room[replica_id] = report.cells_total - report.cells_pinned
         self._told_of(replica_id, report.prefixes)
 
     def ongoing(self, replica_id: str, turns: int) -> None:
@@ -271,9 +279,14 @@ class Placement:
             return Choice(self._ring.owner(ask.name), Reason.HASH)
         known = [(each, holders) for each in ask.prefixes if (holders := self._holders.get(each.digest))]
 
+        # Of a parent's history no other program than its sub-agents will want a copy.
+        shared = ask.tokens if ask.near is not None else int(self._config.shared_turns * self._config.turn_tokens)
+
         def held_at(replica_id: str) -> int:
-            found = ((holders.tokens(replica_id), each.tokens) for each, holders in known)
-            return next((told or sent for told, sent in found if told is not None), 0)
+            for each, holders in known:
+                if (told := holders.tokens(replica_id)) is not None:
+                    return min(told or each.tokens, shared if len(holders) > 1 else ask.tokens)
+            return 0
 
         mean = self._total / len(self._capacity)
 
@@ -281,12 +294,13 @@ class Placement:
             held = held_at(choice.replica_id)
             if choice.reason is Reason.NEAR and ask.prefixes:
                 held = max(held, ask.prefixes[-1].tokens)
+            taken = max(0, ask.tokens - self._room.get(choice.replica_id, ask.tokens))
             turns = self._turns(choice.replica_id)
             # A beginning that many share is worth another copy, for those that come next find that, too. What a parent
             # has is of use to its sub-agents alone.
             load = self._config.crowded_load if choice.reason is Reason.NEAR else 1.0
             crowd = max(0.0, turns - max(load * mean, FEW))
-            work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens)
+            work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens) + taken
             return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
 
         drawn: dict[str, None] = {}

@@ -212,7 +212,13 @@ class Ours:
         self._held[replica].served(program)
 
     def report(self, number: int, replica: Replica, now: float) -> None:
-        report = LoadReport(running=replica.ongoing, prefixes=self._held[number].still(replica))
+        cells = replica.engine.occupancy()
+        report = LoadReport(
+            running=replica.ongoing,
+            cells_total=cells.cells_total,
+            cells_pinned=cells.cells_pinned,
+            prefixes=self._held[number].still(replica),
+        )
         for router in self._routers:
             router.report(self._names[number], report)
 

@@ -37,6 +37,8 @@ happenings = st.lists(
                 LoadReport,
                 st.integers(0, 5),
                 st.integers(0, 5),
+                cells_total=st.integers(0, 9000),
+                cells_pinned=st.integers(0, 9000),
                 seconds_per_token=st.floats(0, 0.01),
                 prefixes=st.dictionaries(digests, st.integers(1, 9000)),
             ),
@@ -160,6 +162,34 @@ def test_a_known_beginning_is_gone_to_while_it_saves_more_than_the_turns_there_c
         assert first(made, ask) == Choice("b", Reason.PREFIX)
         made.sent("b")
     assert first(made, ask) == Choice("a", Reason.LOAD)
+
+
+def test_a_beginning_of_several_replicas_is_worth_so_many_turns_however_long_it_is() -> None:
+    ask = Ask(30_000, (Prefix("p", 29_000),))
+    for holders, turns, reason in (("b", 20, Reason.PREFIX), ("bc", 3, Reason.PREFIX), ("bc", 4, Reason.LOAD)):
+        made = placement("a", "b", "c", "d", turn_tokens=1000, shared_turns=3.0)
+        for name in holders:
+            made.report(name, LoadReport(prefixes={"p": 29_000}))
+            send(made, name, turns)
+        for name in {"b", "c", "d"} - set(holders):
+            send(made, name, 100)
+        assert first(made, ask).reason is reason
+
+
+def test_programs_that_begin_alike_and_pause_for_long_fill_no_replica_while_others_are_empty() -> None:
+    """They come one at a time, so turns in hand never tell a full cache from an empty one."""
+    room, names, each = 65_536, "abcdefgh", 2_000
+    made = placement(*names)
+    pinned = dict.fromkeys(names, 0)
+    for number in range(256):
+        chosen = first(made, Ask(each, (Prefix("own" + str(number), each), Prefix("p", 1_500)))).replica_id
+        made.sent(chosen)
+        made.holds(chosen, (Prefix("p", 1_500),))
+        made.ended(chosen)
+        pinned[chosen] += each
+        made.report(chosen, LoadReport(cells_total=room, cells_pinned=pinned[chosen], prefixes={"p": 1_500}))
+        assert max(pinned.values()) <= room + each  # one more, where what it finds is worth what it takes
+    assert min(pinned.values()) > 0
 
 
 def test_what_a_replica_tells_of_no_more_has_been_evicted() -> None:

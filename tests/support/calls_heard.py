@@ -1,0 +1,193 @@
+"""From the engine's draw of the token that closes a call to the callback of the Python client, through all of
+`holdfast serve`.
+
+    python tests/support/calls_heard.py [--calls 200]
+
+Runs of `holdfast.loadgen.orchestrator`, one at a time over loopback, whose questions have two calls in their answers.
+All ends read the machine's monotonic clock: the engine when it has drawn the tokens of a step, the replica when it hands
+on the piece with which the call is whole, the client when the bytes have been read and when its callback is called. So
+what the replica takes, what router, proxy and the kernel take, and the client's own share can be told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import replicas_in_serve
+from aiohttp.client_proto import ResponseHandler
+
+from holdfast.cluster.engine_replica import EngineReplica
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Told
+from holdfast.loadgen.serving import serving
+from holdfast.loadgen.toolbox import Toolbox
+from holdfast.loadgen.workloads.words import KINDS
+from holdfast.replicas.events import Event, Tokens
+from holdfast.replicas.requests import GenerateRequest, Piece, ToolCallDelta
+from holdfast.replicas.service import Service
+from holdfast.router.backend import Batch
+
+NOTES = "CLOSED_CALLS_FILE"  # in the environment
+ENGINE = {"threads": 1, "kv_memory": 0.1}
+WARM = 20  # calls before those that are measured
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A call that has closed, in seconds of the monotonic clock: its last token was drawn, its piece was handed on."""
+
+    call_id: str
+    drawn: float
+    handed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A call that the client's callback was told of: the bytes had been `read`, and it was `told`."""
+
+    read: float
+    told: float
+
+
+class Draws:
+    """When a service's engine drew the tokens that it reads, and of which call they were the last ones."""
+
+    def __init__(self, service: Service) -> None:
+        self.last = 0.0  # of the tokens that closed the last call
+        self._landed = 0.0
+        self._drawn: dict[int, float] = {}  # by the event they come in, which lives until it is read
+        commit, step, read = service.engine.scheduler.commit, service.engine.step, service._read
+
+        def committed(planned: Any, output: Any, now: float) -> Any:
+            self._landed = now
+            return commit(planned, output, now)
+
+        def stepped(*told: Any) -> list[Event]:
+            events = step(*told)
+            self._drawn |= {id(event): self._landed for event in events if isinstance(event, Tokens)}
+            return events
+
+        def reading(attempt: Any, event: Tokens) -> Sequence[Piece]:
+            drawn, pieces = self._drawn.pop(id(event)), read(attempt, event)
+            if any(isinstance(piece, ToolCallDelta) and piece.closed for piece in pieces):
+                self.last = drawn
+            return pieces
+
+        patched: Any = service
+        patched.engine.scheduler.commit, patched.engine.step, patched._read = committed, stepped, reading
+
+
+class NotingReplica(EngineReplica):
+    """Writes a line for each call that closes."""
+
+    async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
+        await super().__init__(*told)
+        self._draws = Draws(self._replica.service)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
+        ids: dict[int, str] = {}
+        async with aclosing(super().stream(request)) as batches:
+            async for batch in batches:
+                calls = [piece for piece in batch.pieces if isinstance(piece, ToolCallDelta)]
+                ids |= {call.index: call.call_id for call in calls if call.call_id}
+                closed, now = [ids[call.index] for call in calls if call.closed], time.monotonic()
+                yield batch
+                for call_id in closed:
+                    note(f"{json.dumps([call_id, self._draws.last, now])}\n")
+
+
+def note(line: str) -> None:
+    with open(os.environ[NOTES], "a") as notes:
+        notes.write(line)
+
+
+def weather() -> Toolbox:
+    tools = Toolbox()
+
+    @tools.tool
+    async def get_weather(city: str) -> str:
+        """Get the current weather for a city."""
+        return f"sunny in {city}"
+
+    return tools
+
+
+class Listening:
+    """Keeps when the client had read the bytes of each call's end, and when its callback was told."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Heard] = {}
+        self._read = 0.0
+
+    def told(self, what: Told) -> None:
+        now = time.monotonic()
+        if isinstance(what, CallClosed):
+            self.calls[what.call.call_id] = Heard(self._read, now)
+
+    def reading(self) -> None:
+        """From now on, whatever aiohttp reads is noticed: there is one stream at a time."""
+        received = ResponseHandler.data_received
+
+        def noticed(handler: ResponseHandler, data: bytes) -> None:
+            self._read = time.monotonic()
+            received(handler, data)
+
+        ResponseHandler.data_received = noticed  # type: ignore[method-assign]
+
+
+async def heard(url: str, calls: int) -> dict[str, Heard]:
+    """When the client heard of so many calls or some more, by their ids, in order."""
+    listening, cities = Listening(), KINDS["city"]
+    listening.reading()
+    rng = random.Random(0)
+    async with ChatClient(url, 60.0) as client:
+        fields, uncached = {"temperature": 0, "max_tokens": 200}, {"cache-control": "no-cache"}
+        agent = Orchestrator(client, "pocket", weather(), fields, uncached)
+        agent.register_streaming_callback(listening.told)
+        while len(listening.calls) < calls:
+            await agent.run(f"Check the weather in {cities(rng)} and check the weather in {cities(rng)}.")
+    return listening.calls
+
+
+def noted(notes: Path) -> dict[str, Closed]:
+    return {each[0]: Closed(*each) for each in map(json.loads, notes.read_text().splitlines())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--calls", type=int, default=200, help="(default: 200)")
+    calls = parser.parse_args().calls
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        notes.touch()
+        os.environ[NOTES] = str(notes)
+        program = (replicas_in_serve.__file__, "calls_heard:NotingReplica")
+        with serving("pocket", ENGINE, program) as url:
+            told = asyncio.run(heard(url, WARM + calls))
+        closed = noted(notes)  # the last line is written behind its stream's end, so once the server is down
+    pairs = [(closed[call_id], each) for call_id, each in told.items()][WARM:]
+    print(f"from the draw of the token that closes a call, ms, {len(pairs)} calls, one run at a time")
+    for what, times in (
+        ("handed on by the replica", [of.handed - of.drawn for of, _ in pairs]),
+        ("read by the client", [each.read - of.drawn for of, each in pairs]),
+        ("told to the callback", [each.told - of.drawn for of, each in pairs]),
+        ("of that the client's own", [each.told - each.read for _, each in pairs]),
+    ):
+        ms = sorted(1e3 * each for each in times)
+        print(f"{what:26} median {median(ms):.3f}, 99 % within {ms[int(len(ms) * 0.99)]:.3f}, least {ms[0]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

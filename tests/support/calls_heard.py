@@ -1,12 +1,11 @@
-"""From the engine's draw of the token that closes a call to the callback of the Python client, through all of
-`holdfast serve`.
+"""From the draw of the token that closes a call to the callback of the Python client, through all of `holdfast serve`.
 
     python tests/support/calls_heard.py [--calls 200]
 
-Runs of `holdfast.loadgen.orchestrator`, one at a time over loopback, whose questions have two calls in their answers.
-All ends read the machine's monotonic clock: the engine when it has drawn the tokens of a step, the replica when it hands
-on the piece with which the call is whole, the client when the bytes have been read and when its callback is called. So
-what the replica takes, what router, proxy and the kernel take, and the client's own share can be told apart.
+Runs of `holdfast.loadgen.orchestrator`, one at a time over loopback, whose questions ask for two calls. All ends read
+the machine's monotonic clock: the engine when it has drawn a step's tokens, the replica when it hands on the piece with
+which a call is whole, the client when it has read the bytes and when its callback is called. So what the replica takes,
+what router, proxy and the kernel take, and the client's own share can be told apart.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ from aiohttp.client_proto import ResponseHandler
 
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Told
+from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, Told
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS
@@ -46,7 +45,7 @@ WARM = 20  # calls before those that are measured
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A call that has closed, in seconds of the monotonic clock: its last token was drawn, its piece was handed on."""
+    """A call has closed, in seconds of the monotonic clock: its last token was `drawn`, its last piece `handed` on."""
 
     call_id: str
     drawn: float
@@ -55,38 +54,50 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A call that the client's callback was told of: the bytes had been `read`, and it was `told`."""
+    """The client has heard of a call's end: the bytes were `read`, the callback was `told`."""
 
     read: float
     told: float
 
 
 class Draws:
-    """When a service's engine drew the tokens that it reads, and of which call they were the last ones."""
+    """When a service's engine drew the tokens that closed the `last` call. There is one stream at a time."""
 
     def __init__(self, service: Service) -> None:
-        self.last = 0.0  # of the tokens that closed the last call
-        self._landed = 0.0
-        self._drawn: dict[int, float] = {}  # by the event they come in, which lives until it is read
+        self.last = 0.0
+        landed, drawn = 0.0, dict[int, float]()  # by the event, which lives until it is read
         commit, step, read = service.engine.scheduler.commit, service.engine.step, service._read
 
         def committed(planned: Any, output: Any, now: float) -> Any:
-            self._landed = now
+            nonlocal landed
+            landed = now
             return commit(planned, output, now)
 
         def stepped(*told: Any) -> list[Event]:
             events = step(*told)
-            self._drawn |= {id(event): self._landed for event in events if isinstance(event, Tokens)}
+            drawn.update((id(event), landed) for event in events if isinstance(event, Tokens))
             return events
 
         def reading(attempt: Any, event: Tokens) -> Sequence[Piece]:
-            drawn, pieces = self._drawn.pop(id(event)), read(attempt, event)
+            at, pieces = drawn.pop(id(event)), read(attempt, event)
             if any(isinstance(piece, ToolCallDelta) and piece.closed for piece in pieces):
-                self.last = drawn
+                self.last = at
             return pieces
 
         patched: Any = service
         patched.engine.scheduler.commit, patched.engine.step, patched._read = committed, stepped, reading
+
+    async def told(self, stream: Any, tell: Callable[[Closed], None]) -> AsyncIterator[Batch]:
+        """The batches of `stream`; `tell` gets each call that closes, once its batch is on its way."""
+        ids: dict[int, str] = {}
+        async with aclosing(stream) as batches:
+            async for batch in batches:
+                calls = [piece for piece in batch.pieces if isinstance(piece, ToolCallDelta)]
+                ids |= {call.index: call.call_id for call in calls if call.call_id}
+                closed = [Closed(ids[call.index], self.last, time.monotonic()) for call in calls if call.closed]
+                yield batch
+                for each in closed:
+                    tell(each)
 
 
 class NotingReplica(EngineReplica):
@@ -97,20 +108,18 @@ class NotingReplica(EngineReplica):
         self._draws = Draws(self._replica.service)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
-        ids: dict[int, str] = {}
-        async with aclosing(super().stream(request)) as batches:
+        async with aclosing(self._draws.told(super().stream(request), note)) as batches:  # type: ignore[type-var]
             async for batch in batches:
-                calls = [piece for piece in batch.pieces if isinstance(piece, ToolCallDelta)]
-                ids |= {call.index: call.call_id for call in calls if call.call_id}
-                closed, now = [ids[call.index] for call in calls if call.closed], time.monotonic()
                 yield batch
-                for call_id in closed:
-                    note(f"{json.dumps([call_id, self._draws.last, now])}\n")
 
 
-def note(line: str) -> None:
+def note(closed: Closed) -> None:
     with open(os.environ[NOTES], "a") as notes:
-        notes.write(line)
+        notes.write(f"{json.dumps(astuple(closed))}\n")
+
+
+def noted(notes: Path) -> dict[str, Closed]:
+    return {each[0]: Closed(*each) for each in map(json.loads, notes.read_text().splitlines())}
 
 
 def weather() -> Toolbox:
@@ -125,7 +134,7 @@ def weather() -> Toolbox:
 
 
 class Listening:
-    """Keeps when the client had read the bytes of each call's end, and when its callback was told."""
+    """When the client had read the bytes of each call's end, and when its callback was told."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Heard] = {}
@@ -136,8 +145,9 @@ class Listening:
         if isinstance(what, CallClosed):
             self.calls[what.call.call_id] = Heard(self._read, now)
 
-    def reading(self) -> None:
-        """From now on, whatever aiohttp reads is noticed: there is one stream at a time."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Meanwhile whatever aiohttp reads is noticed: there is one stream at a time."""
         received = ResponseHandler.data_received
 
         def noticed(handler: ResponseHandler, data: bytes) -> None:
@@ -145,28 +155,27 @@ class Listening:
             received(handler, data)
 
         ResponseHandler.data_received = noticed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ResponseHandler.data_received = received  # type: ignore[method-assign]
 
 
-async def heard(url: str, calls: int) -> dict[str, Heard]:
-    """When the client heard of so many calls or some more, by their ids, in order."""
-    listening, cities = Listening(), KINDS["city"]
-    listening.reading()
-    rng = random.Random(0)
+async def heard(url: str, calls: int) -> tuple[dict[str, Heard], list[Run]]:
+    """When the client heard of so many calls or some more, by their ids, in order; and the runs that they are of."""
+    listening, runs, rng, city = Listening(), list[Run](), random.Random(0), KINDS["city"]
+    fields, uncached = {"temperature": 0, "max_tokens": 200}, {"cache-control": "no-cache"}
     async with ChatClient(url, 60.0) as client:
-        fields, uncached = {"temperature": 0, "max_tokens": 200}, {"cache-control": "no-cache"}
         agent = Orchestrator(client, "pocket", weather(), fields, uncached)
         agent.register_streaming_callback(listening.told)
-        while len(listening.calls) < calls:
-            await agent.run(f"Check the weather in {cities(rng)} and check the weather in {cities(rng)}.")
-    return listening.calls
-
-
-def noted(notes: Path) -> dict[str, Closed]:
-    return {each[0]: Closed(*each) for each in map(json.loads, notes.read_text().splitlines())}
+        with listening.reading():
+            while len(listening.calls) < calls:
+                runs.append(await agent.run(f"Check the weather in {city(rng)} and check the weather in {city(rng)}."))
+    return listening.calls, runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--calls", type=int, default=200, help="(default: 200)")
     calls = parser.parse_args().calls
     with tempfile.TemporaryDirectory() as folder:
@@ -175,8 +184,8 @@ def main() -> None:
         os.environ[NOTES] = str(notes)
         program = (replicas_in_serve.__file__, "calls_heard:NotingReplica")
         with serving("pocket", ENGINE, program) as url:
-            told = asyncio.run(heard(url, WARM + calls))
-        closed = noted(notes)  # the last line is written behind its stream's end, so once the server is down
+            told, _ = asyncio.run(heard(url, WARM + calls))
+        closed = noted(notes)  # once the server is down: a line is written behind its batch
     pairs = [(closed[call_id], each) for call_id, each in told.items()][WARM:]
     print(f"from the draw of the token that closes a call, ms, {len(pairs)} calls, one run at a time")
     for what, times in (

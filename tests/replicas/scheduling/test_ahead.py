@@ -185,6 +185,22 @@ def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
     assert handle("j") not in pins(world)
 
 
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
+    """Two routers may extend it at once. `first`: steps that the one prompt has before the other comes."""
+    world = make()
+    world.ahead("one", words(1, 60), "p", "h")
+    for _ in range(first):
+        world.step()
+    world.ahead("other", words(2, 60), "p", "h")
+    world.run()
+    assert {type(world.end(name)) for name in ("one", "other")} == {Finished}
+    assert set(pins(world)) == {handle("h")}
+    world.give(HandleReleased("", "h"))
+    assert pins(world) == []
+    world.assert_idle()
+
+
 def test_ten_thousand_handles_take_no_more_than_there_is():
     """Of one tenant and for ever; the books of cells, rows and pins are even with all of them, and with none."""
     world = make(background_chunk=512, max_sequences=32)

@@ -125,9 +125,9 @@ def test_an_example_of_the_docs_has_its_answer(name: str, server: Any, capsys: p
 def test_the_example_of_prices_has_its_answers(server: Any) -> None:
     ran = subprocess.run([sys.executable, PRICES, server.url], capture_output=True, text=True, timeout=180)
     assert ran.returncode == 0, ran.stderr
-    answers = re.findall(r"^(.*\?) '(.+)' \(seen (\d+) of (\d+) appends", ran.stdout, re.MULTILINE)
+    answers = re.findall(r"^(.*\?) .+ \(seen (\d+) of (\d+) appends", ran.stdout, re.MULTILINE)
     assert len(answers) == 3, ran.stdout
-    assert all(seen == appends for _, _, seen, appends in answers), ran.stdout
+    assert all(seen == appends for _, seen, appends in answers), ran.stdout
 
 
 def test_a_prompt_computed_ahead_is_found_by_its_turn_wherever_that_comes_in(http: httpx.Client, model: str) -> None:

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from calls_heard import Closed, Draws, heard
+from calls_heard import Closed, heard, watch
 from fake_backend import CALL, DONE, FakeBackend, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import Completed, GenerateRequest, Piece, TextDelta, ToolCallDelta
+from holdfast.replicas.service import Service
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.program_endpoints import Heartbeats
 
@@ -677,13 +677,13 @@ class Watched(ServiceBackend):
     def __init__(self) -> None:
         super().__init__()
         self.closed: list[Closed] = []
-        self.draws: Draws | None = None
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
-        self.draws = self.draws or Draws(self.service)
-        async with aclosing(self.draws.told(super().stream(request, place), self.closed.append)) as batches:
-            async for batch in batches:
-                yield batch
+    @property
+    def service(self) -> Service:
+        begins, service = self.loaded is None, super().service
+        if begins:
+            watch(service, self.closed.append)
+        return service
 
 
 def test_calls_of_an_engine_are_told_as_they_close() -> None:

@@ -34,9 +34,8 @@ from holdfast.loadgen.serving import serving
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS
 from holdfast.replicas.events import Event, Tokens
-from holdfast.replicas.requests import GenerateRequest, Piece, ToolCallDelta
+from holdfast.replicas.requests import Piece, ToolCallDelta
 from holdfast.replicas.service import Service
-from holdfast.router.backend import Batch
 
 NOTES = "CLOSED_CALLS_FILE"  # in the environment
 ENGINE = {"threads": 1, "kv_memory": 0.1}
@@ -60,44 +59,43 @@ class Heard:
     told: float
 
 
-class Draws:
-    """When a service's engine drew the tokens that closed the `last` call. There is one stream at a time."""
+def watch(service: Service, tell: Callable[[Closed], None]) -> None:
+    """`tell` of each call that closes in the service's streams, of which there is one at a time."""
+    landed, closing, drawn = 0.0, 0.0, dict[int, float]()  # by the event, which lives until it is read
+    engine, read, stream = service.engine, service._read, service.stream
+    commit, step = engine.scheduler.commit, engine.step
 
-    def __init__(self, service: Service) -> None:
-        self.last = 0.0
-        landed, drawn = 0.0, dict[int, float]()  # by the event, which lives until it is read
-        commit, step, read = service.engine.scheduler.commit, service.engine.step, service._read
+    def committed(planned: Any, output: Any, now: float) -> Any:
+        nonlocal landed
+        landed = now
+        return commit(planned, output, now)
 
-        def committed(planned: Any, output: Any, now: float) -> Any:
-            nonlocal landed
-            landed = now
-            return commit(planned, output, now)
+    def stepped(*told: Any) -> list[Event]:
+        events = step(*told)
+        drawn.update((id(event), landed) for event in events if isinstance(event, Tokens))
+        return events
 
-        def stepped(*told: Any) -> list[Event]:
-            events = step(*told)
-            drawn.update((id(event), landed) for event in events if isinstance(event, Tokens))
-            return events
+    def reading(attempt: Any, event: Tokens) -> Sequence[Piece]:
+        nonlocal closing
+        at, pieces = drawn.pop(id(event)), read(attempt, event)
+        if any(isinstance(piece, ToolCallDelta) and piece.closed for piece in pieces):
+            closing = at
+        return pieces
 
-        def reading(attempt: Any, event: Tokens) -> Sequence[Piece]:
-            at, pieces = drawn.pop(id(event)), read(attempt, event)
-            if any(isinstance(piece, ToolCallDelta) and piece.closed for piece in pieces):
-                self.last = at
-            return pieces
-
-        patched: Any = service
-        patched.engine.scheduler.commit, patched.engine.step, patched._read = committed, stepped, reading
-
-    async def told(self, stream: Any, tell: Callable[[Closed], None]) -> AsyncIterator[Batch]:
-        """The batches of `stream`; `tell` gets each call that closes, once its batch is on its way."""
+    async def streaming(*told: Any) -> AsyncIterator[tuple[Piece, ...]]:
         ids: dict[int, str] = {}
-        async with aclosing(stream) as batches:
-            async for batch in batches:
-                calls = [piece for piece in batch.pieces if isinstance(piece, ToolCallDelta)]
+        async with aclosing(stream(*told)) as batches:
+            async for pieces in batches:
+                calls, now = [piece for piece in pieces if isinstance(piece, ToolCallDelta)], time.monotonic()
                 ids |= {call.index: call.call_id for call in calls if call.call_id}
-                closed = [Closed(ids[call.index], self.last, time.monotonic()) for call in calls if call.closed]
-                yield batch
-                for each in closed:
+                closed = [Closed(ids[call.index], closing, now) for call in calls if call.closed]
+                yield pieces
+                for each in closed:  # behind, so that it holds nothing up
                     tell(each)
+
+    patched: Any = service
+    patched.engine.scheduler.commit, patched.engine.step = committed, stepped
+    patched._read, patched.stream = reading, streaming
 
 
 class NotingReplica(EngineReplica):
@@ -105,12 +103,7 @@ class NotingReplica(EngineReplica):
 
     async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
         await super().__init__(*told)
-        self._draws = Draws(self._replica.service)
-
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
-        async with aclosing(self._draws.told(super().stream(request), note)) as batches:  # type: ignore[type-var]
-            async for batch in batches:
-                yield batch
+        watch(self._replica.service, note)
 
 
 def note(closed: Closed) -> None:

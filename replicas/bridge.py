@@ -38,6 +38,7 @@ from holdfast.replicas.events import (
 log = logging.getLogger(__name__)
 
 Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent; None: the thread is to end
+Urgent: TypeAlias = Callable[[tuple[int, ...]], bool]  # whether somebody waits for what these tokens say
 
 _LONGEST_WAIT_S = 3600.0
 FADING = 0.999  # of the longest step, with each one after it: a thousand steps later it counts a third
@@ -171,12 +172,13 @@ class Mailbox:
 
     They are handed over in lists: at once when the last list is `interval` seconds old, else together. A reader pays
     for each list (a wake-up here, a message between processes later), not for each token, so steps much shorter than
-    the interval share one. The first and the terminal event are never held back.
+    the interval share one. The first and the terminal event are never held back, nor are tokens that are `urgent`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float, urgent: Urgent = lambda tokens: False) -> None:
         self._loop = loop
         self._interval = interval
+        self._urgent = urgent
         self._events: list[Event] = []
         self._due = 0.0  # when the next list may be handed over
         self._ended = False
@@ -189,6 +191,8 @@ class Mailbox:
             return
         self._events += events
         self._ended = isinstance(self._events[-1], Terminal)
+        if any(isinstance(event, Tokens) and self._urgent(event.tokens) for event in events):
+            self._due = 0.0
         if self._reader is None:
             return
         if self._ended or self._loop.time() >= self._due:
@@ -250,9 +254,11 @@ class Bridge:
         """Requests without a terminal event so far."""
         return len(self._mailboxes)
 
-    async def run(self, request: Request, before: Work = NO_WORK) -> AsyncGenerator[list[Event], None]:
+    async def run(
+        self, request: Request, before: Work = NO_WORK, urgent: Urgent = lambda tokens: False
+    ) -> AsyncGenerator[list[Event], None]:
         """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
-        `before`: what `drawn` is to count as well.
+        `before`: what `drawn` is to count as well. `urgent`: which tokens do not wait for those of further steps.
 
         A caller that leaves early, by closing the generator or being cancelled, aborts the request. Its id stays in
         use until the engine has ended it.
@@ -263,7 +269,7 @@ class Bridge:
             raise UnavailableError("the engine is not running")
         if request_id in self._mailboxes or request_id in self._unended:
             raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
-        mailbox = Mailbox(self._loop, self._interval)
+        mailbox = Mailbox(self._loop, self._interval, urgent)
         self._mailboxes[request_id] = mailbox
         self._unended.add(request_id)
         self._silent.add(request_id)

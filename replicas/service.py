@@ -234,7 +234,8 @@ class Service:
                 built.add(pieces)
             attempt: Attempt | None = first
             while attempt is not None:
-                async with aclosing(self._bridge.run(attempt.submit, attempt.work_before)) as steps:
+                events_of = self._bridge.run(attempt.submit, attempt.work_before, attempt.reply.may_close)
+                async with aclosing(events_of) as steps:
                     async for events in steps:
                         pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
                         if self._preposition is not None and pieces:

@@ -47,9 +47,17 @@ class WorkAhead:
             del self._live[program]
 
     def overtaken(self, coming: Sequence) -> list[Sequence]:
-        """What ends because a request of its program comes that begins with all it has computed, or takes its place."""
+        """What ends because a request of its program comes that begins with all it has computed, or takes its place.
+
+        No work ahead ends a client's but under the same handle: it may be shorter, and keeps nothing for that handle.
+        """
         live = self._live.get(_program(coming), ())
-        return [each for each in live if each.owner == coming.owner or _contains(coming, each)]
+        return [
+            each
+            for each in live
+            if each.owner == coming.owner
+            or (_contains(coming, each) and not (coming.background and each.owner != _program(each)))
+        ]
 
     def meant(self, notice: Notice) -> list[Sequence]:
         """What ends because of a notice."""

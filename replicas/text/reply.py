@@ -233,6 +233,11 @@ class Reply:
         """Tokens up to and with the one that ended the text; later ones are not counted."""
         return len(self._tokens)
 
+    def may_close(self, tokens: Sequence[int]) -> bool:
+        """Whether these, which have not been read yet, may close a call: somebody may wait for that, to run it."""
+        stages = self._stages
+        return any(stages.calls.may_close(stages.pieces.of(token)) for token in tokens)
+
     @property
     def calls(self) -> tuple[str, ...]:
         """The tools called so far, by name."""

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,13 @@ import grpc
 import httpx
 import openai
 import pytest
+from doc_commands import AGENTS, agent
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
 from holdfast.router.affinity import MEANT
 
+PRICES = Path(__file__).parent.parent.parent / "examples" / "market_data.py"
 TOOL = {
     "type": "function",
     "function": {
@@ -107,6 +111,23 @@ def test_a_conversation_with_a_tool_result_stays_on_its_replica_and_in_its_cache
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     assert (usage.prompt_tokens_details.cached_tokens or 0) >= (first.parse().usage.prompt_tokens or 0) - 16
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_example_of_the_docs_has_its_answer(name: str, server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "ChatOpenAI":
+        pytest.importorskip("langgraph")
+        pytest.importorskip("langchain_openai")
+    exec(compile(agent(name, server.url), f"docs/agents.md: {name}", "exec"), {"__name__": "example"})
+    assert "rain" in capsys.readouterr().out
+
+
+def test_the_example_of_prices_has_its_answers(server: Any) -> None:
+    ran = subprocess.run([sys.executable, PRICES, server.url], capture_output=True, text=True, timeout=180)
+    assert ran.returncode == 0, ran.stderr
+    answers = re.findall(r"^(.*\?) .+ \(seen (\d+) of (\d+) appends", ran.stdout, re.MULTILINE)
+    assert len(answers) == 3, ran.stdout
+    assert all(seen == appends for _, seen, appends in answers), ran.stdout
 
 
 def test_a_prompt_computed_ahead_is_found_by_its_turn_wherever_that_comes_in(http: httpx.Client, model: str) -> None:

@@ -8,12 +8,12 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from calls_heard import Closed, heard, watch
 from fake_backend import CALL, DONE, FakeBackend, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,10 +28,10 @@ from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import Completed, GenerateRequest, Piece, TextDelta, ToolCallDelta
+from holdfast.replicas.service import Service
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.program_endpoints import Heartbeats
 
-CITIES = [(a, b) for a in ("Oslo", "Rome", "Paris", "Madrid") for b in ("Berlin", "Lisbon", "Vienna", "Prague")]
 PATIENT = 10.0  # seconds a slow machine may take
 Wait = Callable[[], Coroutine[Any, Any, None]]
 
@@ -672,44 +672,29 @@ def test_the_program_of_a_client_that_is_killed_is_over(monkeypatch: pytest.Monk
 
 
 class Watched(ServiceBackend):
-    """An engine, and when the router got the last piece of each call."""
+    """An engine, and when it drew the token that closed each call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.closed: list[float] = []
+        self.closed: list[Closed] = []
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
-        async for batch in super().stream(request, place):
-            closed = sum(isinstance(piece, ToolCallDelta) and piece.closed for piece in batch.pieces)
-            self.closed += [time.perf_counter()] * closed
-            yield batch
+    @property
+    def service(self) -> Service:
+        begins, service = self.loaded is None, super().service
+        if begins:
+            watch(service, self.closed.append)
+        return service
 
 
 def test_calls_of_an_engine_are_told_as_they_close() -> None:
-    """Prints how long it takes from a call's last piece in the router to the callback: over loopback, with engine,
-    router and client in one process.
-    """
-    backend, told = Watched(), []
-
-    async def runs(url: str) -> list[Run]:
-        async with ChatClient(url, PATIENT) as client:
-            loop = Orchestrator(client, "pocket", weather(), {"temperature": 0, "max_tokens": 200})
-            loop.register_streaming_callback(lambda each: told.append((time.perf_counter(), each)))
-            return [await loop.run(f"Check the weather in {a} and check the weather in {b}.") for a, b in CITIES]
-
+    """What `calls_heard` measures through all of `serve`, with engine, router and client in one process."""
+    backend = Watched()
     with engine_served(backend) as address:
-        done = asyncio.run(runs(address))
-    outcomes = [outcome for run in done for outcome in run.outcomes]
-    heard = [(at, each.call) for at, each in told if isinstance(each, CallClosed)]
-    assert [call for _, call in heard] == [outcome.call for outcome in outcomes]
-    assert len(heard) == len(backend.closed) >= len(CITIES)
-    late = [at - closed for (at, _), closed in zip(heard, backend.closed, strict=True)]
-    assert min(late) > 0
-    ms = sorted(1e3 * each for each in late)
-    print(
-        f"from a call's last piece in the router to the callback: {len(ms)} calls, median {ms[len(ms) // 2]:.2f} ms, "
-        f"{ms[0]:.2f} to {ms[-1]:.2f}"
-    )
+        told, runs = asyncio.run(heard(address, 8))
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    assert list(told) == [outcome.call.call_id for outcome in outcomes] == [each.call_id for each in backend.closed]
+    for of, each in zip(backend.closed, told.values(), strict=True):
+        assert 0 < of.drawn < of.handed < each.read < each.told
 
 
 @pytest.mark.skipif(find_spec("holdfast.router.prefills") is None, reason="this router computes nothing ahead")

@@ -539,6 +539,29 @@ def test_the_first_event_and_the_end_are_not_held_back():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_urgent_tokens_take_those_before_them_along(away):
+    async def main():
+        box = Mailbox(asyncio.get_running_loop(), 3600.0, lambda tokens: 3 in tokens)
+        box.put([token(1)])
+        assert await box.take() == [token(1)]
+        reader = None if away else asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        box.put([token(2)])
+        await asyncio.sleep(0)
+        assert reader is None or not reader.done()
+        box.put([token(3)])
+        assert await (reader or box.take()) == [token(2), token(3)]
+        reader = asyncio.create_task(box.take())
+        box.put([token(4)])
+        await asyncio.sleep(0)
+        assert not reader.done()
+        box.put([END])
+        assert await reader == [token(4), END]
+
+    asyncio.run(main())
+
+
 def test_what_came_while_the_reader_was_away_is_handed_over_when_due():
     async def main():
         box = Mailbox(asyncio.get_running_loop(), 0.01)

@@ -21,6 +21,7 @@ from holdfast.replicas.requests import (
     GenerateRequest,
     RawPrompt,
     TextDelta,
+    ToolCallDelta,
 )
 from holdfast.replicas.service import Service
 
@@ -115,6 +116,35 @@ def test_a_stream_says_what_the_whole_reply_says():
             assert (answer.text, answer.reason) == (whole.text, whole.reason)
             assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
             assert batches > 3
+
+    asyncio.run(main())
+
+
+def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message():
+    async def main():
+        async with serving(replace(CONFIG, stream_interval_s=3600.0)) as service:
+            loop, step = asyncio.get_running_loop(), service.engine.step
+
+            async def turns() -> None:
+                for _ in range(20):
+                    await asyncio.sleep(0)
+
+            def once_read(*told):
+                """A step, once whoever reads the events of the one before has had the time for it."""
+                asyncio.run_coroutine_threadsafe(turns(), loop).result(60)
+                return step(*told)
+
+            service.engine.step = once_read
+            asked = [{"role": "user", "content": "Check the weather in Oslo and check the weather in Rome."}]
+            batches = [pieces async for pieces in service.stream(request("a", ChatPrompt(asked, TOOLS), 200))]
+            closing = [
+                number
+                for number, pieces in enumerate(batches)
+                for piece in pieces
+                if isinstance(piece, ToolCallDelta) and piece.closed
+            ]
+            assert len(closing) == len(set(closing)) == 2
+            assert closing[0] < len(batches) - 1
 
     asyncio.run(main())
 

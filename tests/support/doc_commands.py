@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = 'title="needs a cluster"'
+AGENTS = ("Orchestrator", "OpenAI", "ChatOpenAI")  # what each example of `docs/agents.md` imports
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -43,3 +44,10 @@ def blocks(page: str) -> list[Block]:
 
 def _open(command: str) -> bool:
     return command.endswith("\\") or command.replace("\\'", "").count("'") % 2 == 1
+
+
+def agent(name: str, address: str) -> str:
+    """The example of `docs/agents.md` that imports `name`, for the server at `address`."""
+    (found,) = (block.text for block in blocks("agents.md") if f"import {name}\n" in block.text)
+    assert "http://127.0.0.1:8000" in found
+    return found.replace("http://127.0.0.1:8000", address)

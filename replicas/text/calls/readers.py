@@ -57,7 +57,9 @@ class ToolCallParser:
         self._scan: Scan | None = None  # none where everything is text
         self._run: Run | None = None  # what may be passed by the piece
         self._read = 0  # characters of earlier pieces
+        self._closers = b""
         if declared_names and format in READERS:
+            self._closers = READERS[format].closers
             self._scan = READERS[format].read(self._tracker)
             next(self._scan)
 
@@ -75,6 +77,11 @@ class ToolCallParser:
     def should_stop(self) -> bool:
         """Nothing that the model writes from here on would be sent."""
         return self._tracker.stopped
+
+    def may_close(self, coming: bytes) -> bool:
+        """Whether text that has not been read yet may close a call. False where one begins in it as well."""
+        among_calls = self._tracker.call.begun or self._tracker.n_sent
+        return bool(among_calls) and any(closer in coming for closer in self._closers)
 
     def on_unguarded(self, ask: Callable[[int, int], bool]) -> None:
         """Who is asked about calls that no grammar has followed: see `Tracker`."""
@@ -126,11 +133,12 @@ class Reader:
     """Where calls stand in a reply, and how they are scanned.
 
     `marked`: by a marker, anywhere; a marker's first character occurs in it only once. `bare`: by a first character,
-    at the start of the reply, which is itself part of the calls.
+    at the start of the reply, which is itself part of the calls. `closers`: characters one of which a call ends with.
     """
 
     marked: Mapping[str, Block]
     bare: Mapping[str, Block] = field(default_factory=dict)
+    closers: bytes = b"}"
 
     def read(self, tracker: Tracker) -> Scan:
         """A whole reply."""
@@ -759,16 +767,16 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.LLAMA3: _LLAMA3,
     ToolFormat.LLAMA3_FUNCTION: _LLAMA3,
     ToolFormat.MISTRAL: Reader({"[TOOL_CALLS]": _mistral}),
-    ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}),
+    ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}, closers=b")"),
     ToolFormat.LLAMA4: Reader({"<|python_start|>": _llama4_marked}, bare={"{": _llama3}),
     ToolFormat.DEEPSEEK_V3: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
     ToolFormat.DEEPSEEK_V31: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
-    ToolFormat.DEEPSEEK_V32: Reader({"<｜DSML｜function_calls>": _dsml}),
+    ToolFormat.DEEPSEEK_V32: Reader({"<｜DSML｜function_calls>": _dsml}, closers=b">"),
     ToolFormat.KIMI_K2: Reader({"<|tool_calls_section_begin|>": _kimi}),
-    ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}),
-    ToolFormat.GLM: Reader({"<tool_call>": _glm}),
+    ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}, closers=b">"),
+    ToolFormat.GLM: Reader({"<tool_call>": _glm}, closers=b">"),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
-    ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}),
+    ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}, closers=b">"),
     ToolFormat.HARMONY: Reader(
         {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
     ),

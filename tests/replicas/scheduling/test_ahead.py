@@ -82,6 +82,25 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
     assert (world.engine.stats.ahead_used, world.engine.stats.ahead_wasted) == (24, 0)
 
 
+@pytest.mark.parametrize("begun", [0, 3])
+@pytest.mark.parametrize("other", ["", "i"])
+def test_no_work_ahead_ends_what_a_client_asked_for(begun, other):
+    """Neither the engine's own nor that of another handle, though it begins alike and is shorter."""
+    world = make()
+    text = words(1, 80)
+    world.ahead("asked", text, "p", "h")
+    for _ in range(begun):
+        world.step()
+    world.ahead("other", text[:40], "p", other)
+    world.run()
+    assert (world.end("asked").reason, world.end("other").reason) == ("length", "length")
+    assert handle("h") in pins(world)
+    world.submit("turn", [*text, 5], program="p")
+    world.run()
+    world.assert_right("turn")
+    assert world.end("turn").usage.cached == 80
+
+
 def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
     """Routers count what is in hand; with a prompt ahead for each program in a pause an idle replica looked crowded."""
     world = make(max_sequences=2, session_rows=1)
@@ -183,6 +202,22 @@ def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
     world.now += 40.0
     world.step()
     assert handle("j") not in pins(world)
+
+
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
+    """Two routers may extend it at once. `first`: steps that the one prompt has before the other comes."""
+    world = make()
+    world.ahead("one", words(1, 60), "p", "h")
+    for _ in range(first):
+        world.step()
+    world.ahead("other", words(2, 60), "p", "h")
+    world.run()
+    assert {type(world.end(name)) for name in ("one", "other")} == {Finished}
+    assert set(pins(world)) == {handle("h")}
+    world.give(HandleReleased("", "h"))
+    assert pins(world) == []
+    world.assert_idle()
 
 
 def test_ten_thousand_handles_take_no_more_than_there_is():

@@ -383,6 +383,20 @@ def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any
     assert [[call.name, call.arguments] for call in reader.calls] == found
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
+def test_what_closes_a_call_is_foreseen(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
+    """Where the call has begun in an earlier chunk. No text but that of calls is taken for it."""
+    reader = parser(format, early_stop=False)
+    assert not reader.may_close(b"f(x) <b> {}")
+    begun = False
+    for chunk in chunked("".join(call_texts(format, calls)), data):
+        foreseen, before = reader.may_close(chunk.encode()), len(reader.calls)
+        reader.feed(chunk)
+        assert foreseen or not begun or len(reader.calls) == before
+        begun = reader.may_close(b"})>")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, max_size=2), st.lists(WORDS, max_size=4), st.booleans(), st.data())
 def test_any_chunking_of_any_output_gives_the_same(

@@ -48,18 +48,26 @@ LAYER_VARIANTS = {
     for dtype, wide in (("float32", 1), ("bfloat16", 0))
 }
 GLIBC = "2.17"  # or later: as torch's own wheels
+CACHE = Path(__file__).resolve().parent / "build" / "zig-cache"  # the compiler's
 FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
 
 
 def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, tuple[str, int, str]]) -> None:
-    """Make `library` of `source`. Objects go under `room`, the compiler's cache beside it, for the next library.
+    """Make `library` of `source`, its objects under `room`. What was compiled so before comes from `CACHE`.
 
     Raises subprocess.CalledProcessError, with what the compiler says, or OSError.
     """
-    cache = str(room.resolve().parent / "zig-cache")
-    environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
+    environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(CACHE), "ZIG_LOCAL_CACHE_DIR": str(CACHE)}
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", *FLAGS.split()]
-    digest = int.from_bytes(hashlib.sha256(source.read_bytes()).digest()[:8], "big")
+    text = source.read_bytes()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+    # The compiler knows a file by its path, but one in its cache by the path there: it is the same in every checkout.
+    cached = CACHE / "sources" / f"{digest:016x}" / source.name
+    if not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        written = cached.with_suffix(f".{os.getpid()}")
+        written.write_bytes(text)
+        written.replace(cached)
     commands = [("source", [f"-DSOURCE={digest}u"])]
     for name, (processor, lanes, how) in variants.items():
         commands.append((name, [f"-mcpu={processor}", f"-DLANES={lanes}", *how.split(), f"-DNAME={name}"]))
@@ -67,7 +75,7 @@ def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, 
     objects = [str(room / f"{name}.o") for name, _ in commands]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         calls = [
-            pool.submit(_run, [*compiler, *flags, "-c", str(source), "-o", target], environment)
+            pool.submit(_run, [*compiler, *flags, "-c", str(cached), "-o", target], environment)
             for (_, flags), target in zip(commands, objects, strict=True)
         ]
     for call in calls:

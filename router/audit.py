@@ -11,11 +11,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from holdfast.replicas import logs
+from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +31,6 @@ return {#ARGV - 1}
 """
 # KEYS: the stream. ARGV: from and to as ids, at most how many.
 READ = "return redis.call('XREVRANGE', KEYS[1], ARGV[2], ARGV[1], 'COUNT', ARGV[3])"
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 class Audit:

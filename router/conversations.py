@@ -28,7 +28,8 @@ import orjson
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt
 from holdfast.router.identity import unnamed_program
 from holdfast.router.lru import SHARE, Lru
-from holdfast.router.programs import BEGIN, Begun, ProgramTable, Scripts, Stand, program_name
+from holdfast.router.programs import BEGIN, Begun, ProgramTable, Stand, program_name
+from holdfast.router.store import Scripts
 
 REPLIES = 32  # of a conversation that are looked back over, the latest
 MOST = 64  # programs kept at one place, the latest

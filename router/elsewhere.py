@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
+
+from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +32,6 @@ for i = 2, #ARGV, 2 do found[#found + 1] = redis.call('HINCRBYFLOAT', KEYS[1], A
 redis.call('EXPIRE', KEYS[1], ARGV[1])
 return found
 """
-
-
-class Scripts(Protocol):
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 class Sharing(Protocol):

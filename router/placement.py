@@ -106,9 +106,6 @@ class Reason(StrEnum):
     LOST = "lost"  # its home is there no more
 
 
-MOVES = (Reason.CROWDED, Reason.WAITED, Reason.LOST)
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Where a turn goes, and why."""

@@ -25,11 +25,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from holdfast.router.lru import SHARE, Lru
+from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
 
@@ -97,17 +98,6 @@ class Begun:
     def root(self) -> str:
         """The key of the program that it counts for among those of its tenant: its own, but for a sub-agent."""
         return f"{_tenant(self.key)}/{self.program.root}" if self.program.root else self.key
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    @property
-    def degraded(self) -> bool: ...
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 _FIELDS = tuple(each.name for each in fields(Program))

@@ -155,6 +155,17 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+class Scripts(Protocol):
+    """`RedisStore`, as far as those need it who keep what only a script of their own can change."""
+
+    @property
+    def degraded(self) -> bool: ...
+
+    async def script(
+        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
+    ) -> list[Any] | None: ...
+
+
 class MemoryStore:
     """The store of one process: bounded in entries and bytes. Where it is full, who has most of it gives way."""
 

@@ -17,13 +17,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.router.audit import STREAM
+from holdfast.router.store import Scripts
 from holdfast.router.tenants import Tenant, TenantDirectory
 
 log = logging.getLogger(__name__)
@@ -71,14 +72,6 @@ for i = 1, #ARGV, 2 do
 end
 return {}
 """
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 class TenantStore:

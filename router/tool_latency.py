@@ -16,8 +16,7 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.replicas.retention.latency import (
     RECENT,
@@ -26,6 +25,7 @@ from holdfast.replicas.retention.latency import (
     Tally,
     ToolKey,
 )
+from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
 
@@ -118,17 +118,6 @@ for i = 1, #changed, 2 do
 end
 return {since, version, read(base .. 'all'), sets}
 """
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    @property
-    def degraded(self) -> bool: ...
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 class Reader:

@@ -13,13 +13,14 @@ import heapq
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import Prices
 from holdfast.router.quotas import STATE, UNITS, Cost, quota_keys
+from holdfast.router.store import Scripts
 
 SEEN_S = 3600.0  # for which a record that is told again is known
 RETRY_S = 86400.0  # for which a client's retry is known
@@ -225,14 +226,6 @@ local found = {}
 for i, period in ipairs(ARGV) do found[i] = redis.call('HGETALL', KEYS[1] .. '/' .. period) end
 return found
 """
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
 
 
 class Books:

@@ -4,34 +4,32 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
-from c_kernels import ABLE, COMPILER, compilers_room
+from c_kernels import ABLE, BUILD, COMPILER
 
 from holdfast.kernels import attention_c, layer_c, product_c
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("kernels", "replicas", "router", "cluster", "loadgen")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so")  # what an editable install has built there
+CACHE = BUILD["CACHE"]  # of the compiler: an editable install has filled it
 LIBRARIES = {f"holdfast/kernels/{each.LIBRARY}" for each in (attention_c, layer_c, product_c)}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves its work beside the sources."""
+    """Built from a copy, because setuptools leaves its work beside the sources; with the cache of the checkout."""
     source = tmp_path_factory.mktemp("source")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=LEFT_OUT)
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, source / name)
-    built = source / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    built.mkdir(parents=True)
-    cache = compilers_room(tmp_path_factory) / "zig-cache"
-    cache.mkdir(exist_ok=True)
-    (built / cache.name).symlink_to(cache)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (source / "build").mkdir()
+    (source / "build" / CACHE.name).symlink_to(CACHE)
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "-w", str(out), str(source)], capture_output=True, text=True, check=False)

@@ -57,10 +57,6 @@ class CellCounts:
         """Cells that are free, or would be by eviction."""
         return (self._pool.free + self._tree.evictable) * self._pool.page_size
 
-    def available_to(self, tenant: str) -> int:
-        """The same, as far as its ceiling and the floors of others leave them to a tenant."""
-        return self._tree.tenants.available(tenant, self._pool.free + self._tree.evictable) * self._pool.page_size
-
     def may_pin(self, tenant: str) -> int:
         """Cells that a tenant's soft pins and sessions may keep."""
         return self._tree.tenants.pinned(tenant) * self._pool.page_size

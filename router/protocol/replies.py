@@ -459,14 +459,8 @@ class Latency(TypedDict):
 
 
 @with_config(CLOSED)
-class ToolsLatency(TypedDict):
+class ToolsLatency(Latency):
     tools: list[str]
-    count: int
-    mean_s: float
-    std_s: float
-    p50_s: float | None
-    p90_s: float | None
-    p99_s: float | None
 
 
 @with_config(CLOSED)

@@ -20,8 +20,6 @@ import httpx
 import openai
 import pytest
 import real_clients
-from langchain_openai import ChatOpenAI
-from langgraph.prebuilt import create_react_agent
 from scripted import HELLO, WEATHER
 
 CONTEXT = 40_960
@@ -114,6 +112,9 @@ def test_anthropic_messages(address: str, turns: Turns) -> None:
 
 
 def test_langgraph(address: str, turns: Turns) -> None:
+    from langchain_openai import ChatOpenAI  # here, for who runs other tests waits a second for them
+    from langgraph.prebuilt import create_react_agent
+
     def get_weather(city: str) -> str:
         """The weather in a city."""
         return "4 degrees"

@@ -259,6 +259,7 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
 
     async def over(tenant: str, key: str) -> None:
         ended.append((tenant, key))
+        one_ended.set()
 
     async def run(key: str) -> RunId | None:
         return runs.get(key)
@@ -267,19 +268,31 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
         return Heartbeats(store, over, run)
 
     runs: dict[str, RunId] = {}
-    made.ended, made.runs = ended, runs
+    one_ended = asyncio.Event()
+    made.ended, made.one_ended, made.runs = ended, one_ended, runs
     return made
+
+
+def lasting() -> MemoryStore:
+    """A store in which no time goes by: what was heard stands there however late a busy machine looks for it."""
+    return MemoryStore(10, 1000, lambda: 0.0)
+
+
+async def until_one_ended(heartbeats) -> None:
+    """And a little longer, for what should not end."""
+    await heartbeats.one_ended.wait()
+    await asyncio.sleep(0.1)
 
 
 def test_a_program_is_over_once_its_client_is_silent(heartbeats):
     async def main():
-        router = heartbeats(MemoryStore(10, 1000))
+        router = heartbeats(lasting())
         await router.heard("t", "t/gone", 0.1)
         await router.heard("t", "t/there", 0.1)
         await router.heard("t", "t/there", 60.0)
         await router.heard("t", "t/ended", 0.1)
         await router.over("t/ended")
-        await asyncio.sleep(0.4)
+        await until_one_ended(heartbeats)
 
     asyncio.run(main())
     assert heartbeats.ended == [("t", "t/gone")]
@@ -287,12 +300,12 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
 
 def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats):
     async def main():
-        router = heartbeats(MemoryStore(10, 1000))
+        router = heartbeats(lasting())
         heartbeats.runs.update({"t/again": RunId("a", 1.0, True), "t/same": RunId("a", 1.0, True)})
         await router.heard("t", "t/again", 0.1)
         await router.heard("t", "t/same", 0.1)
         heartbeats.runs["t/again"] = RunId("a", 2.0, False)
-        await asyncio.sleep(0.3)
+        await until_one_ended(heartbeats)
 
     asyncio.run(main())
     assert heartbeats.ended == [("t", "t/same")]
@@ -371,13 +384,13 @@ def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
 
 def test_what_another_router_heard_counts(heartbeats):
     async def main():
-        store = MemoryStore(10, 1000)
+        store = lasting()
         one, two = heartbeats(store), heartbeats(store)
         await one.heard("t", "t/p", 0.1)
         await two.heard("t", "t/p", 0.6)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.25)
         assert heartbeats.ended == []
-        await asyncio.sleep(0.5)
+        await until_one_ended(heartbeats)
 
     asyncio.run(main())
     assert heartbeats.ended == [("t", "t/p")]

@@ -2,9 +2,7 @@
 
 import ctypes
 import importlib.util
-import os
 import runpy
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,19 +14,11 @@ ABLE = BUILD["HERE"] and bool(torch.cpu.get_capabilities().get("avx2"))
 COMPILER = importlib.util.find_spec("ziglang") is not None
 
 
-def compilers_room(factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of a run have in common: what the compiler builds for itself is built once."""
-    base = factory.getbasetemp()
-    room = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    room.mkdir(exist_ok=True)
-    return room
-
-
 def emulated(source: str, variants: dict[str, tuple[str, int, str]], factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """These functions of a kernel, compiled for AVX2. Skips the test where there is no compiler."""
     if not COMPILER:
         pytest.skip("this processor lacks the way, or it is not built, and ziglang is not installed to emulate it")
-    room = Path(tempfile.mkdtemp(dir=compilers_room(factory)))
+    room = factory.mktemp("compiled")
     for_avx2 = {name: ("x86_64_v3", lanes, how) for name, (_, lanes, how) in variants.items()}
     BUILD["compile_kernel"](ROOT / "kernels" / source, room / "all.so", room, for_avx2)
     return ctypes.CDLL(str(room / "all.so"))

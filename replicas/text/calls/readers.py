@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall
 from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
-from holdfast.replicas.text.calls.python_call import keyword_arguments
 from holdfast.replicas.text.calls.scan import (
     SPACE,
     NotACallError,
@@ -30,7 +29,7 @@ from holdfast.replicas.text.calls.scan import (
     whole_object,
 )
 from holdfast.replicas.text.calls.tracker import CallLimits, Delta, Tracker, merged
-from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, kinds_of
+from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, keyword_arguments, kinds_of
 
 
 class ToolCallParser:

@@ -9,14 +9,16 @@ other once it has begun; the engine begins it. Not here: cells and rows between 
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from holdfast.replicas.errors import (
     HoldfastError,
     InvalidRequestError,
+    OperationDoneError,
     OverloadedError,
+    SessionChangedError,
     SessionExistsError,
     UnknownSessionError,
 )
@@ -27,7 +29,9 @@ from holdfast.replicas.events import (
     Failed,
     Finished,
     ForkSession,
+    Named,
     OpenSession,
+    Past,
     Rejected,
     Submit,
     Terminal,
@@ -36,7 +40,9 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
-from holdfast.replicas.types import NO_TOKENS, TokenIds
+from holdfast.replicas.types import TokenIds
+
+REMEMBERED = 128  # operations with a name, of a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,22 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`history` is what finished operations made, `appends` how many of them; `running` goes on from it now."""
+    """`past` is what finished operations made; `running` goes on from it now.
+
+    `life` tells it from others that had its name, or have it on other replicas.
+    """
 
     owner: Owner
     opened: float
     used: float
-    history: TokenIds = field(default_factory=lambda: NO_TOKENS)
-    appends: int = 0
+    life: str = ""
+    past: Past = field(default_factory=Past)
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
+
+    @property
+    def history(self) -> TokenIds:
+        return self.past.tokens
 
     @property
     def promised(self) -> int:
@@ -75,9 +88,17 @@ class SessionFacts:
     session_id: str
     opened: float
     used: float
-    tokens: int
-    appends: int
+    life: str
+    past: Past
     busy: bool
+
+    @property
+    def tokens(self) -> int:
+        return len(self.past.tokens)
+
+    @property
+    def appends(self) -> int:
+        return self.past.appends
 
 
 class Sessions:
@@ -114,13 +135,21 @@ class Sessions:
 
     # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 
+    def replaced(self, command: OpenSession) -> CloseSession | None:
+        """What is to be done before: a session of another life, which other replicas have had since, has its place."""
+        there = self._sessions.get(Owner(command.scope, command.session_id, session=True))
+        if there is None or not command.life or there.life == command.life:
+            return None
+        return CloseSession(f"{command.request_id}/replaced", command.session_id, command.scope)
+
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
-        self._open(Owner(command.scope, command.session_id, session=True), now)
+        session = self._open(Owner(command.scope, command.session_id, session=True), now, command.life)
+        session.past = Past(appends=command.appends, done=command.done)
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
         """Accept an operation, behind those before it. Its time counts from `accepted`."""
-        session = self._find(command.scope, command.session_id)
+        session = self._find(command.scope, command.session_id, command.life)
         if not (isinstance(command, Submit) and command.standing):
             session.used = now
         session.queue.append(Operation(command, accepted))
@@ -131,7 +160,7 @@ class Sessions:
         """Forget a session; operations that have not begun are aborted. The caller ends the one that runs, and then
         calls `closed`.
         """
-        session = self._find(command.scope, command.session_id)
+        session = self._find(command.scope, command.session_id, command.life)
         del self._sessions[session.owner]
         for operation in list(session.queue):
             self.abort(operation.command.request_id, now)
@@ -157,22 +186,25 @@ class Sessions:
             operation = session.queue.popleft()
             command = operation.command
             del self._queued[command.request_id]
-            if isinstance(command, Submit):
+            if isinstance(command, ForkSession):
+                self._fork(session, command, operation.accepted, now)
+            elif not self._is_over(session, command, operation.accepted, now):
                 return command, operation.accepted
-            self._fork(session, command, operation.accepted, now)
         return None
 
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
         """An operation has ended, and the next one of the session returned can begin. Only what finished is history."""
+        submit = sequence.submit
         session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
         if session is None or session.running is not sequence:
             return None
         session.running = None
-        if not sequence.submit.standing:
+        if not submit.standing:
             session.used = now
-        if isinstance(event, Finished) and sequence.submit.keep:
-            session.history = closed_reply(sequence.tokens, sequence.submit.closing)
-            session.appends += 1
+        if isinstance(event, Finished) and submit.keep:
+            tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
+            named = (Named(submit.name, submit.content, len(tokens)),) if submit.name else ()
+            session.past = Past(tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
         return session
 
     # ---- what others see; any thread may ask ----
@@ -205,15 +237,35 @@ class Sessions:
 
     # ---- parts ----
 
-    def _find(self, scope: str, session_id: str) -> Session:
+    def _find(self, scope: str, session_id: str, life: str) -> Session:
         session = self._sessions.get(Owner(scope, session_id, session=True))
-        if session is None:
+        if session is None or life not in ("", session.life):
             raise UnknownSessionError(
                 f"session {session_id!r} is not open: unknown, closed, or unused for {self._idle_s:g} s", "session_id"
             )
         return session
 
-    def _open(self, owner: Owner, now: float) -> Session:
+    def _is_over(self, session: Session, submit: Submit, accepted: float, now: float) -> bool:
+        """Whether an operation is not to begin: it is part of the history, or that is not what it goes on from."""
+        past = session.past
+        done = next((each for each in past.done if each.name == submit.name), None) if submit.name else None
+        if done is None and submit.at in (None, len(past.tokens)):
+            return False
+        error: HoldfastError
+        if done is None:
+            error = SessionChangedError("the session went on while its replica was lost; ask again", "session_id")
+        elif done.content != submit.content:
+            error = OperationDoneError("the key was that of another operation of this session", "idempotency-key")
+        elif submit.sampling.max_tokens:
+            error = OperationDoneError("question and answer are part of the session already", "idempotency-key")
+        else:
+            usage, timing = Usage(done.end, done.end), Timing(accepted, finished=now)
+            self._events.append(Finished(submit.request_id, "stop", usage, timing, past, len(past.tokens)))
+            return True
+        self._events.append(Rejected(submit.request_id, error.info))
+        return True
+
+    def _open(self, owner: Owner, now: float, life: str) -> Session:
         if not owner.name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if owner in self._sessions:
@@ -222,16 +274,16 @@ class Sessions:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
         if sum(other.scope == owner.scope for other in self._sessions) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
-        session = self._sessions[owner] = Session(owner, now, now)
+        session = self._sessions[owner] = Session(owner, now, now, life)
         return session
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
-            child = self._open(Owner(command.scope, command.child_id, session=True), now)
+            child = self._open(Owner(command.scope, command.child_id, session=True), now, command.child_life)
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
-        child.history, child.appends = session.history, session.appends
+        child.past = replace(session.past, done=())
         self.rows.fork(child.owner, child.history, now)
         self._done(command.request_id, accepted, now)
 
@@ -247,7 +299,7 @@ def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
 
 def _facts(session: Session) -> SessionFacts:
     busy = session.running is not None or bool(session.queue)
-    return SessionFacts(session.owner.name, session.opened, session.used, len(session.history), session.appends, busy)
+    return SessionFacts(session.owner.name, session.opened, session.used, session.life, session.past, busy)
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

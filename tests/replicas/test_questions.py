@@ -65,7 +65,7 @@ class World:
 
     def append(self, session: str = "s") -> None:
         facts = self.sessions["t", session]
-        self.sessions["t", session] = replace(facts, appends=facts.appends + 1)
+        self.sessions["t", session] = replace(facts, past=replace(facts.past, appends=facts.appends + 1))
 
     def of(self, session: str = "s") -> tuple[QuestionState, ...]:
         return self.questions.of(self.sessions["t", session], "t")

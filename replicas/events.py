@@ -152,8 +152,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """What a session has been told: `tokens`, by so many `appends`. `done`: the latest of these that have a name."""
+    """What a session of this `life` has been told: `tokens`, by so many `appends`; `done`: the latest with a name."""
 
+    life: str = ""
     tokens: TokenIds = field(default_factory=lambda: NO_TOKENS)
     appends: int = 0
     done: tuple[Named, ...] = ()

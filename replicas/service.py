@@ -352,7 +352,7 @@ class Service:
         reply.remember()
         if request.session is not None:
             usage, timing = attempt.usage(ended), attempt.timing(ended)
-            history = self.sessions.told(request.session.life, ended)
+            history = self.sessions.told(ended)
             return (*tail, Completed(reason, usage, timing, stop=reply.stop, history=history))
         found = _called(request, reply, reason)
         if request.program_id:
@@ -600,7 +600,7 @@ class SessionService:
         elif isinstance(call, ReadQuestion):
             questions.read(facts, scope, call.question_id)
         state = self._state(facts, scope)
-        return state if start is None else replace(state, history=self._history(facts.life, facts.past, start))
+        return state if start is None else replace(state, history=self._history(facts.past, start))
 
     def of(self, scope: str) -> list[SessionState]:
         """A tenant's open sessions."""
@@ -640,7 +640,7 @@ class SessionService:
                     await self.run(OpenSession(self.request_id(), name, scope, life, behind, done))
                 if _is_empty(request.prompt):
                     now, completed = time.monotonic(), True
-                    history = self._history(life, Past(appends=behind, done=done), 0)
+                    history = self._history(Past(life, appends=behind, done=done), 0)
                     yield (Completed("stop", Usage(), Timing(now, finished=now), history=history),)
                     return
                 async with aclosing(self._service._stream(request)) as stream:
@@ -671,16 +671,16 @@ class SessionService:
         sequence = self._service.engine.live.get(request_id)
         return None if sequence is None else sequence.n_history
 
-    def told(self, life: str, ended: Finished) -> History | None:
+    def told(self, ended: Finished) -> History | None:
         """What an operation has added."""
-        return None if ended.past is None else self._history(life, ended.past, ended.start)
+        return None if ended.past is None else self._history(ended.past, ended.start)
 
     # ---- parts ----
 
-    def _history(self, life: str, past: Past, start: int) -> History:
+    def _history(self, past: Past, start: int) -> History:
         tokens = past.tokens[start:].astype("<i4").tobytes()
         done = tuple(each for each in past.done if each.end > start)
-        return History(life, start, tokens, past.appends, done, self._service.engine.config.session_idle_s)
+        return History(past.life, start, tokens, past.appends, done, self._service.engine.config.session_idle_s)
 
     async def _feed(self, turn: SessionTurn, prompt: ChatPrompt | RawPrompt, scope: str) -> Usage:
         request = GenerateRequest(self.request_id(), prompt, Sampling(max_tokens=0), scope=scope, session=turn)

@@ -55,18 +55,20 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`past` is what finished operations made; `running` goes on from it now.
-
-    `life` tells it from others that had its name, or have it on other replicas.
+    """`past` is what finished operations made; `running` goes on from it now. Its life tells it from others that had
+    its name, or have it on other replicas.
     """
 
     owner: Owner
     opened: float
     used: float
-    life: str = ""
     past: Past = field(default_factory=Past)
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
+
+    @property
+    def life(self) -> str:
+        return self.past.life
 
     @property
     def history(self) -> TokenIds:
@@ -88,9 +90,12 @@ class SessionFacts:
     session_id: str
     opened: float
     used: float
-    life: str
     past: Past
     busy: bool
+
+    @property
+    def life(self) -> str:
+        return self.past.life
 
     @property
     def tokens(self) -> int:
@@ -143,8 +148,8 @@ class Sessions:
         return CloseSession(f"{command.request_id}/replaced", command.session_id, command.scope)
 
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
-        session = self._open(Owner(command.scope, command.session_id, session=True), now, command.life)
-        session.past = Past(appends=command.appends, done=command.done)
+        past = Past(command.life, appends=command.appends, done=command.done)
+        self._open(Owner(command.scope, command.session_id, session=True), now, past)
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
@@ -204,7 +209,7 @@ class Sessions:
         if isinstance(event, Finished) and submit.keep:
             tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
             named = (Named(submit.name, submit.content, len(tokens)),) if submit.name else ()
-            session.past = Past(tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
+            session.past = Past(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
         return session
 
     # ---- what others see; any thread may ask ----
@@ -265,7 +270,7 @@ class Sessions:
         self._events.append(Rejected(submit.request_id, error.info))
         return True
 
-    def _open(self, owner: Owner, now: float, life: str) -> Session:
+    def _open(self, owner: Owner, now: float, past: Past) -> Session:
         if not owner.name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if owner in self._sessions:
@@ -274,16 +279,16 @@ class Sessions:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
         if sum(other.scope == owner.scope for other in self._sessions) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
-        session = self._sessions[owner] = Session(owner, now, now, life)
+        session = self._sessions[owner] = Session(owner, now, now, past)
         return session
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
-            child = self._open(Owner(command.scope, command.child_id, session=True), now, command.child_life)
+            past = replace(session.past, life=command.child_life, done=())
+            child = self._open(Owner(command.scope, command.child_id, session=True), now, past)
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
-        child.past = replace(session.past, done=())
         self.rows.fork(child.owner, child.history, now)
         self._done(command.request_id, accepted, now)
 
@@ -299,7 +304,7 @@ def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
 
 def _facts(session: Session) -> SessionFacts:
     busy = session.running is not None or bool(session.queue)
-    return SessionFacts(session.owner.name, session.opened, session.used, session.life, session.past, busy)
+    return SessionFacts(session.owner.name, session.opened, session.used, session.past, busy)
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

@@ -157,6 +157,11 @@ class Engine:
         """
         return self._order.contended
 
+    @property
+    def session_idle_s(self) -> float:
+        """Seconds without an operation after which a session is closed."""
+        return self._sessions.idle_s
+
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
         """An open session. Any thread may ask, this and the next."""
         return next((facts for facts in self._sessions.of(scope) if facts.session_id == session_id), None)

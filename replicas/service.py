@@ -680,7 +680,7 @@ class SessionService:
     def _history(self, past: Past, start: int) -> History:
         tokens = past.tokens[start:].astype("<i4").tobytes()
         done = tuple(each for each in past.done if each.end > start)
-        return History(past.life, start, tokens, past.appends, done, self._service.engine.config.session_idle_s)
+        return History(past.life, start, tokens, past.appends, done, self._service.engine.session_idle_s)
 
     async def _feed(self, turn: SessionTurn, prompt: ChatPrompt | RawPrompt, scope: str) -> Usage:
         request = GenerateRequest(self.request_id(), prompt, Sampling(max_tokens=0), scope=scope, session=turn)
@@ -696,7 +696,7 @@ class SessionService:
         return facts
 
     def _state(self, facts: SessionFacts, scope: str) -> SessionState:
-        now, idle_s = time.monotonic(), self._service.engine.config.session_idle_s
+        now, idle_s = time.monotonic(), self._service.engine.session_idle_s
         return SessionState(
             facts.session_id,
             facts.tokens,

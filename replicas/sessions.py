@@ -118,7 +118,7 @@ class Sessions:
         self._events = events
         self._most = most
         self._most_of_tenant = most_of_tenant or most
-        self._idle_s = idle_s
+        self.idle_s = idle_s
         self._sessions: dict[Owner, Session] = {}
         self._queued: dict[str, Session] = {}  # by the request id of an operation that has not begun
 
@@ -221,7 +221,7 @@ class Sessions:
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
         for session in list(self._sessions.values()):
-            if session.running is None and now >= session.used + self._idle_s:
+            if session.running is None and now >= session.used + self.idle_s:
                 del self._sessions[session.owner]
                 self.rows.forget(session.owner)
 
@@ -229,7 +229,7 @@ class Sessions:
     def due(self) -> float | None:
         """When the next session is to be closed, if nobody uses it before; None: there is none, or all are in use."""
         used = [session.used for session in self._sessions.values() if session.running is None]
-        return min(used) + self._idle_s if used else None
+        return min(used) + self.idle_s if used else None
 
     def fail_all(self, error: HoldfastError) -> None:
         """Forget every session; operations that have not begun fail with `error`."""
@@ -246,7 +246,7 @@ class Sessions:
         session = self._sessions.get(Owner(scope, session_id, session=True))
         if session is None or life not in ("", session.life):
             raise UnknownSessionError(
-                f"session {session_id!r} is not open: unknown, closed, or unused for {self._idle_s:g} s", "session_id"
+                f"session {session_id!r} is not open: unknown, closed, or unused for {self.idle_s:g} s", "session_id"
             )
         return session
 

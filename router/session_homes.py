@@ -219,9 +219,11 @@ class SessionHomes:
                 state = await self._backend.session(
                     replace(call, life=found.home.life), found.program, found.home.replica_id
                 )
-                asks = isinstance(call, AddQuestion | RemoveQuestion)
-                if not asks or await self._changed(found, call, state.expires_s):
-                    return state
+                if isinstance(call, AddQuestion | RemoveQuestion) and not await self._changed(
+                    found, call, state.expires_s
+                ):
+                    continue
+                return state
             except (SessionLostError, UnavailableError, UnknownSessionError) as error:
                 await self._move(found, _reason(error), error, _opening(tenant, found))
         raise _again()

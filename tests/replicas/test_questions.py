@@ -239,7 +239,7 @@ def test_they_are_bounded_and_go_with_their_session() -> None:
 
 def test_a_session_without_a_history_is_not_asked() -> None:
     async def work(world: World) -> None:
-        world.sessions["t", "s"] = replace(world.sessions["t", "s"], appends=0, tokens=0)
+        world.sessions["t", "s"] = replace(world.sessions["t", "s"], past=Past())
         world.add("q")
         await turns()
         assert world.asked == []

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ class Cluster:
     loop: Loop
     backend: Replicas
     store: Store
+    programs: Sequence[ProgramTable]
     routers: tuple[Router, Router]
     turn: int = 0
 
@@ -60,7 +61,7 @@ class Cluster:
         if isinstance(store, RedisStore):
             programs[1] = ProgramTable(store, 1000, 7200.0, 3600.0)
         made = [Router(loop, backend, store, each, config, tenants) for each in programs]
-        return cls(loop, backend, store, (made[0], made[1]))
+        return cls(loop, backend, store, programs, (made[0], made[1]))
 
     def call(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
         """One call, of one router and then of the other."""
@@ -90,6 +91,8 @@ class Cluster:
         self.backend.trap = None
         for replica_id in self.backend.live:
             self.loop.run(self.backend.forget(replica_id))
+        for each in self.programs:
+            self.loop.run(each.close())
 
 
 @pytest.fixture(scope="module")

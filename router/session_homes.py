@@ -67,7 +67,8 @@ from holdfast.router.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 5  # at homes of one operation, or at one change of a record by several routers at once
+ATTEMPTS = 5  # of one operation, each at another home
+CHANGES = 100  # of a record by others, before one's own is given up
 TOLD = 65536  # sessions of which this router knows how much it has told its clients is done
 
 
@@ -262,7 +263,7 @@ class SessionHomes:
             return True
         tenant, session_id, record = found.tenant, found.session_id, found.record
         home, most = Home(told.life, found.home.replica_id), told.end
-        for _ in range(ATTEMPTS * ATTEMPTS):
+        for _ in range(CHANGES):
             if self._histories.away:
                 put = Put.AWAY
             elif record is None:
@@ -273,8 +274,11 @@ class SessionHomes:
             elif record.kept and record.tokens < told.start:
                 told = await self._told_from(found, told, record.tokens)
                 put = await self._histories.add(tenant, session_id, record, told)
-            else:
-                put = await self._histories.add(tenant, session_id, record, told.after(max(record.tokens, told.start)))
+            elif record.kept and record.tokens < told.end:
+                put = await self._histories.add(tenant, session_id, record, told.after(record.tokens))
+            else:  # it is there: whoever changes the record meanwhile makes it live on
+                await self._histories.add(tenant, session_id, record, told.after(told.end))
+                put = Put.DONE
             if put is Put.FULL:
                 log.warning("the history of a session of tenant %s is not kept: it has no room for more", tenant)
                 put = await self._histories.give_up(tenant, session_id, home, told.idle_s, record)
@@ -305,7 +309,7 @@ class SessionHomes:
     async def _changed(self, found: Found, call: AddQuestion | RemoveQuestion, expires_s: float) -> bool:
         """The questions that stand are kept. False: the session has another home, which has not been told."""
         tenant, session_id = found.tenant, found.session_id
-        for _ in range(ATTEMPTS * ATTEMPTS):
+        for _ in range(CHANGES):
             kept = await self._histories.read(tenant, session_id) if found.kept else None
             if kept is None or not kept.record.kept:
                 return True

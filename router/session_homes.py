@@ -47,6 +47,7 @@ from holdfast.replicas.requests import (
     Errored,
     GenerateRequest,
     History,
+    Question,
     RawPrompt,
     ReadHistory,
     RemoveQuestion,
@@ -267,12 +268,12 @@ class SessionHomes:
             if self._histories.away:
                 put = Put.AWAY
             elif record is None:
-                told = await self._told_from(found, told, 0)
-                put = await self._histories.put(tenant, session_id, home, told, (), None)
+                told, questions = await self._told_from(found, told, 0)
+                put = await self._histories.put(tenant, session_id, home, told, questions, None)
             elif record.home != home:
                 return False
             elif record.kept and record.tokens < told.start:
-                told = await self._told_from(found, told, record.tokens)
+                told, _ = await self._told_from(found, told, record.tokens)
                 put = await self._histories.add(tenant, session_id, record, told)
             elif record.kept and record.tokens < told.end:
                 put = await self._histories.add(tenant, session_id, record, told.after(record.tokens))
@@ -283,9 +284,8 @@ class SessionHomes:
                 log.warning("the history of a session of tenant %s is not kept: it has no room for more", tenant)
                 put = await self._histories.give_up(tenant, session_id, home, told.idle_s, record)
             if put is not Put.CHANGED:
-                if (
-                    put is not Put.AWAY and record is None and await self._programs.look(found.program) is None
-                ):  # closed meanwhile
+                made = record is None and put is not Put.AWAY
+                if made and await self._programs.look(found.program) is None:  # it was closed meanwhile
                     await self._histories.drop(tenant, session_id)
                 self._told.put(found.program, (home.life, most), inf)
                 return True
@@ -294,17 +294,17 @@ class SessionHomes:
                 raise UnknownSessionError(f"session {session_id!r} was closed meanwhile", "session_id")
         raise _again()
 
-    async def _told_from(self, found: Found, told: History, start: int) -> History:
-        """As much of the history as its home has behind the first `start` tokens."""
-        if told.start <= start:
-            return told.after(start)
+    async def _told_from(self, found: Found, told: History, start: int) -> tuple[History, tuple[Question, ...]]:
+        """As much of the history as its home has behind the first `start` tokens, and the questions that stand there."""
+        if told.start <= start:  # all of it where it begins
+            return told.after(start), ()
         call = ReadHistory(found.tenant, found.session_id, start, life=told.life)
         try:
             state = await self._backend.session(call, found.program, found.home.replica_id)
         except UnknownSessionError as error:  # another has its place by now
             raise SessionLostError(error.message, "session_id") from error
         assert state.history is not None
-        return state.history
+        return state.history, tuple(each.question for each in state.questions)
 
     async def _changed(self, found: Found, call: AddQuestion | RemoveQuestion, expires_s: float) -> bool:
         """The questions that stand are kept. False: the session has another home, which has not been told."""

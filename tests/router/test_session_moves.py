@@ -391,10 +391,11 @@ def test_without_histories_a_session_is_lost_with_its_replica(loop: Loop, engine
 
 def test_where_the_store_has_lost_a_history_the_session_is_lost_or_kept_anew(cluster: Cluster, loop: Loop) -> None:
     cluster.open("s", text="Readings:")
+    question = cluster.do("s", "questions", **ASK).json()["id"]
     loop.run(cluster.store.delete("sessions/default/s"))
     assert cluster.do("s", "append", text="\n1").status_code == 200  # its replica has it all
     cluster.lose("s")
-    assert cluster.state("s")["appends"] == 2
+    assert (cluster.state("s")["appends"], cluster.state("s")["questions"]) == (2, [question])
     home = cluster.state("s")["replica"]
     loop.run(cluster.store.delete("sessions/default/s"))
     loop.run(cluster.backend.lose(home))

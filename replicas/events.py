@@ -140,6 +140,8 @@ class Timing:
 
 # ---- sessions ----
 
+REMEMBERED = 128  # operations with a name, of a session
+
 
 @dataclass(frozen=True, slots=True)
 class Named:

@@ -23,6 +23,7 @@ from holdfast.replicas.errors import (
     UnknownSessionError,
 )
 from holdfast.replicas.events import (
+    REMEMBERED,
     Aborted,
     CloseSession,
     Event,
@@ -41,8 +42,6 @@ from holdfast.replicas.events import (
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.types import TokenIds
-
-REMEMBERED = 128  # operations with a name, of a session
 
 
 @dataclass(frozen=True, slots=True)

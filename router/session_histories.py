@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import Named, Sampling
+from holdfast.replicas.events import REMEMBERED, Named, Sampling
 from holdfast.replicas.requests import TOKEN, ChatPrompt, History, Question, RawPrompt
 from holdfast.router.config import RouterConfig
 from holdfast.router.seal import Seal
@@ -170,7 +170,8 @@ class SessionHistories:
             questions += tuple(map(_question, told.get("questions", ())))
             if len(tokens) != end * TOKEN:
                 raise ValueError("a part is missing")
-        return Kept(record, History(record.home.life, 0, bytes(tokens), appends, tuple(done)), questions)
+        history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-REMEMBERED:]))
+        return Kept(record, history, questions)
 
 
 def _record(ends: Ends) -> Record | None:

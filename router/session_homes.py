@@ -295,7 +295,7 @@ class SessionHomes:
         raise _again()
 
     async def _told_from(self, found: Found, told: History, start: int) -> tuple[History, tuple[Question, ...]]:
-        """As much of the history as its home has behind the first `start` tokens, and the questions that stand there."""
+        """As much of the history as its home has behind the first `start` tokens, and the questions that stand."""
         if told.start <= start:  # all of it where it begins
             return told.after(start), ()
         call = ReadHistory(found.tenant, found.session_id, start, life=told.life)

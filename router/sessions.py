@@ -8,7 +8,6 @@ that is gone, is for `session_homes` to say.
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,8 +34,8 @@ from holdfast.router.background import Background
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
-from holdfast.router.http import json_response
-from holdfast.router.identity import session_program
+from holdfast.router.http import DELIVERY, IDEMPOTENCY, json_response, retry_of
+from holdfast.router.identity import MAX_LENGTH, session_program
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.completions import completion_reply
 from holdfast.router.protocol.sessions import (
@@ -60,8 +59,6 @@ from holdfast.router.streaming import CompletionEncoder, Encoder
 from holdfast.router.turns import Turns
 
 MOST_LISTED = 1000
-KEY = "idempotency-key"  # the header by which a client names an operation
-MOST_OF_KEY = 128  # characters
 NAMED = "session"  # attribute of a request's state: the tenant and the id of the session that it is about
 
 
@@ -275,15 +272,18 @@ class SessionEndpoints:
 
 
 def _named(request: Request, turn: Turn) -> Turn:
-    """With the name that the client gives what changes a session: it is done once. Raises InvalidRequestError."""
-    key, session = request.headers.get(KEY), turn.session
-    assert session is not None
-    if key is None or not session.keep:
+    """What changes a session with the name that its client, or the proxy, has given it: it is done once.
+
+    Raises InvalidRequestError for a name that is too long.
+    """
+    name = next((name for name in (IDEMPOTENCY, DELIVERY) if name in request.headers), None)
+    if name is None or turn.session is None or not turn.session.keep:
         return turn
-    if not (0 < len(key) <= MOST_OF_KEY and key.isprintable()):
-        raise InvalidRequestError(f"'{KEY}' must be at most {MOST_OF_KEY} printable characters", KEY)
-    content = sha256(repr(turn.prompt).encode()).hexdigest()[:16]
-    return replace(turn, session=replace(session, name=f"key/{key}", content=content))
+    given = request.headers[name]
+    if len(given) > MAX_LENGTH:
+        raise InvalidRequestError(f"'{name}' must be at most {MAX_LENGTH} characters", name)
+    session = replace(turn.session, name=f"{name}/{given}", content=retry_of(request).id)
+    return replace(turn, session=session)
 
 
 def _nothing_left(error: BaseException, *, opens: bool) -> bool:

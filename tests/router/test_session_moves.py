@@ -16,6 +16,7 @@ from redis_server import RedisServer
 from replicas_in_process import Loop, Replicas, Router, Trap
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.events import REMEMBERED
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.session_histories import SessionHistories
@@ -248,8 +249,21 @@ def test_a_key_is_done_once_wherever_the_session_is(cluster: Cluster) -> None:
         assert error(cluster.do("s", "query", "q", **ASK, keep=True)) == (409, "operation_done")
         assert (cluster.state("s")["tokens"], cluster.state("s")["appends"]) == (whole["tokens"], 3)
         cluster.lose("s")
-    assert cluster.do("s", "append", "k" * 128, text="\n22").status_code == 200
-    assert cluster.do("s", "append", "k" * 129, text="\n22").status_code == 400
+    assert cluster.do("s", "append", "k" * 256, text="\n22").status_code == 200
+    assert cluster.do("s", "append", "k" * 257, text="\n22").status_code == 400
+
+
+def test_keys_are_remembered_for_the_latest_operations(cluster: Cluster, loop: Loop) -> None:
+    cluster.open("s", tokens=[5])
+    for i in range(REMEMBERED + 20):
+        assert cluster.do("s", "append", f"k{i}", tokens=[6]).status_code == 200
+    cluster.lose("s")
+    n = cluster.state("s")["tokens"]
+    kept = loop.run(SessionHistories(cluster.store, RouterConfig()).read("default", "s"))
+    assert kept is not None
+    assert len(kept.history.done) == REMEMBERED
+    assert cluster.do("s", "append", "k30", tokens=[6]).json()["tokens"] == 32
+    assert cluster.do("s", "append", "k0", tokens=[6]).json()["tokens"] == n + 1  # so long ago that it is not known
 
 
 def test_the_same_key_sent_at_once_to_two_routers_appends_once(cluster: Cluster, loop: Loop) -> None:

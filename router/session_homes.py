@@ -69,6 +69,7 @@ from holdfast.router.tenants import Tenant
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 5  # of one operation, each at another home
+AWAY = "the session's replica does not answer, and while Redis is away the session does not move; try again"
 CHANGES = 100  # of a record by others, before one's own is given up
 TOLD = 65536  # sessions of which this router knows how much it has told its clients is done
 
@@ -206,10 +207,8 @@ class SessionHomes:
             if why is not None:
                 await self._move(found, why, error, command)
             if told and (why is None or drawing.at is None):
-                changed = SessionChangedError(
-                    "the session has moved, and this is no part of it; ask again", "session_id"
-                )
-                yield Batch(replica_id, (Errored(changed.info),))
+                left = SessionChangedError("the session moved, and this is no part of it; ask again", "session_id")
+                yield Batch(replica_id, (Errored(left.info),))
                 return
         raise _again()
 
@@ -355,8 +354,10 @@ class SessionHomes:
         now = await self.find(found.tenant, found.session_id)
         if now.home.replica_id != found.home.replica_id or (now.kept and now.home.life != found.home.life):
             return
-        if why is Why.SILENT or (self._histories.on and self._histories.away):
-            raise UnavailableError(f"{error.message}; where the session is cannot be told now")
+        if self._histories.on and self._histories.away:
+            raise UnavailableError(AWAY)
+        if why is Why.SILENT:
+            raise error
         if why is Why.FORGOTTEN and found.record is None:
             raise UnknownSessionError(error.message, "session_id")
         told = "the session's replica is gone, and its history was not kept"
@@ -373,7 +374,7 @@ class SessionHomes:
         kept = await self._histories.read(tenant, session_id)
         if kept is None:
             if self._histories.away:
-                raise UnavailableError("where the session is cannot be told while Redis is away")
+                raise UnavailableError(AWAY)
             if await self._programs.look(found.program) is None:
                 raise UnknownSessionError(f"session {session_id!r} was closed meanwhile", "session_id")
             raise SessionLostError("the session's replica is gone, and its history cannot be read", "session_id")

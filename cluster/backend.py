@@ -227,8 +227,10 @@ def _now(request: GenerateRequest, began: float) -> GenerateRequest:
 
 
 def _attempts(request: GenerateRequest) -> int:
-    """How often it may be sent: what changes a session's history might change it twice."""
-    return 1 if request.session is not None and request.session.keep else ATTEMPTS
+    """How often it may be sent. A session's operation goes to its replica alone, and whether that is lost to it, or the
+    session, is for `router.session_homes` to say.
+    """
+    return ATTEMPTS if request.session is None or request.session.opens else 1
 
 
 def lost() -> Errored:

@@ -157,6 +157,11 @@ class Engine:
         """
         return self._order.contended
 
+    @property
+    def session_idle_s(self) -> float:
+        """Seconds without an operation after which a session is closed."""
+        return self._sessions.idle_s
+
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
         """An open session. Any thread may ask, this and the next."""
         return next((facts for facts in self._sessions.of(scope) if facts.session_id == session_id), None)
@@ -221,6 +226,8 @@ class Engine:
             if isinstance(command, Submit) and command.session_id and waiting >= self.config.max_waiting:
                 raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
             if isinstance(command, OpenSession):
+                if (before := self._sessions.replaced(command)) is not None:
+                    self._close(before, now, arrived)
                 self._sessions.open(command, now, arrived)
             elif isinstance(command, CloseSession):
                 self._close(command, now, arrived)
@@ -315,7 +322,7 @@ class Engine:
         if not self.config.prompt_seed:
             return secrets.randbits(64)
         self.stats.prompt_seeds += 1
-        return prompt_seed(submit.tokens)
+        return prompt_seed(submit.tokens[: len(submit.tokens) - submit.n_generated])
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
         """Where a request's cells are found and kept: with its tenant's, with those of its owner alone, or nowhere."""
@@ -369,7 +376,7 @@ class Engine:
 
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
-        for event in self._events:  # more may be told meanwhile
+        for i, event in enumerate(self._events):  # more may be told meanwhile
             if not isinstance(event, Tokens):
                 self.stats.ended[type(event).__name__.lower()] += 1
                 sequence = self.live.get(event.request_id)
@@ -377,6 +384,8 @@ class Engine:
                     del self.live[event.request_id]
                     session = self._sessions.ended(sequence, event, now)
                     if session is not None:
+                        if isinstance(event, Finished):
+                            self._events[i] = replace(event, past=session.past, start=sequence.n_history)
                         self._begin_next(session, now)
         events = [event for event in self._events if not self._is_own(event, now)]
         self._events.clear()

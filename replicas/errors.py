@@ -15,7 +15,9 @@ class ErrorKind(StrEnum):
     NO_SESSION = "session_not_found"  # never opened, closed, or unused for too long
     NO_QUESTION = "question_not_found"
     SESSION_EXISTS = "session_exists"
-    SESSION_LOST = "session_lost"  # its replica is gone, and its state with it: open it again
+    SESSION_LOST = "session_lost"  # its replica is gone, and its history was not kept: open it again
+    SESSION_CHANGED = "session_changed"  # it went on meanwhile without this operation
+    OPERATION_DONE = "operation_done"  # it is part of a session already, and cannot be answered again
     TOO_LONG = "context_length_exceeded"
     OVERLOADED = "overloaded"  # no room now: come back later
     DEADLINE = "deadline_unmet"  # its answer cannot be there in the time that it gave, so nothing was begun
@@ -83,6 +85,18 @@ class SessionLostError(HoldfastError):
     kind = ErrorKind.SESSION_LOST
 
 
+class SessionChangedError(InvalidRequestError):
+    """What was begun of an operation does not go on from the session's history as it is now."""
+
+    kind = ErrorKind.SESSION_CHANGED
+
+
+class OperationDoneError(InvalidRequestError):
+    """An operation of this name is part of the session, and its answer is nowhere."""
+
+    kind = ErrorKind.OPERATION_DONE
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt and completion together do not fit the model's context, or the whole KV cache."""
 
@@ -144,6 +158,8 @@ _TYPES: dict[ErrorKind, type[HoldfastError]] = {
     ErrorKind.NO_QUESTION: UnknownQuestionError,
     ErrorKind.SESSION_EXISTS: SessionExistsError,
     ErrorKind.SESSION_LOST: SessionLostError,
+    ErrorKind.SESSION_CHANGED: SessionChangedError,
+    ErrorKind.OPERATION_DONE: OperationDoneError,
     ErrorKind.TOO_LONG: ContextLengthError,
     ErrorKind.OVERLOADED: OverloadedError,
     ErrorKind.DEADLINE: DeadlineError,

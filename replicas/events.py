@@ -138,6 +138,30 @@ class Timing:
     validate_s: float = 0.0
 
 
+# ---- sessions ----
+
+REMEMBERED = 128  # operations with a name, of a session
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An operation by which a session's history came to have `end` tokens: of this `name`, with this content."""
+
+    name: str
+    content: str
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Past:
+    """What a session of this `life` has been told: `tokens`, by so many `appends`; `done`: the latest with a name."""
+
+    life: str = ""
+    tokens: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    appends: int = 0
+    done: tuple[Named, ...] = ()
+
+
 # ---- commands ----
 
 
@@ -163,7 +187,9 @@ class Submit:
     `sampling.max_tokens` 0: the prompt is computed into the cache and nothing is drawn.
     With a `session_id` it is an operation on that session: `tokens` come after the session's history, and if it
     finishes and `keep` is set, they and what was drawn become part of it, with `closing` behind it as far as it is not
-    drawn. Operations of a session run in order; one for a `standing` question does not keep it open.
+    drawn. Operations of a session run in order; one for a `standing` question does not keep it open. One with a
+    `name` that is part of the history is not done again. With a `life` it is for the session that was opened with the
+    same; `at`: how long the history has to be, None: as it is.
     `program_turns` are the turns that the program had before, `answered_turns` of them up to its last answer;
     `program_end`: it has none after this one.
     `weight` is the tenant's, `priority` the request's class, and `root` the program that it counts for, where that is
@@ -200,6 +226,10 @@ class Submit:
     standing: bool = False
     labels: Labels = UNLABELLED
     cells: CellLimits | None = None
+    life: str = ""
+    name: str = ""
+    content: str = ""
+    at: int | None = None
 
     @property
     def rank(self) -> int:
@@ -224,11 +254,17 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Begin a session without a history. Ends, like the other commands for sessions, in one terminal event."""
+    """Begin a session without a history. Ends, like the other commands for sessions, in one terminal event.
+
+    With a `life` it takes the place of one of another life. `appends` and `done` are of what it is about to be told.
+    """
 
     request_id: str
     session_id: str
     scope: str = ""
+    life: str = ""
+    appends: int = 0
+    done: tuple[Named, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +275,8 @@ class ForkSession:
     session_id: str
     child_id: str
     scope: str = ""
+    life: str = ""
+    child_life: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +286,7 @@ class CloseSession:
     request_id: str
     session_id: str
     scope: str = ""
+    life: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +389,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """`past`: of an operation's session, after it; it went on from the first `start` tokens of that."""
+
     request_id: str
     reason: FinishReason
     usage: Usage
     timing: Timing
+    past: Past | None = field(default=None, compare=False)
+    start: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,10 @@ class Questions:
                 self._due.set()
 
     def add(self, facts: SessionFacts, scope: str, question: Question) -> None:
-        """Raises OverloadedError for one too many, InvalidRequestError for an answer that may be too long."""
+        """Nothing, where it stands already.
+
+        Raises OverloadedError for one too many, InvalidRequestError for an answer that may be too long.
+        """
         config = self._config
         most = question.sampling.max_tokens
         if not 0 < most <= config.question_tokens:
@@ -106,6 +109,8 @@ class Questions:
             raise InvalidRequestError(told, "max_tokens")
         self._sweep()
         board = self._boards.get((scope, facts.session_id))
+        if board is not None and question.question_id in board.standing:
+            return
         n_session = len(board.standing) if board else 0
         n_tenant = sum(len(each.standing) for each in self._boards.values() if each.scope == scope)
         if n_session >= config.session_questions:

@@ -5,17 +5,19 @@ or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes o
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
+from holdfast.replicas.events import Named, PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.types import CellLimits, Priority
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+TOKEN = 4  # bytes of one, little-endian, where histories are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +63,63 @@ class RawPrompt:
 class SessionTurn:
     """A request is an operation of this session. `keep`: what it asks and what is answered become part of the history.
 
-    `opens`: the session begins with it, or not at all. `standing`: nobody waits for its answer.
+    `opens`: the session begins with it, or not at all. `standing`: nobody waits for its answer. With a `life` it is for
+    the session that was opened with the same; one that is opened takes the place of another, or is joined, where it is
+    there. Of several operations of one `name` the first is done; `content` tells whether the others are the same. `at`:
+    how many tokens the history has to have; None: any. `appends` and `done` are what an opened one has behind it.
     """
 
     session_id: str
     keep: bool = True
     opens: bool = False
     standing: bool = False
+    life: str = ""
+    name: str = ""
+    content: str = ""
+    at: int | None = None
+    appends: int = 0
+    done: tuple[Named, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A session's history from its `start`-th token on, as its replica has it: `tokens`, `TOKEN` bytes each.
+
+    `appends` are those that made all of it, `done` the latest of them with a name. It is closed `idle_s` after its last
+    operation.
+    """
+
+    life: str
+    start: int
+    tokens: bytes
+    appends: int
+    done: tuple[Named, ...] = ()
+    idle_s: float = 0.0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the whole."""
+        return self.start + len(self.tokens) // TOKEN
+
+    def after(self, start: int) -> "History":
+        """What comes behind the first `start` tokens, at most as many as there are."""
+        tokens = self.tokens[(start - self.start) * TOKEN :]
+        return replace(self, start=start, tokens=tokens, done=tuple(each for each in self.done if each.end > start))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyTokens:
     """Tokens of a reply from its `start`-th on, with their log probabilities where these are asked for.
 
-    `seed`: what they are drawn with, where neither the request nor its prompt says that.
+    `seed`: what they are drawn with, where neither the request nor its prompt says that. `at`: tokens of the history
+    that a session's operation goes on from.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     seed: int | None = None
     start: int = 0
+    at: int | None = None
 
 
 NOTHING_DRAWN = ReplyTokens()
@@ -184,13 +223,17 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end of a whole reply, and what its program waits for now. `stop`: the stop string that ended it; "": none."""
+    """The end of a whole reply, and what its program waits for now. `stop`: the stop string that ended it; "": none.
+
+    `history`: what an operation has added to its session's.
+    """
 
     reason: ReplyReason
     usage: Usage
     timing: Timing
     called: Called = field(default_factory=Called)
     stop: str = ""
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +268,7 @@ class Answer:
     called: Called = field(default_factory=Called)
     reasoning: str = ""
     stop: str = ""
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +299,7 @@ class QuestionState:
 class SessionState:
     """An open session: `tokens` of history, made by so many `appends`. `busy`: an operation of it waits or runs.
 
-    `expires_s`: it is closed so much later, where nobody uses it before.
+    `expires_s`: it is closed so much later, where nobody uses it before. `history`: as much of that as was asked for.
     """
 
     session_id: str
@@ -266,53 +310,68 @@ class SessionState:
     busy: bool = False
     questions: tuple[QuestionState, ...] = ()
     replica_id: str = ""
+    history: History | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class DescribeSession:
+class OfSession:
+    """About this session; with a `life` about that which was opened with the same."""
+
     scope: str
     session_id: str
+    life: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ForkOff:
-    """Open `child_id` with the history that the session has after the operations before."""
+class DescribeSession(OfSession):
+    pass
 
-    scope: str
-    session_id: str
+
+@dataclass(frozen=True, slots=True)
+class ReadHistory(OfSession):
+    """Its history from the `start`-th token on."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOff(OfSession):
+    """Open `child_id` with the history that the session has after the operations before, all of which is told.
+
+    A child of the same `child_life` that is there is the one that was to be opened.
+    """
+
     child_id: str
+    child_life: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class EndSession:
-    scope: str
-    session_id: str
+class EndSession(OfSession):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class AddQuestion:
-    scope: str
-    session_id: str
+class AddQuestion(OfSession):
+    """Nothing, where it stands already."""
+
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveQuestion:
-    scope: str
-    session_id: str
+class RemoveQuestion(OfSession):
     question_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReadQuestion:
+class ReadQuestion(OfSession):
     """As `DescribeSession`, and counted: somebody wants the answer."""
 
-    scope: str
-    session_id: str
     question_id: str
 
 
-SessionCall: TypeAlias = DescribeSession | ForkOff | EndSession | AddQuestion | RemoveQuestion | ReadQuestion
+SessionCall: TypeAlias = (
+    DescribeSession | ReadHistory | ForkOff | EndSession | AddQuestion | RemoveQuestion | ReadQuestion
+)
 """What is asked of a session besides generating. It is answered by the session's state after it, a fork's child's."""
 
 
@@ -341,6 +400,7 @@ class Drawing:
         self._logprobs: list[TokenLogprobs] = []
         self._told = 0
         self.seed: int | None = None
+        self.at: int | None = None
         if drawn is not None:
             self.merge(drawn)
             self._told = len(self._tokens)
@@ -358,16 +418,16 @@ class Drawing:
         """What a replica has told."""
         self.withdraw(drawn.start)
         self.add(drawn.tokens, drawn.logprobs)
-        self.seed = drawn.seed
+        self.seed, self.at = drawn.seed, drawn.at
 
     def take(self) -> ReplyTokens:
         """What was drawn, or withdrawn, since the last call."""
         start, self._told = self._told, len(self._tokens)
-        return ReplyTokens(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start)
+        return ReplyTokens(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start, self.at)
 
     @property
     def whole(self) -> ReplyTokens:
-        return ReplyTokens(tuple(self._tokens), tuple(self._logprobs), self.seed)
+        return ReplyTokens(tuple(self._tokens), tuple(self._logprobs), self.seed, at=self.at)
 
 
 class AnswerBuilder:
@@ -416,6 +476,7 @@ class AnswerBuilder:
             called=self.terminal.called,
             reasoning="".join(self._reasoning),
             stop=self.terminal.stop,
+            history=self.terminal.history,
         )
 
     def error(self) -> Errored:

@@ -51,6 +51,7 @@ from holdfast.replicas.events import (
     ForkSession,
     Notice,
     OpenSession,
+    Past,
     Rejected,
     Request,
     Sampling,
@@ -80,9 +81,11 @@ from holdfast.replicas.requests import (
     Errored,
     ForkOff,
     GenerateRequest,
+    History,
     ModelCard,
     Piece,
     RawPrompt,
+    ReadHistory,
     ReadQuestion,
     RemoveQuestion,
     ReplyReason,
@@ -237,6 +240,8 @@ class Service:
                 events_of = self._bridge.run(attempt.submit, attempt.work_before, attempt.reply.may_close)
                 async with aclosing(events_of) as steps:
                     async for events in steps:
+                        if request.session is not None and attempt.drawing.at is None:
+                            attempt.drawing.at = self.sessions.begun_at(request.request_id)
                         pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
                         if self._preposition is not None and pieces:
                             built.add(pieces)
@@ -274,6 +279,10 @@ class Service:
             skeletons=self._skeletons(request),
             session_id=turn.session_id,
             keep=turn.keep,
+            life=turn.life,
+            name=turn.name,
+            content=turn.content,
+            at=turn.at,
             matcher=matcher,
             program_turns=request.program_turns,
             answered_turns=request.answered_turns,
@@ -343,7 +352,9 @@ class Service:
         tail, reason = reply.finish(ended.reason)
         reply.remember()
         if request.session is not None:
-            return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), stop=reply.stop))
+            usage, timing = attempt.usage(ended), attempt.timing(ended)
+            history = self.sessions.told(ended)
+            return (*tail, Completed(reason, usage, timing, stop=reply.stop, history=history))
         found = _called(request, reply, reason)
         if request.program_id:
             self.notice(_turn_ended(request, found))
@@ -488,8 +499,8 @@ class Attempt:
         """
         sampling, before = self.submit.sampling, self.submit.n_generated
         prompt = self.submit.tokens[: len(self.submit.tokens) - before]
-        if sampling.seed is None and sampling.temperature > 0:
-            sampling = replace(sampling, seed=prompt_seed(prompt))
+        if sampling.seed is None and sampling.temperature > 0 and not self.submit.session_id:
+            sampling = replace(sampling, seed=prompt_seed(prompt))  # of a session's the engine has the history, too
         return replace(
             self.submit,
             tokens=np.concatenate((prompt, np.array(drawn, np.int32))),
@@ -556,33 +567,41 @@ class SessionService:
             raise InvalidRequestError("a query of a session says how many tokens it may have", "max_tokens")
         return self._service.stream(replace(request, session=SessionTurn(session_id, keep)))
 
-    async def fork(self, session_id: str, child_id: str, *, scope: str = "") -> None:
+    async def fork(
+        self, session_id: str, child_id: str, *, scope: str = "", life: str = "", child_life: str = ""
+    ) -> None:
         """Open `child_id` with the history that `session_id` has after the operations made before. Copies nothing.
 
         Standing questions stay where they are.
         """
-        await self.run(ForkSession(self.request_id(), session_id, child_id, scope))
+        await self.run(ForkSession(self.request_id(), session_id, child_id, scope, life, child_life))
 
-    async def close(self, session_id: str, *, scope: str = "") -> None:
+    async def close(self, session_id: str, *, scope: str = "", life: str = "") -> None:
         """Let a session go; operations that are not over are aborted."""
-        await self.run(CloseSession(self.request_id(), session_id, scope))
+        await self.run(CloseSession(self.request_id(), session_id, scope, life))
 
     async def call(self, call: SessionCall) -> SessionState:
         """Do what is asked of a session besides generating."""
         questions, scope, session_id = self._service.questions, call.scope, call.session_id
-        facts = self._found(scope, session_id)
+        facts, start = self._found(scope, session_id, call.life), None
         if isinstance(call, ForkOff):
-            await self.fork(session_id, call.child_id, scope=scope)
-            facts = self._found(scope, call.child_id)
+            child = self._service.engine.session(scope, call.child_id)
+            if child is None or not call.child_life or child.life != call.child_life:
+                lives = {"life": call.life, "child_life": call.child_life}
+                await self.fork(session_id, call.child_id, scope=scope, **lives)
+            facts, start = self._found(scope, call.child_id, call.child_life), 0
+        elif isinstance(call, ReadHistory):
+            start = call.start
         elif isinstance(call, EndSession):
-            await self.close(session_id, scope=scope)
+            await self.close(session_id, scope=scope, life=call.life)
         elif isinstance(call, AddQuestion):
             questions.add(facts, scope, call.question)
         elif isinstance(call, RemoveQuestion):
             questions.remove(facts, scope, call.question_id)
         elif isinstance(call, ReadQuestion):
             questions.read(facts, scope, call.question_id)
-        return self._state(facts, scope)
+        state = self._state(facts, scope)
+        return state if start is None else replace(state, history=self._history(facts.past, start))
 
     def of(self, scope: str) -> list[SessionState]:
         """A tenant's open sessions."""
@@ -610,25 +629,31 @@ class SessionService:
         """The reply to a request that opens its session, which is open once that has completed, or not at all."""
         assert request.session is not None
         name, scope, completed = request.session.session_id, request.scope, False
+        life, behind, done = request.session.life, request.session.appends, request.session.done
         try:
-            if self._service.engine.session(scope, name) is not None:
-                raise SessionExistsError(f"session {name!r} is open already", "session_id")
+            there = self._service.engine.session(scope, name)
+            if there is not None and there.life == life:
+                if not life:
+                    raise SessionExistsError(f"session {name!r} is open already", "session_id")
+                completed = True  # by another attempt
             try:
-                await self.run(OpenSession(self.request_id(), name, scope))
+                if not completed:
+                    await self.run(OpenSession(self.request_id(), name, scope, life, behind, done))
                 if _is_empty(request.prompt):
                     now, completed = time.monotonic(), True
-                    yield (Completed("stop", Usage(), Timing(now, finished=now)),)
+                    history = self._history(Past(life, appends=behind, done=done), 0)
+                    yield (Completed("stop", Usage(), Timing(now, finished=now), history=history),)
                     return
                 async with aclosing(self._service._stream(request)) as stream:
                     async for pieces in stream:
-                        completed = isinstance(pieces[-1], Completed)
+                        completed = completed or isinstance(pieces[-1], Completed)
                         yield pieces
             except SessionExistsError:
                 completed = True  # another's
                 raise
             finally:
                 if not completed:
-                    self._service._bridge.notice(CloseSession(self.request_id(), name, scope))
+                    self._service._bridge.notice(CloseSession(self.request_id(), name, scope, life))
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
@@ -642,7 +667,21 @@ class SessionService:
         closing = self._service._text.closing(prompt) if turn.keep and asks else NO_TOKENS
         return Encoded(await self._service._text.part(prompt, begins=begins, reply=asks)), closing
 
+    def begun_at(self, request_id: str) -> int | None:
+        """Tokens of the history that an operation under way goes on from; None for one that is over."""
+        sequence = self._service.engine.live.get(request_id)
+        return None if sequence is None else sequence.n_history
+
+    def told(self, ended: Finished) -> History | None:
+        """What an operation has added."""
+        return None if ended.past is None else self._history(ended.past, ended.start)
+
     # ---- parts ----
+
+    def _history(self, past: Past, start: int) -> History:
+        tokens = past.tokens[start:].astype("<i4").tobytes()
+        done = tuple(each for each in past.done if each.end > start)
+        return History(past.life, start, tokens, past.appends, done, self._service.engine.session_idle_s)
 
     async def _feed(self, turn: SessionTurn, prompt: ChatPrompt | RawPrompt, scope: str) -> Usage:
         request = GenerateRequest(self.request_id(), prompt, Sampling(max_tokens=0), scope=scope, session=turn)
@@ -651,14 +690,14 @@ class SessionService:
             raise error_of(reply.error)
         return reply.usage
 
-    def _found(self, scope: str, session_id: str) -> SessionFacts:
+    def _found(self, scope: str, session_id: str, life: str) -> SessionFacts:
         facts = self._service.engine.session(scope, session_id)
-        if facts is None:
+        if facts is None or life not in ("", facts.life):
             raise UnknownSessionError(f"session {session_id!r} is not open", "session_id")
         return facts
 
     def _state(self, facts: SessionFacts, scope: str) -> SessionState:
-        now, idle_s = time.monotonic(), self._service.engine.config.session_idle_s
+        now, idle_s = time.monotonic(), self._service.engine.session_idle_s
         return SessionState(
             facts.session_id,
             facts.tokens,

@@ -9,25 +9,30 @@ other once it has begun; the engine begins it. Not here: cells and rows between 
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from holdfast.replicas.errors import (
     HoldfastError,
     InvalidRequestError,
+    OperationDoneError,
     OverloadedError,
+    SessionChangedError,
     SessionExistsError,
     UnknownSessionError,
 )
 from holdfast.replicas.events import (
+    REMEMBERED,
     Aborted,
     CloseSession,
     Event,
     Failed,
     Finished,
     ForkSession,
+    Named,
     OpenSession,
+    Past,
     Rejected,
     Submit,
     Terminal,
@@ -36,7 +41,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
-from holdfast.replicas.types import NO_TOKENS, TokenIds
+from holdfast.replicas.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +54,24 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`history` is what finished operations made, `appends` how many of them; `running` goes on from it now."""
+    """`past` is what finished operations made; `running` goes on from it now. Its life tells it from others that had
+    its name, or have it on other replicas.
+    """
 
     owner: Owner
     opened: float
     used: float
-    history: TokenIds = field(default_factory=lambda: NO_TOKENS)
-    appends: int = 0
+    past: Past = field(default_factory=Past)
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
+
+    @property
+    def life(self) -> str:
+        return self.past.life
+
+    @property
+    def history(self) -> TokenIds:
+        return self.past.tokens
 
     @property
     def promised(self) -> int:
@@ -75,9 +89,20 @@ class SessionFacts:
     session_id: str
     opened: float
     used: float
-    tokens: int
-    appends: int
+    past: Past
     busy: bool
+
+    @property
+    def life(self) -> str:
+        return self.past.life
+
+    @property
+    def tokens(self) -> int:
+        return len(self.past.tokens)
+
+    @property
+    def appends(self) -> int:
+        return self.past.appends
 
 
 class Sessions:
@@ -92,7 +117,7 @@ class Sessions:
         self._events = events
         self._most = most
         self._most_of_tenant = most_of_tenant or most
-        self._idle_s = idle_s
+        self.idle_s = idle_s
         self._sessions: dict[Owner, Session] = {}
         self._queued: dict[str, Session] = {}  # by the request id of an operation that has not begun
 
@@ -114,13 +139,21 @@ class Sessions:
 
     # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 
+    def replaced(self, command: OpenSession) -> CloseSession | None:
+        """What is to be done before: a session of another life, which other replicas have had since, has its place."""
+        there = self._sessions.get(Owner(command.scope, command.session_id, session=True))
+        if there is None or not command.life or there.life == command.life:
+            return None
+        return CloseSession(f"{command.request_id}/replaced", command.session_id, command.scope)
+
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
-        self._open(Owner(command.scope, command.session_id, session=True), now)
+        past = Past(command.life, appends=command.appends, done=command.done)
+        self._open(Owner(command.scope, command.session_id, session=True), now, past)
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
         """Accept an operation, behind those before it. Its time counts from `accepted`."""
-        session = self._find(command.scope, command.session_id)
+        session = self._find(command.scope, command.session_id, command.life)
         if not (isinstance(command, Submit) and command.standing):
             session.used = now
         session.queue.append(Operation(command, accepted))
@@ -131,7 +164,7 @@ class Sessions:
         """Forget a session; operations that have not begun are aborted. The caller ends the one that runs, and then
         calls `closed`.
         """
-        session = self._find(command.scope, command.session_id)
+        session = self._find(command.scope, command.session_id, command.life)
         del self._sessions[session.owner]
         for operation in list(session.queue):
             self.abort(operation.command.request_id, now)
@@ -157,22 +190,25 @@ class Sessions:
             operation = session.queue.popleft()
             command = operation.command
             del self._queued[command.request_id]
-            if isinstance(command, Submit):
+            if isinstance(command, ForkSession):
+                self._fork(session, command, operation.accepted, now)
+            elif not self._is_over(session, command, operation.accepted, now):
                 return command, operation.accepted
-            self._fork(session, command, operation.accepted, now)
         return None
 
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
         """An operation has ended, and the next one of the session returned can begin. Only what finished is history."""
+        submit = sequence.submit
         session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
         if session is None or session.running is not sequence:
             return None
         session.running = None
-        if not sequence.submit.standing:
+        if not submit.standing:
             session.used = now
-        if isinstance(event, Finished) and sequence.submit.keep:
-            session.history = closed_reply(sequence.tokens, sequence.submit.closing)
-            session.appends += 1
+        if isinstance(event, Finished) and submit.keep:
+            tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
+            named = (Named(submit.name, submit.content, len(tokens)),) if submit.name else ()
+            session.past = Past(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
         return session
 
     # ---- what others see; any thread may ask ----
@@ -184,7 +220,7 @@ class Sessions:
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
         for session in list(self._sessions.values()):
-            if session.running is None and now >= session.used + self._idle_s:
+            if session.running is None and now >= session.used + self.idle_s:
                 del self._sessions[session.owner]
                 self.rows.forget(session.owner)
 
@@ -192,7 +228,7 @@ class Sessions:
     def due(self) -> float | None:
         """When the next session is to be closed, if nobody uses it before; None: there is none, or all are in use."""
         used = [session.used for session in self._sessions.values() if session.running is None]
-        return min(used) + self._idle_s if used else None
+        return min(used) + self.idle_s if used else None
 
     def fail_all(self, error: HoldfastError) -> None:
         """Forget every session; operations that have not begun fail with `error`."""
@@ -205,15 +241,35 @@ class Sessions:
 
     # ---- parts ----
 
-    def _find(self, scope: str, session_id: str) -> Session:
+    def _find(self, scope: str, session_id: str, life: str) -> Session:
         session = self._sessions.get(Owner(scope, session_id, session=True))
-        if session is None:
+        if session is None or life not in ("", session.life):
             raise UnknownSessionError(
-                f"session {session_id!r} is not open: unknown, closed, or unused for {self._idle_s:g} s", "session_id"
+                f"session {session_id!r} is not open: unknown, closed, or unused for {self.idle_s:g} s", "session_id"
             )
         return session
 
-    def _open(self, owner: Owner, now: float) -> Session:
+    def _is_over(self, session: Session, submit: Submit, accepted: float, now: float) -> bool:
+        """Whether an operation is not to begin: it is part of the history, or that is not what it goes on from."""
+        past = session.past
+        done = next((each for each in past.done if each.name == submit.name), None) if submit.name else None
+        if done is None and submit.at in (None, len(past.tokens)):
+            return False
+        error: HoldfastError
+        if done is None:
+            error = SessionChangedError("the session went on while its replica was lost; ask again", "session_id")
+        elif done.content != submit.content:
+            error = OperationDoneError("the key was that of another operation of this session", "idempotency-key")
+        elif submit.sampling.max_tokens:
+            error = OperationDoneError("question and answer are part of the session already", "idempotency-key")
+        else:
+            usage, timing = Usage(done.end, done.end), Timing(accepted, finished=now)
+            self._events.append(Finished(submit.request_id, "stop", usage, timing, past, len(past.tokens)))
+            return True
+        self._events.append(Rejected(submit.request_id, error.info))
+        return True
+
+    def _open(self, owner: Owner, now: float, past: Past) -> Session:
         if not owner.name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if owner in self._sessions:
@@ -222,16 +278,16 @@ class Sessions:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
         if sum(other.scope == owner.scope for other in self._sessions) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
-        session = self._sessions[owner] = Session(owner, now, now)
+        session = self._sessions[owner] = Session(owner, now, now, past)
         return session
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
-            child = self._open(Owner(command.scope, command.child_id, session=True), now)
+            past = replace(session.past, life=command.child_life, done=())
+            child = self._open(Owner(command.scope, command.child_id, session=True), now, past)
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
-        child.history, child.appends = session.history, session.appends
         self.rows.fork(child.owner, child.history, now)
         self._done(command.request_id, accepted, now)
 
@@ -247,7 +303,7 @@ def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
 
 def _facts(session: Session) -> SessionFacts:
     busy = session.running is not None or bool(session.queue)
-    return SessionFacts(session.owner.name, session.opened, session.used, len(session.history), session.appends, busy)
+    return SessionFacts(session.owner.name, session.opened, session.used, session.past, busy)
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

@@ -218,7 +218,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
                 return
         if any(each.replica_id.unique_id == home for each in self._replicas.values()):
             raise UnavailableError("the session's replica does not answer")
-        raise SessionLostError("the session's replica is gone, and the session with it; open it again", "session_id")
+        raise SessionLostError("the session's replica is gone", "session_id")
 
     async def _wait_for_a_replica(self) -> None:
         try:

@@ -56,6 +56,8 @@ from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.response_socket import ResponseSocket
 from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
+from holdfast.router.session_histories import SessionHistories
+from holdfast.router.session_homes import SessionHomes
 from holdfast.router.sessions import SessionEndpoints
 from holdfast.router.store import MemoryStore, Store
 from holdfast.router.stored_responses import StoredResponses
@@ -103,14 +105,15 @@ def create_app(
     drain = drain or Drain()
     accounts, audit = accounts or Accounts(config), audit or Audit()
     guard = Guard(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
-    turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain)
     store = store or MemoryStore(config.store_entries, config.store_memory)
+    homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
+    turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain, homes)
     responses = responses or StoredResponses(store, config)
     stored = ResponseEndpoints(guard, responses)
     handles = prefills or StoredPrefills(store, config)
     ahead = PrefillEndpoints(backend, guard, programs, conversations, handles, metrics, config, drain)
     agents = ProgramEndpoints(backend, guard, programs, latencies, store)
-    sessions = SessionEndpoints(backend, guard, programs, turns)
+    sessions = SessionEndpoints(backend, guard, programs, turns, homes)
     small = SmallEndpoints(backend, guard, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
     usage = UsageEndpoints(guard, books, accounts)

@@ -110,6 +110,8 @@ class RouterConfig:
     prefill_most_s: float = 600.0  # and at most so long
     prefill_tenant_bytes: int = 2**26  # of the prompts that one tenant has computed ahead, put while one of them lives
 
+    session_tenant_bytes: int = 2**26  # of the histories of one tenant's sessions that are kept; 0: none, none moves
+
     program_entries: int = 65536  # programs in this process
     program_tenant_entries: int = 65536  # programs of one tenant in Redis; those of the longest ago are forgotten first
     program_ttl_s: float = 86400.0  # a program is forgotten so long after its last turn
@@ -139,6 +141,8 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
+            if name == "session_tenant_bytes" and value == 0:
+                continue
             if name == "admin_key_hashes":
                 if not all(KEY_HASH.fullmatch(each) for each in value):
                     raise ConfigError(f"{name} must be 'sha256:' and 64 hex digits each; see `holdfast key`", name)

@@ -250,6 +250,13 @@ PLACED = _counter(
     "Moves but few `lost`: replicas are too full, or unevenly so; `hash`: bring Redis back",
     "reason",
 )
+SESSION_MOVES = _counter(
+    "session_moves",
+    "",
+    "Sessions that went on at another replica, computed again: theirs was `gone`, `silent`, or had `forgotten` them",
+    "Beside no lost replicas: see why one is silent, or starts its engine anew",
+    "reason",
+)
 BALANCE = _gauge(
     "replica_balance",
     "",
@@ -344,6 +351,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         LINE_WAITS,
         LINE_SECONDS,
         PLACED,
+        SESSION_MOVES,
         BALANCE,
     ),
     "Redis": (

@@ -73,6 +73,7 @@ class RouterMetrics:
         self.tokens = self._counter(listed.TENANT_TOKENS)
         self.cache = self._counter(listed.CACHE)
         self.skips = self._counter(listed.SKIPPED)
+        self.session_moves = self._counter(listed.SESSION_MOVES)
         self.store = self._counter(listed.STORE_OPERATIONS)
         self.store_seconds = self._histogram(listed.STORE_SECONDS_TAKEN)
         self.watch(listed.CPU, lambda: process_usage().cpu_s)

@@ -511,12 +511,9 @@ class ProgramTable:
             self._keep(key, replace(known, seen=now, version=at, last_replica=replica_id, told=step.id))
 
     async def look(self, key: str) -> Program | None:
-        """The program's record, as it stands; None: there is none."""
+        """The program's record, as it stands; None: there is none. Of one that Redis has lost this process's own."""
         answer = None if self._scripts is None else await self._scripts.script(_LOOK, record_keys(key), [])
-        if answer is not None:
-            program = _record(answer[0]) if answer else None
-        else:
-            program = self._get(key)
+        program = _record(answer[0]) if answer else self._get(key)
         return None if program is None or program.gone else program
 
     def latest(self, limit: int) -> list[tuple[str, Program]]:

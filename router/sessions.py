@@ -1,14 +1,13 @@
 """Sessions over HTTP: contexts that stay on a replica, fed as data comes and asked at the cost of the question alone.
 
-A session is a program: its record in the program table says which replica has it, for all routers, and counts its
-operations. To open, append and query are generation requests and go the way of `turns`; the rest is asked of the
-session's replica. What a session has been told is there alone: where the replica is gone, the session is.
+A session is a program: its record in the program table counts its operations. To open, append and query are generation
+requests and go the way of `turns`; the rest is asked of the session's replica. Which that is, and where it goes on when
+that is gone, is for `session_homes` to say.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,20 +17,16 @@ from holdfast.replicas.errors import (
     HoldfastError,
     InvalidRequestError,
     SessionExistsError,
-    SessionLostError,
     UnavailableError,
-    UnknownSessionError,
 )
 from holdfast.replicas.requests import (
     AddQuestion,
     Answer,
     DescribeSession,
-    EndSession,
     ForkOff,
     ModelCard,
     ReadQuestion,
     RemoveQuestion,
-    SessionCall,
     SessionState,
 )
 from holdfast.router.backend import Backend
@@ -39,12 +34,11 @@ from holdfast.router.background import Background
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
-from holdfast.router.http import json_response
-from holdfast.router.identity import session_program
+from holdfast.router.http import DELIVERY, IDEMPOTENCY, json_response, retry_of
+from holdfast.router.identity import MAX_LENGTH, session_program
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.completions import completion_reply
 from holdfast.router.protocol.sessions import (
-    SESSION_ID,
     appended_reply,
     closed_reply,
     opened_reply,
@@ -60,6 +54,7 @@ from holdfast.router.protocol.sessions import (
     sessions_reply,
 )
 from holdfast.router.protocol.turn import Turn
+from holdfast.router.session_homes import SessionHomes
 from holdfast.router.streaming import CompletionEncoder, Encoder
 from holdfast.router.turns import Turns
 
@@ -95,7 +90,7 @@ class OpenFormat:
 
     name = "session_open"
 
-    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
         self._guard = guard
         self._sessions = sessions
 
@@ -118,14 +113,14 @@ class AppendFormat:
 
     name = "session_append"
 
-    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
         self._guard = guard
         self._sessions = sessions
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         session_id = request.path_params["session_id"]
-        turn = await self._guard.read(request, read_append, arrival.models, session_id)
-        await self._sessions.home(arrival.tenant, session_id)
+        turn = _named(request, await self._guard.read(request, read_append, arrival.models, session_id))
+        await self._sessions.find(arrival.tenant, session_id)
         setattr(request.state, NAMED, (arrival.tenant, session_id))
         return SessionExchange(
             turn,
@@ -140,14 +135,14 @@ class QueryFormat:
 
     name = "session_query"
 
-    def __init__(self, guard: Guard, sessions: "SessionHomes") -> None:
+    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
         self._guard = guard
         self._sessions = sessions
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         session_id = request.path_params["session_id"]
-        turn = await self._guard.read(request, read_query, arrival.models, session_id)
-        await self._sessions.home(arrival.tenant, session_id)
+        turn = _named(request, await self._guard.read(request, read_query, arrival.models, session_id))
+        await self._sessions.find(arrival.tenant, session_id)
         setattr(request.state, NAMED, (arrival.tenant, session_id))
         reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
         return SessionExchange(
@@ -158,64 +153,20 @@ class QueryFormat:
         )
 
 
-class SessionHomes:
-    """Which replica has a session, and what is asked of it there."""
-
-    def __init__(self, backend: Backend, programs: ProgramTable) -> None:
-        self._backend = backend
-        self._programs = programs
-
-    async def home(self, tenant: str, session_id: str) -> str:
-        """Its replica. Raises UnknownSessionError."""
-        key = session_program(tenant, session_id)
-        known = await self._programs.look(key) if SESSION_ID.fullmatch(session_id) else None
-        if known is None or known.last_replica is None:
-            raise UnknownSessionError(f"session {session_id!r} is not open: unknown or closed", "session_id")
-        return known.last_replica
-
-    async def ask(self, call: SessionCall) -> SessionState:
-        """What the session's replica answers. Raises as `Backend.session`."""
-        home = await self.home(call.scope, call.session_id)
-        async with self.remembered(call.scope, call.session_id):
-            return await self._backend.session(call, session_program(call.scope, call.session_id), home)
-
-    async def check_free(self, tenant: str, session_id: str) -> None:
-        """Raises SessionExistsError where a session of this name is open. What is left of one that was is forgotten."""
-        try:
-            await self.ask(DescribeSession(tenant, session_id))
-        except UnknownSessionError:
-            return
-        except SessionLostError:
-            await self.forget(tenant, session_id)
-            return
-        raise SessionExistsError(f"session {session_id!r} is open already", "id")
-
-    @asynccontextmanager
-    async def remembered(self, tenant: str, session_id: str) -> AsyncIterator[None]:
-        """Where its replica does not know a session, for nobody has used it for too long, it is forgotten here, too."""
-        try:
-            yield
-        except HoldfastError as error:
-            if error.kind is ErrorKind.NO_SESSION:
-                await self.forget(tenant, session_id)
-            raise
-
-    async def forget(self, tenant: str, session_id: str) -> None:
-        await self._programs.forget(session_program(tenant, session_id))
-
-
 class SessionEndpoints:
     """What a tenant may do with its sessions."""
 
-    def __init__(self, backend: Backend, guard: Guard, programs: ProgramTable, turns: Turns) -> None:
+    def __init__(
+        self, backend: Backend, guard: Guard, programs: ProgramTable, turns: Turns, homes: SessionHomes
+    ) -> None:
         self._backend = backend
         self._guard = guard
         self._programs = programs
         self._turns = turns
-        self._homes = SessionHomes(backend, programs)
-        self._open = OpenFormat(guard, self._homes)
-        self._append = AppendFormat(guard, self._homes)
-        self._query = QueryFormat(guard, self._homes)
+        self._homes = homes
+        self._open = OpenFormat(guard, homes)
+        self._append = AppendFormat(guard, homes)
+        self._query = QueryFormat(guard, homes)
         self._background = Background()
 
     async def open(self, request: Request) -> Response:
@@ -231,16 +182,17 @@ class SessionEndpoints:
         """A second session with the history that the first one has now."""
         async with self._guard.entered(request) as tenant:
             child = await self._guard.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
-            session_id = request.path_params["session_id"]
-            await self._homes.home(tenant.name, session_id)
+            session_id, life = request.path_params["session_id"], secrets.token_hex(8)
+            await self._homes.find(tenant.name, session_id)
             await self._homes.check_free(tenant.name, child)
             parent = session_program(tenant.name, session_id)
             begun = await self._programs.begin(session_program(tenant.name, child), parent=parent)
             if begun.program.came > 1:
                 raise SessionExistsError(f"session {child!r} is being opened", "id")
             try:
-                call = ForkOff(tenant.name, session_id, child)
-                state = await until_disconnect(request.receive, self._homes.ask(call))
+                call = ForkOff(tenant.name, session_id, child, child_life=life)
+                state = await until_disconnect(request.receive, self._homes.ask(tenant, call))
+                await self._homes.forked(tenant.name, state)
             except BaseException:
                 self._background.start(self._homes.forget(tenant.name, child))
                 raise
@@ -249,23 +201,24 @@ class SessionEndpoints:
 
     async def show(self, request: Request) -> Response:
         async with self._guard.entered(request) as tenant:
-            state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
+            state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(session_reply(state, (await self._card()).name))
 
     async def listed(self, request: Request) -> Response:
-        """The caller's own ones, the latest first."""
+        """The caller's own ones that replicas have, the latest first."""
         async with self._guard.entered(request) as tenant:
             limit = _limit(request.query_params.get("limit", "100"))
-            states = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.age_s)
+            found = {}  # where a session has moved from its old home may still have it, as it was then
+            for state in sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens):
+                found[state.session_id] = state
+            states = sorted(found.values(), key=lambda state: state.age_s)
             return json_response(sessions_reply(states, (await self._card()).name, limit))
 
     async def close(self, request: Request) -> Response:
         """The session is over. One that was lost with its replica is over, too."""
         async with self._guard.entered(request) as tenant:
             session_id = request.path_params["session_id"]
-            with suppress(SessionLostError):
-                await self._homes.ask(EndSession(tenant.name, session_id))
-            await self._homes.forget(tenant.name, session_id)
+            await self._homes.close(tenant.name, session_id)
             return json_response(closed_reply(session_id))
 
     # ---- standing questions ----
@@ -275,25 +228,26 @@ class SessionEndpoints:
         async with self._guard.entered(request) as tenant:
             session_id, question_id = request.path_params["session_id"], f"q_{secrets.token_hex(8)}"
             question = await self._guard.read(request, read_question, (await self._card(),), question_id)
-            state = await self._homes.ask(AddQuestion(tenant.name, session_id, question))
+            state = await self._homes.ask(tenant, AddQuestion(tenant.name, session_id, question))
             return json_response(question_reply(state, question_id))
 
     async def questions(self, request: Request) -> Response:
         async with self._guard.entered(request) as tenant:
-            state = await self._homes.ask(DescribeSession(tenant.name, request.path_params["session_id"]))
+            state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(questions_reply(state))
 
     async def answer(self, request: Request) -> Response:
         """The latest answer, with what it has seen."""
         async with self._guard.entered(request) as tenant:
             named = request.path_params
-            state = await self._homes.ask(ReadQuestion(tenant.name, named["session_id"], named["question_id"]))
+            call = ReadQuestion(tenant.name, named["session_id"], named["question_id"])
+            state = await self._homes.ask(tenant, call)
             return json_response(question_reply(state, named["question_id"]))
 
     async def withdraw(self, request: Request) -> Response:
         async with self._guard.entered(request) as tenant:
             named = request.path_params
-            await self._homes.ask(RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
+            await self._homes.ask(tenant, RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
             return json_response(question_removed_reply(named["question_id"]))
 
     # ---- parts ----
@@ -315,6 +269,21 @@ class SessionEndpoints:
         if not models:
             raise UnavailableError("No model is loaded yet")
         return models[0]
+
+
+def _named(request: Request, turn: Turn) -> Turn:
+    """What changes a session with the name that its client, or the proxy, has given it: it is done once.
+
+    Raises InvalidRequestError for a name that is too long.
+    """
+    name = next((name for name in (IDEMPOTENCY, DELIVERY) if name in request.headers), None)
+    if name is None or turn.session is None or not turn.session.keep:
+        return turn
+    given = request.headers[name]
+    if len(given) > MAX_LENGTH:
+        raise InvalidRequestError(f"'{name}' must be at most {MAX_LENGTH} characters", name)
+    session = replace(turn.session, name=f"{name}/{given}", content=retry_of(request).id)
+    return replace(turn, session=session)
 
 
 def _nothing_left(error: BaseException, *, opens: bool) -> bool:

@@ -89,16 +89,87 @@ for i = 1, #KEYS do
 end
 return {1}
 """
+# What an owner's growing values take is booked by name, with when they expire; those that have are taken out first.
+_BOOKS = """
+local sizes, deadlines = KEYS[2], KEYS[3]
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+local function booked(name) return tonumber(redis.call('HGET', sizes, name) or 0) end
+
+local function book(name, size, ttl)
+  redis.call('HINCRBY', sizes, '', size - booked(name))
+  if size == 0 then
+    redis.call('HDEL', sizes, name)
+    redis.call('ZREM', deadlines, name)
+    return
+  end
+  redis.call('HSET', sizes, name, size)
+  redis.call('ZADD', deadlines, now + ttl, name)
+  for i = 2, 3 do
+    if redis.call('PTTL', KEYS[i]) < ttl then redis.call('PEXPIRE', KEYS[i], ttl) end
+  end
+end
+"""
+# KEYS: the value's, the owner's two of its books. ARGV: the bytes, milliseconds, the owner's allowance, what the value
+# has to begin and end with ("": there must be none), '1': they come in its place.
+GROW = (
+    _BOOKS
+    + """
+local more, ttl, head, tail, anew = ARGV[1], tonumber(ARGV[2]), ARGV[4], ARGV[5], ARGV[6] == '1'
+local there = redis.call('STRLEN', KEYS[1])
+if head == '' then
+  if there > 0 then return {'changed'} end
+elseif redis.call('GETRANGE', KEYS[1], 0, #head - 1) ~= head or redis.call('GETRANGE', KEYS[1], -#tail, -1) ~= tail then
+  return {'changed'}
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, 100)) do book(name, 0) end
+local size = #more + (anew and 0 or there)
+if #more > 0 and booked('') - booked(KEYS[1]) + size > tonumber(ARGV[3]) then return {'full'} end
+if anew then
+  redis.call('SET', KEYS[1], more, 'PX', ttl)
+else
+  redis.call('APPEND', KEYS[1], more)
+  redis.call('PEXPIRE', KEYS[1], ttl)
+end
+book(KEYS[1], size, ttl)
+return {'done'}
+"""
+)
+DROP = (
+    _BOOKS
+    + """
+redis.call('DEL', KEYS[1])
+book(KEYS[1], 0)
+return {1}
+"""
+)
+# KEYS: a value's. ARGV: how much of its begin, and of its end.
+ENDS = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return {} end
+return {redis.call('GETRANGE', KEYS[1], 0, ARGV[1] - 1), redis.call('GETRANGE', KEYS[1], -ARGV[2], -1)}
+"""
 AT_ONCE = 128  # leases of one script
 SCANNED = 1000  # keys that one step of a search looks at
 
 
 class Put(Enum):
-    """What became of a value: it is there, its owner has no room for it, or another than the known one stands there."""
+    """What became of a value: it is there, its owner has no room for it, another than the known one stands there, or
+    nothing, for what all have to see cannot be reached.
+    """
 
     DONE = "done"
     FULL = "full"
     CHANGED = "changed"
+    AWAY = "away"
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a value that grows begins and ends with: it tells that from all that stood in its place."""
+
+    head: bytes
+    tail: bytes
 
 
 def version_of(value: bytes) -> str:
@@ -146,6 +217,24 @@ class Store(Protocol):
         """Those of them that `owner` still has last for `lease_s` from now on; by default they end."""
         ...
 
+    async def ends(self, key: str, head: int, tail: int) -> Ends | None:
+        """The first and the last bytes of the value under `key`. None where there is none, or Redis is away."""
+        ...
+
+    async def grow(
+        self, key: str, more: bytes, ttl_s: float, owner: str, most: int, at: Ends | None, *, anew: bool = False
+    ) -> Put:
+        """Put `more` behind the value, or `anew` in its place, where that is the one `at` these ends (None: where there
+        is none), unless those of `owner` take more than `most` bytes then. The value lives for `ttl_s` from now on.
+
+        It costs what comes, not what is there. While Redis is away nothing grows.
+        """
+        ...
+
+    async def drop(self, key: str, owner: str) -> None:
+        """Delete a value that grew."""
+        ...
+
     async def delete(self, key: str) -> None: ...
 
     async def forget(self, prefix: str) -> None:
@@ -170,7 +259,7 @@ class MemoryStore:
     """The store of one process: bounded in entries and bytes. Where it is full, who has most of it gives way."""
 
     def __init__(self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._values: Lru[bytes] = Lru(max_entries, max_bytes, SHARE)
+        self._values: Lru[bytes | bytearray] = Lru(max_entries, max_bytes, SHARE)
         self._clock = clock
 
     @property
@@ -178,17 +267,18 @@ class MemoryStore:
         return False
 
     async def get(self, key: str) -> bytes | None:
-        return self._values.get(key, self._clock())
+        value = self._values.get(key, self._clock())
+        return None if value is None else bytes(value)
 
     async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
         now = self._clock()
-        found = [self._values.get(key, now) for key in keys]
+        found = [await self.get(key) for key in keys]
         for key in keys:
             self._values.renew(key, now + ttl_s)
         return found
 
     async def follow(self, key: str, ttl_s: float) -> list[bytes]:
-        last = self._values.get(key, self._clock())
+        last = await self.get(key)
         if last is None:
             return []
         begin = key[: key.rindex("/") + 1]
@@ -201,7 +291,7 @@ class MemoryStore:
 
     async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
         now = self._clock()
-        there = self._values.get(key, now) if version else None
+        there = await self.get(key) if version else None
         if version and (there is None or version_of(there) != version):
             return Put.CHANGED
         self._values.put(key, value, now + ttl_s, len(key) + len(value), owner, most)
@@ -213,6 +303,32 @@ class MemoryStore:
 
     async def extend(self, leases: Sequence[str], owner: str, lease_s: float = 0.0) -> None:
         return
+
+    async def ends(self, key: str, head: int, tail: int) -> Ends | None:
+        value = self._values.get(key, self._clock())
+        return None if value is None else Ends(bytes(value[:head]), bytes(value[-tail:]))
+
+    async def grow(
+        self, key: str, more: bytes, ttl_s: float, owner: str, most: int, at: Ends | None, *, anew: bool = False
+    ) -> Put:
+        now = self._clock()
+        there = self._values.get(key, now)
+        if at is None or there is None:
+            if at is not None or there is not None:
+                return Put.CHANGED
+        elif not (there.startswith(at.head) and there.endswith(at.tail)):
+            return Put.CHANGED
+        before = 0 if there is None else len(there)
+        size = len(more) + (0 if anew else before)
+        if more and self._values.owned(owner, now) - before + size > most:
+            return Put.FULL
+        value = there if isinstance(there, bytearray) and not anew else bytearray()
+        value += more
+        self._values.put(key, value, now + ttl_s, size, owner)
+        return Put.DONE if key in self._values else Put.FULL
+
+    async def drop(self, key: str, owner: str) -> None:
+        self._values.remove(key)
 
     async def delete(self, key: str) -> None:
         self._values.remove(key)
@@ -348,6 +464,21 @@ class RedisStore:
         if done is None:
             return await self._fallback.set_shared(key, value, ttl_s, owner, most, version)
         return Put(done[0].decode())
+
+    async def ends(self, key: str, head: int, tail: int) -> Ends | None:
+        found = await self.script(ENDS, [key], [head, tail])
+        return Ends(*found) if found else None
+
+    async def grow(
+        self, key: str, more: bytes, ttl_s: float, owner: str, most: int, at: Ends | None, *, anew: bool = False
+    ) -> Put:
+        seen = at or Ends(b"", b"")
+        told: list[str | bytes | float] = [more, _milliseconds(ttl_s), most, seen.head, seen.tail, "1" if anew else ""]
+        done = await self.script(GROW, [key, *_books(owner)], told)
+        return Put.AWAY if done is None else Put(done[0].decode())
+
+    async def drop(self, key: str, owner: str) -> None:
+        await self.script(DROP, [key, *_books(owner)], [])
 
     async def delete(self, key: str) -> None:
         async def work() -> bool:
@@ -505,6 +636,10 @@ async def _evaluated(redis: Any, asked: Sequence[tuple[str, str, Sequence[str], 
 def _digest(source: str) -> str:
     """By which Redis knows a script."""
     return hashlib.sha1(source.encode()).hexdigest()
+
+
+def _books(owner: str) -> list[str]:
+    return [f"grown/{owner}/sizes", f"grown/{owner}/deadlines"]
 
 
 def _milliseconds(seconds: float) -> int:

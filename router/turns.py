@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError, UnknownSessionError
+from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError
 from holdfast.replicas.events import Sampling, Usage
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
@@ -51,6 +51,7 @@ from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
 from holdfast.router.response_cache import Ask, CacheResult, Found, Lead, ResponseCache
+from holdfast.router.session_homes import SessionHomes
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
@@ -117,8 +118,11 @@ class Turns:
         latencies: ToolLatencies,
         reports: TurnReports | None = None,
         drain: Drain | None = None,
+        sessions: SessionHomes | None = None,
     ) -> None:
+        """`sessions` None: none are served."""
         self._backend = backend
+        self._sessions = sessions
         self._guard = guard
         self._drain = drain or Drain()
         self._programs = programs
@@ -323,7 +327,7 @@ class Turns:
         self, accepted: Accepted, command: GenerateRequest, place: Place
     ) -> tuple[Routed, Sequence[Answer]]:
         if not accepted.turn.others:
-            return await self._backend.generate(command, place), ()
+            return await self._served_by(command).generate(command, place), ()
         others = _others(accepted)
         return await generate(self._backend, commands(command, others), others, place)
 
@@ -346,7 +350,7 @@ class Turns:
         if others:
             batches = stream(self._backend, commands(command, others), others, place)
         else:
-            batches = self._backend.stream(command, place)
+            batches = self._served_by(command).stream(command, place)
         encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
         cut = partial(self._left, accepted)
         events = TurnStream(
@@ -359,6 +363,12 @@ class Turns:
                 await batches.aclose()
                 raise
         return events
+
+    def _served_by(self, command: GenerateRequest) -> Backend | SessionHomes:
+        if command.session is None:
+            return self._backend
+        assert self._sessions is not None
+        return self._sessions
 
     @contextmanager
     def _paid(self, accepted: Accepted) -> Iterator[None]:
@@ -456,15 +466,10 @@ def _others(accepted: Accepted) -> list[Choice]:
 
 
 def _at_session(session: SessionTurn, begun: Begun) -> Place:
-    """Where its state is. Raises SessionExistsError where another opening came before, UnknownSessionError."""
-    program = begun.program
-    if session.opens:
-        if program.came > 1:
-            raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
-        return Place(shared=begun.shared)
-    if program.last_replica is None:
-        raise UnknownSessionError(f"session {session.session_id!r} is not open", "session_id")
-    return Place(program.last_replica, bound=True)
+    """Where it opens; its homes know where it is. Raises SessionExistsError where another opening came before."""
+    if session.opens and begun.program.came > 1:
+        raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
+    return Place(shared=begun.shared)
 
 
 def _for_any_program(answer: Answer) -> Answer:

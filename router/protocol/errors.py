@@ -88,6 +88,8 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     ErrorKind.SESSION_EXISTS: Row(409, "invalid_request_error", "session_exists"),
     Refusal.TENANT_EXISTS: Row(409, "invalid_request_error", "tenant_exists"),
     Refusal.CHANGED: Row(409, "invalid_request_error", "changed_meanwhile"),
+    ErrorKind.SESSION_CHANGED: Row(409, "invalid_request_error", "session_changed"),
+    ErrorKind.OPERATION_DONE: Row(409, "invalid_request_error", "operation_done"),
     ErrorKind.SESSION_LOST: Row(410, "server_error", "session_lost"),
     Refusal.UNAUTHENTICATED: Row(401, "authentication_error", "invalid_api_key"),
     Refusal.FORBIDDEN: Row(403, "permission_error", "forbidden"),

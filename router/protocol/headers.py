@@ -27,7 +27,7 @@ PROGRAM: Headers = {
     **dict.fromkeys(PLACEMENT_HEADERS, ("Names what a new program is placed with", NAME)),
 }
 TURN: Headers = {
-    "idempotency-key": ("A second try under the same key is billed once", NAME),
+    "idempotency-key": ("A second try under the same key is billed once, and changes a session once", NAME),
     "cache-control": ("For the response cache: no-store, no-cache, max-age=N", {**TEXT, "pattern": "^[!-~]*$"}),
     PRIORITY: ("The request's class, where the body does not say it", {"enum": [*Priority]}),
     **{

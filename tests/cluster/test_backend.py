@@ -106,13 +106,13 @@ def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     assert handle.kwargs == [{HINT: Place("a")}]
 
 
-def test_what_changes_a_session_is_sent_once() -> None:
-    """Its replica may have done it before it was lost."""
-    for keep, sent in ((True, 1), (False, 2)):
+def test_what_is_asked_of_a_session_is_sent_once() -> None:
+    """Who moves the session sends it again."""
+    for turn, sent in ((SessionTurn("s"), 1), (SessionTurn("s", keep=False), 1), (SessionTurn("s", opens=True), 2)):
         handle = Handle([DIED], [ANSWER])
-        request = replace(REQUEST, session=SessionTurn("s", keep))
+        request = replace(REQUEST, session=turn)
         routed = run(lambda handle=handle, request=request: ServeBackend(handle).generate(request))
-        assert (len(handle.calls), isinstance(routed.reply, Errored)) == (sent, keep)
+        assert (len(handle.calls), isinstance(routed.reply, Errored)) == (sent, sent == 1)
     handle = Handle([DIED], [LAST])
     ask = replace(REQUEST, session=SessionTurn("s"))
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from holdfast.replicas.errors import (
     OverloadedError,
     UnknownQuestionError,
 )
-from holdfast.replicas.events import Sampling, Timing, Usage
+from holdfast.replicas.events import Past, Sampling, Timing, Usage
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
     Completed,
@@ -37,7 +38,8 @@ class World:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.sessions = {("t", name): SessionFacts(name, 1.0, 1.0, 10, 1, busy=False) for name in ("s", "other")}
+        past = Past(tokens=np.zeros(10, np.int32), appends=1)
+        self.sessions = {("t", name): SessionFacts(name, 1.0, 1.0, past, busy=False) for name in ("s", "other")}
         self.asked: list[str] = []
         self.go_on = asyncio.Event()
         self.fails = False
@@ -65,7 +67,7 @@ class World:
 
     def append(self, session: str = "s") -> None:
         facts = self.sessions["t", session]
-        self.sessions["t", session] = replace(facts, appends=facts.appends + 1)
+        self.sessions["t", session] = replace(facts, past=replace(facts.past, appends=facts.appends + 1))
 
     def of(self, session: str = "s") -> tuple[QuestionState, ...]:
         return self.questions.of(self.sessions["t", session], "t")
@@ -237,7 +239,7 @@ def test_they_are_bounded_and_go_with_their_session() -> None:
 
 def test_a_session_without_a_history_is_not_asked() -> None:
     async def work(world: World) -> None:
-        world.sessions["t", "s"] = replace(world.sessions["t", "s"], appends=0, tokens=0)
+        world.sessions["t", "s"] = replace(world.sessions["t", "s"], past=Past())
         world.add("q")
         await turns()
         assert world.asked == []

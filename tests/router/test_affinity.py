@@ -229,7 +229,7 @@ def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkey
         fleet = fleet_of(now)
         with using(fleet):
             made, (_, b) = waiting_for("a", "b")
-            with pytest.raises(SessionLostError, match="open it again"):
+            with pytest.raises(SessionLostError, match="gone"):
                 await made._choose_replica_for_request(bound("t/p", "gone"))
             # In its line when the home goes: another's room is none for it.
             await made._choose_replica_for_request(bound("t/one", "a"))

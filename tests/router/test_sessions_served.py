@@ -261,12 +261,13 @@ def test_a_client_that_leaves_in_the_middle_changes_nothing(
 
 def test_a_session_that_nobody_uses_is_closed(client: Client, backend: ServiceBackend) -> None:
     engine = backend.service.engine
-    engine._sessions._idle_s, kept = 0.05, engine._sessions._idle_s
+    engine._sessions.idle_s, kept = 0.05, engine._sessions.idle_s
     try:
         session = client.open(text="x")
         wait_for(lambda: not engine.sessions("default"))
+        wait_for(lambda: client.get(f"/v1/sessions/{session}").status_code == 404)  # what was kept of it has expired
     finally:
-        engine._sessions._idle_s = kept
+        engine._sessions.idle_s = kept
     assert error(client.do(session, "append", text="y")) == (404, "session_not_found", "session_id")
     assert client.open(id=session) == session  # the name is free again
 

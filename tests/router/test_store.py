@@ -5,7 +5,7 @@ import signal
 import pytest
 from redis_server import RedisServer
 
-from holdfast.router.store import MemoryStore, PasswordFile, Put, RedisAddress, RedisStore, version_of
+from holdfast.router.store import Ends, MemoryStore, PasswordFile, Put, RedisAddress, RedisStore, version_of
 
 PATIENT = 5.0  # seconds a slow machine may take where the test is not about time
 
@@ -47,9 +47,81 @@ async def chains(store):
     assert await store.follow("chain/4", 90.0) == await store.follow("chain/gone", 90.0) == []
 
 
+async def growth(store):
+    """A value grows where it is what its ends say, within what its owner may have."""
+
+    async def grow(key, more, at=None, most=20, **how):
+        return await store.grow(key, more, 60.0, "owner", most, at, **how)
+
+    assert await store.ends("a", 4, 2) is None
+    assert await grow("a", b"x", Ends(b"no", b"ne")) is Put.CHANGED
+    assert await grow("a", b"head:1\x00", anew=True) is Put.DONE
+    seen = await store.ends("a", 5, 2)
+    assert seen == Ends(b"head:", b"1\x00")
+    assert await grow("a", b"head:", anew=True) is Put.CHANGED  # there is one
+    assert await grow("a", b"2\xff", seen) is Put.DONE
+    assert await grow("a", b"3", seen) is Put.CHANGED
+    now = await store.ends("a", 5, 2)
+    assert (now, await store.get("a")) == (Ends(b"head:", b"2\xff"), b"head:1\x002\xff")
+    assert await grow("a", b"", now) is Put.DONE  # it lives on
+    assert await grow("b", b"12345678", most=16) is Put.FULL
+    assert await grow("b", b"1234567", most=16) is Put.DONE
+    assert await grow("a", b"!", now, most=16) is Put.FULL
+    assert await store.get("a") == b"head:1\x002\xff"
+    assert await grow("a", b"head:3", now, most=16, anew=True) is Put.DONE  # which is less
+    assert await store.grow("c", b"12345678", 60.0, "another", 16, None) is Put.DONE
+    await store.drop("b", "owner")
+    assert await store.get("b") is None
+    assert await grow("b", b"1234567890", most=16) is Put.DONE
+
+
 def test_memory_keeps_values():
     asyncio.run(same_behaviour(memory()))
     asyncio.run(chains(memory()))
+    asyncio.run(growth(memory()))
+
+
+def test_what_has_expired_leaves_room(server):
+    async def scenario(store, later):
+        assert await store.grow("a", b"12345678", 0.05, "owner", 10, None) is Put.DONE
+        assert await store.grow("b", b"12345678", 60.0, "owner", 10, None) is Put.FULL
+        await later()
+        assert await store.grow("b", b"12345678", 60.0, "owner", 10, None) is Put.DONE
+
+    async def in_memory():
+        now = [0.0]
+
+        async def later():
+            now[0] = 1.0
+
+        await scenario(MemoryStore(10, 2**20, clock=lambda: now[0]), later)
+
+    async def in_redis():
+        async with redis_store(server) as store:
+
+            async def later():
+                with server.client() as client:
+                    while client.exists("holdfast/a"):
+                        pass
+
+            await scenario(store, later)
+
+    asyncio.run(in_memory())
+    asyncio.run(in_redis())
+
+
+def test_redis_lets_values_grow_and_nothing_does_while_it_is_away(server):
+    async def scenario():
+        async with redis_store(server) as store:
+            await growth(store)
+            at = await store.ends("a", 5, 1)
+            server.kill()
+            assert await store.grow("a", b"x", 60.0, "owner", 100, at) is Put.AWAY
+            assert await store.grow("new", b"x", 60.0, "owner", 100, None) is Put.AWAY
+            assert await store.ends("a", 5, 1) is None
+            await store.drop("a", "owner")
+
+    asyncio.run(scenario())
 
 
 def test_a_chain_of_values_is_read_in_one_trip(server):

@@ -1,0 +1,568 @@
+"""Sessions whose replicas are lost go on at others: what they answer is what one that never moved answers."""
+
+import asyncio
+import base64
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis_server import RedisServer
+from replicas_in_process import Loop, Replicas, Router, Trap
+
+from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.events import REMEMBERED
+from holdfast.router.config import RouterConfig
+from holdfast.router.programs import ProgramTable
+from holdfast.router.session_histories import SessionHistories
+from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore, Store
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+CONFIG = EngineConfig(
+    cells=8192,
+    threads=1,
+    context_length=1024,
+    max_sequences=20,
+    session_rows=16,
+    session_questions=3,
+    tenant_questions=4,
+    question_tokens=16,
+    speculation=DraftConfig(enabled=False),
+)
+ASK: dict[str, Any] = {"text": "\nLast?", "max_tokens": 6, "temperature": 0.8, "ignore_eos": True}
+
+
+@dataclass
+class Cluster:
+    """Two routers over the same engines and the same store."""
+
+    loop: Loop
+    backend: Replicas
+    store: Store
+    programs: Sequence[ProgramTable]
+    routers: tuple[Router, Router]
+    turn: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        loop: Loop,
+        backend: Replicas,
+        store: Store | None = None,
+        config: RouterConfig | None = None,
+        tenants: TenantDirectory | None = None,
+    ) -> "Cluster":
+        store = store or MemoryStore(1000, 2**24)
+        programs = [ProgramTable(store if isinstance(store, RedisStore) else None, 1000, 7200.0, 3600.0)] * 2
+        if isinstance(store, RedisStore):
+            programs[1] = ProgramTable(store, 1000, 7200.0, 3600.0)
+        made = [Router(loop, backend, store, each, config, tenants) for each in programs]
+        return cls(loop, backend, store, programs, (made[0], made[1]))
+
+    def call(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
+        """One call, of one router and then of the other."""
+        self.turn += 1
+        return self.routers[self.turn % 2].call(method, f"/v1/sessions{path}", key, **arguments)
+
+    def open(self, session: str, **body: object) -> httpx.Response:
+        return self.call("POST", "", json={"model": "pocket", "id": session, **body})
+
+    def do(self, session: str, what: str, key: str = "", **body: object) -> httpx.Response:
+        return self.call("POST", f"/{session}/{what}", key, json=body)
+
+    def state(self, session: str) -> Any:
+        answer = self.call("GET", f"/{session}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def lose(self, session: str) -> None:
+        self.loop.run(self.backend.lose(self.state(session)["replica"]))
+
+    def moves(self) -> dict[str, float]:
+        one, two = (router.moves() for router in self.routers)
+        return {why: one.get(why, 0.0) + two.get(why, 0.0) for why in {*one, *two}}
+
+    def reset(self) -> None:
+        self.backend.silent.clear()
+        self.backend.trap = None
+        for replica_id in self.backend.live:
+            self.loop.run(self.backend.forget(replica_id))
+        for each in self.programs:
+            self.loop.run(each.close())
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(loop: Loop) -> Iterator[Replicas]:
+    backend = Replicas(2, CONFIG)
+    loop.run(backend.load())
+    yield backend
+    loop.run(backend.close())
+
+
+@pytest.fixture(scope="module")
+def steady(loop: Loop) -> Iterator[Replicas]:
+    """One that is never lost."""
+    backend = Replicas(1, CONFIG)
+    loop.run(backend.load())
+    yield backend
+    loop.run(backend.close())
+
+
+@pytest.fixture
+def cluster(loop: Loop, engines: Replicas) -> Iterator[Cluster]:
+    cluster = Cluster.of(loop, engines)
+    yield cluster
+    cluster.reset()
+
+
+def error(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def told(answer: httpx.Response) -> Any:
+    """What of an answer does not depend on where and how it was made."""
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]", answer.text
+        chunks = [json.loads(each)["choices"][0] for each in events]
+        return "".join(each["text"] for each in chunks), chunks[-1]["finish_reason"]
+    body = answer.json()
+    if "choices" in body:
+        return body["choices"], body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]
+    return body.get("tokens"), body.get("appends")
+
+
+SESSIONS = ("one", "two")
+OPERATIONS = st.one_of(
+    st.tuples(st.just("append"), st.sampled_from(SESSIONS), st.sampled_from(["", "k1", "k2"]), st.integers(0, 9)),
+    st.tuples(st.just("query"), st.sampled_from(SESSIONS), st.booleans(), st.booleans()),
+    st.tuples(st.just("fork"), st.sampled_from(SESSIONS)),
+    st.tuples(st.just("state"), st.sampled_from(SESSIONS)),
+    st.tuples(st.sampled_from(["lose", "forget", "silence"]), st.sampled_from(SESSIONS)),
+    st.tuples(st.just("trap"), st.sampled_from(list(Trap))),
+    st.tuples(st.just("heard")),
+)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=st.lists(OPERATIONS, min_size=1, max_size=14))
+def test_a_session_that_moves_answers_as_one_that_never_did(
+    loop: Loop, engines: Replicas, steady: Replicas, operations: list[tuple[Any, ...]]
+) -> None:
+    moving, staying = Cluster.of(loop, engines), Cluster.of(loop, steady)
+    contents: dict[tuple[str, str], int] = {}
+    forks = 0
+    try:
+        for session in SESSIONS:
+            assert told(moving.open(session, text="Readings:")) == told(staying.open(session, text="Readings:"))
+        for what, *which in operations:
+            if what == "append":
+                session, key, value = which
+                value = contents.setdefault((session, key), value) if key else value
+                body = {"text": f"\nreading {value}"}
+                assert told(moving.do(session, "append", key, **body)) == told(
+                    staying.do(session, "append", key, **body)
+                )
+            elif what == "query":
+                session, keep, stream = which
+                body = {**ASK, "keep": keep, "stream": stream}
+                assert told(moving.do(session, "query", **body)) == told(staying.do(session, "query", **body))
+            elif what == "fork":
+                forks += 1
+                body = {"id": f"fork-{forks}"}
+                assert told(moving.do(which[0], "fork", **body)) == told(staying.do(which[0], "fork", **body))
+                assert told(moving.do(body["id"], "query", **ASK)) == told(staying.do(body["id"], "query", **ASK))
+                for cluster in (moving, staying):
+                    assert cluster.call("DELETE", f"/{body['id']}").status_code == 200
+            elif what == "state":
+                found, known = moving.state(which[0]), staying.state(which[0])
+                assert (found["tokens"], found["appends"]) == (known["tokens"], known["appends"])
+            elif what == "trap":
+                engines.trap = which[0]
+            elif what == "heard":
+                engines.silent.clear()
+            elif what == "lose":
+                moving.lose(which[0])
+            elif what == "forget":
+                loop.run(engines.forget(moving.state(which[0])["replica"]))
+            elif not engines.silent:
+                engines.silent.add(moving.state(which[0])["replica"])
+        for session in SESSIONS:
+            assert told(moving.do(session, "query", **ASK)) == told(staying.do(session, "query", **ASK))
+    finally:
+        moving.reset()
+        staying.reset()
+
+
+def test_a_session_goes_on_where_its_replica_is_gone(cluster: Cluster, engines: Replicas) -> None:
+    cluster.open("s", text="Readings:")
+    cluster.do("s", "append", text="\n20")
+    before = cluster.state("s")
+    cluster.lose("s")
+    after = cluster.state("s")
+    assert after["replica"] != before["replica"]
+    assert (after["tokens"], after["appends"]) == (before["tokens"], before["appends"])
+    assert cluster.moves() == {"gone": 1.0}
+    cluster.loop.run(engines.forget(cluster.state("s")["replica"]))
+    assert cluster.do("s", "append", text="\n21").status_code == 200
+    assert cluster.moves() == {"gone": 1.0, "forgotten": 1.0}
+    engines.silent.add(cluster.state("s")["replica"])
+    assert cluster.do("s", "query", **ASK).status_code == 200
+    assert cluster.moves() == {"gone": 1.0, "forgotten": 1.0, "silent": 1.0}
+    assert cluster.state("s")["appends"] == 3
+
+
+@pytest.mark.parametrize("trap", list(Trap))
+def test_an_append_in_the_middle_of_which_its_replica_dies_is_done_once(cluster: Cluster, trap: Trap) -> None:
+    cluster.open("s", text="Readings:")
+    before = cluster.state("s")["tokens"]
+    cluster.backend.trap = trap
+    appended = cluster.do("s", "append", tokens=[5, 6, 7])
+    assert appended.json()["tokens"] == before + 3
+    assert (cluster.state("s")["tokens"], cluster.state("s")["appends"]) == (before + 3, 2)
+
+
+def test_a_key_is_done_once_wherever_the_session_is(cluster: Cluster) -> None:
+    cluster.open("s", text="Readings:")
+    first = cluster.do("s", "append", "k", text="\n20").json()
+    kept = cluster.do("s", "query", "q", **ASK, keep=True)
+    assert kept.status_code == 200
+    whole = cluster.state("s")
+    for _ in range(2):
+        again = cluster.do("s", "append", "k", text="\n20").json()
+        assert again["tokens"] == first["tokens"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == first["tokens"]
+        assert error(cluster.do("s", "append", "k", text="\n21")) == (409, "operation_done")
+        assert error(cluster.do("s", "query", "q", **ASK, keep=True)) == (409, "operation_done")
+        assert (cluster.state("s")["tokens"], cluster.state("s")["appends"]) == (whole["tokens"], 3)
+        cluster.lose("s")
+    assert cluster.do("s", "append", "k" * 256, text="\n22").status_code == 200
+    assert cluster.do("s", "append", "k" * 257, text="\n22").status_code == 400
+
+
+def test_keys_are_remembered_for_the_latest_operations(cluster: Cluster, loop: Loop) -> None:
+    cluster.open("s", tokens=[5])
+    for i in range(REMEMBERED + 20):
+        assert cluster.do("s", "append", f"k{i}", tokens=[6]).status_code == 200
+    cluster.lose("s")
+    n = cluster.state("s")["tokens"]
+    kept = loop.run(SessionHistories(cluster.store, RouterConfig()).read("default", "s"))
+    assert kept is not None
+    assert len(kept.history.done) == REMEMBERED
+    assert cluster.do("s", "append", "k30", tokens=[6]).json()["tokens"] == 32
+    assert cluster.do("s", "append", "k0", tokens=[6]).json()["tokens"] == n + 1  # so long ago that it is not known
+
+
+def test_the_same_key_sent_at_once_to_two_routers_appends_once(cluster: Cluster, loop: Loop) -> None:
+    cluster.open("s", text="Readings:")
+    before = cluster.state("s")["tokens"]
+
+    async def both() -> list[httpx.Response]:
+        path = "/v1/sessions/s/append"
+        return await asyncio.gather(
+            *(router.acall("POST", path, "k", json={"tokens": [5, 6]}) for router in cluster.routers * 3)
+        )
+
+    answers = loop.run(both())
+    assert [answer.json()["tokens"] for answer in answers] == [before + 2] * 6
+    assert cluster.state("s")["tokens"] == before + 2
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_two_routers_append_at_once_is_there_once(cluster: Cluster, loop: Loop, lost: bool) -> None:
+    cluster.open("s", text="Readings:")
+    begun = cluster.state("s")
+    home = begun["replica"]
+
+    async def all_at_once() -> list[httpx.Response]:
+        path = "/v1/sessions/s/append"
+        appends = [
+            asyncio.ensure_future(cluster.routers[i % 2].acall("POST", path, json={"tokens": [100 + i]}))
+            for i in range(20)
+        ]
+        if lost:
+            await asyncio.wait(appends, return_when=asyncio.FIRST_COMPLETED)
+            await cluster.backend.lose(home)
+        return await asyncio.gather(*appends)
+
+    answers = loop.run(all_at_once())
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(answer.json()["tokens"] for answer in answers) == [begun["tokens"] + i for i in range(1, 21)]
+    assert (cluster.state("s")["tokens"], cluster.state("s")["appends"]) == (begun["tokens"] + 20, 21)
+    histories = SessionHistories(cluster.store, RouterConfig())
+    kept = loop.run(histories.read("default", "s"))
+    assert kept is not None
+    tokens = [int.from_bytes(kept.history.tokens[i : i + 4], "little") for i in range(0, len(kept.history.tokens), 4)]
+    assert sorted(tokens[-20:]) == [100 + i for i in range(20)]
+
+
+def test_questions_stand_again_after_a_move(cluster: Cluster) -> None:
+    cluster.open("s", text="Readings:")
+    asked = cluster.do("s", "questions", **{**ASK, "stop": ["."], "logit_bias": {"7": -1}}).json()["id"]
+    gone = cluster.do("s", "questions", **ASK).json()["id"]
+    assert cluster.call("DELETE", f"/s/questions/{gone}").status_code == 200
+    cluster.do("s", "append", text="\n20")
+    cluster.lose("s")
+    assert cluster.state("s")["questions"] == [asked]
+    (service,) = [each for each in cluster.backend.live.values() if each.sessions.of("default")]
+    (state,) = service.sessions.of("default")
+    question = state.questions[0].question
+    assert (question.stop, question.sampling.logit_bias) == ((".",), {7: -1})
+    assert cluster.call("GET", f"/s/questions/{asked}").status_code == 200
+
+
+def test_a_closed_session_stays_closed_and_its_name_is_free(cluster: Cluster, engines: Replicas) -> None:
+    cluster.open("s", text="old")
+    engines.silent.add(cluster.state("s")["replica"])
+    assert cluster.call("DELETE", "/s").status_code == 200
+    assert error(cluster.do("s", "append", text="x")) == (404, "session_not_found")
+    assert error(cluster.call("DELETE", "/s")) == (404, "session_not_found")
+    engines.silent.clear()
+    # Where its replica could not be told, what it still has is not in the way of one of the same name.
+    for _ in range(3):
+        assert cluster.open("s", text="new and longer").status_code == 200
+        assert cluster.state("s")["appends"] == 1
+        assert error(cluster.open("s")) == (409, "session_exists")
+        cluster.lose("s")
+        assert error(cluster.open("s")) == (409, "session_exists")  # it is there, though it has no replica now
+        assert cluster.call("DELETE", "/s").status_code == 200
+
+
+def test_what_an_append_costs_is_what_it_appends(loop: Loop, engines: Replicas) -> None:
+    grown: list[int] = []
+
+    class Watched(MemoryStore):
+        async def grow(self, key: str, more: bytes, *arguments: Any, **named: Any) -> Put:
+            grown.append(len(more))
+            return await super().grow(key, more, *arguments, **named)
+
+        async def get(self, key: str) -> bytes | None:
+            assert not key.startswith("sessions/"), "a history is read only to be moved"
+            return await super().get(key)
+
+    cluster = Cluster.of(loop, engines, Watched(1000, 2**24))
+    try:
+        cluster.open("s", tokens=[5] * 800)
+        for _ in range(10):
+            assert cluster.do("s", "append", tokens=[6]).status_code == 200
+            assert cluster.do("s", "query", **ASK).status_code == 200
+        assert grown[0] > 3200
+        assert max(grown[1:]) < 200
+    finally:
+        cluster.reset()
+
+
+def test_a_history_that_has_no_room_is_given_up_and_the_error_says_so(loop: Loop, engines: Replicas) -> None:
+    cluster = Cluster.of(loop, engines, config=RouterConfig(session_tenant_bytes=3000))
+    try:
+        cluster.open("s", tokens=[5] * 300)
+        cluster.open("other", tokens=[5] * 100)
+        for _ in range(3):
+            assert cluster.do("s", "append", tokens=[6] * 150).status_code == 200
+        assert cluster.state("s")["tokens"] == 750
+        assert cluster.do("s", "query", **ASK).status_code == 200
+        cluster.lose("other")
+        assert cluster.state("other")["tokens"] == 100
+        assert cluster.do("other", "append", tokens=[6] * 300).status_code == 200  # what was given up leaves room
+        loop.run(engines.lose(cluster.state("s")["replica"]))
+        for answer in (cluster.do("s", "append", text="x"), cluster.do("s", "query", **ASK), cluster.call("GET", "/s")):
+            assert error(answer) == (410, "session_lost")
+            assert "session_tenant_bytes" in answer.json()["error"]["message"]
+        assert cluster.open("s").status_code == 200  # its name is free
+    finally:
+        cluster.reset()
+
+
+def test_without_histories_a_session_is_lost_with_its_replica(loop: Loop, engines: Replicas) -> None:
+    cluster = Cluster.of(loop, engines, config=RouterConfig(session_tenant_bytes=0))
+    try:
+        cluster.open("s", text="Readings:")
+        for _ in range(2):
+            assert cluster.do("s", "append", "k", text="\n1").status_code == 200
+        assert cluster.state("s")["appends"] == 2
+        cluster.lose("s")
+        answer = cluster.do("s", "append", text="x")
+        assert error(answer) == (410, "session_lost")
+        assert "session_tenant_bytes" in answer.json()["error"]["message"]
+        assert cluster.call("DELETE", "/s").status_code == 200
+        assert error(cluster.call("GET", "/s")) == (404, "session_not_found")
+    finally:
+        cluster.reset()
+
+
+def test_where_the_store_has_lost_a_history_the_session_is_lost_or_kept_anew(cluster: Cluster, loop: Loop) -> None:
+    cluster.open("s", text="Readings:")
+    question = cluster.do("s", "questions", **ASK).json()["id"]
+    loop.run(cluster.store.delete("sessions/default/s"))
+    assert cluster.do("s", "append", text="\n1").status_code == 200  # its replica has it all
+    cluster.lose("s")
+    assert (cluster.state("s")["appends"], cluster.state("s")["questions"]) == (2, [question])
+    home = cluster.state("s")["replica"]
+    loop.run(cluster.store.delete("sessions/default/s"))
+    loop.run(cluster.backend.lose(home))
+    answer = cluster.do("s", "query", **ASK)
+    assert error(answer) == (410, "session_lost")
+    assert "store" in answer.json()["error"]["message"]
+
+
+def test_a_tenant_does_not_reach_anothers_session(loop: Loop, engines: Replicas) -> None:
+    tenants = TenantDirectory([Tenant(name, (hash_key(name),)) for name in "ab"], exposed=True)
+    cluster = Cluster.of(loop, engines, tenants=tenants)
+
+    def call(who: str, method: str, path: str, **body: object) -> httpx.Response:
+        arguments: dict[str, Any] = {"json": body} if body else {}
+        return cluster.call(method, path, headers={"authorization": f"Bearer {who}"}, **arguments)
+
+    try:
+        assert call("a", "POST", "", model="pocket", id="s", text="secret").status_code == 200
+        loop.run(engines.lose(call("a", "GET", "/s").json()["replica"]))
+        for method, path, body in (
+            ("GET", "/s", {}),
+            ("POST", "/s/append", {"text": "x"}),
+            ("POST", "/s/query", ASK),
+            ("POST", "/s/fork", {"id": "mine"}),
+            ("DELETE", "/s", {}),
+        ):
+            assert error(call("b", method, path, **body)) == (404, "session_not_found")
+        assert call("b", "POST", "", model="pocket", id="s").status_code == 200  # a session of its own
+        assert call("b", "GET", "/s").json()["tokens"] == 0
+        assert call("a", "GET", "/s").json()["tokens"] > 0
+    finally:
+        cluster.reset()
+
+
+def test_histories_are_encrypted_where_answers_are(loop: Loop, engines: Replicas, tmp_path: Any) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text(base64.b64encode(b"k" * 32).decode())
+    config = RouterConfig(cache_key_file=str(key_file))
+    store = MemoryStore(1000, 2**24)
+    cluster = Cluster.of(loop, engines, store, config)
+    try:
+        cluster.open("s", tokens=[900, 901, 902])
+        cluster.do("s", "append", "shown", tokens=[903, 904])
+        cluster.do("s", "questions", **{**ASK, "text": "secret question"})
+        value = loop.run(store.get("sessions/default/s"))
+        assert value is not None
+        for plain in ((903).to_bytes(4, "little"), b"shown", b"secret", b"appends"):
+            assert plain not in value
+        cluster.lose("s")
+        assert cluster.state("s")["tokens"] == 5
+        # Moved in the store to another session it cannot be read.
+        value = loop.run(store.get("sessions/default/s"))
+        assert value is not None
+        loop.run(store.set("sessions/default/t", value, 60.0))
+        other = SessionHistories(store, config)
+        assert loop.run(other.read("default", "s")) is not None
+        assert loop.run(other.read("default", "t")) is None
+    finally:
+        cluster.reset()
+
+
+@pytest.fixture
+def server(tmp_path: Any) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+async def recovered(store: RedisStore) -> None:
+    if store._probe is not None:
+        await store._probe
+    assert not store.degraded
+
+
+def test_two_routers_over_redis(loop: Loop, engines: Replicas, steady: Replicas, server: RedisServer) -> None:
+    async def connect() -> RedisStore:
+        return RedisStore(RedisAddress(server.url), MemoryStore(100, 2**20), 5.0, 0.01)
+
+    store = loop.run(connect())
+    cluster, staying = Cluster.of(loop, engines, store), Cluster.of(loop, steady)
+    try:
+        for each in (cluster, staying):
+            each.open("s", text="Readings:")
+            each.open("gone", text="Nothing")
+        for i, trap in enumerate([None, *Trap, None]):
+            engines.trap = trap
+            for each in (cluster, staying):
+                assert each.do("s", "append", f"key-{i}", text=f"\nreading {i}").status_code == 200
+            engines.trap = trap
+            assert told(cluster.do("s", "query", **ASK)) == told(staying.do("s", "query", **ASK))
+            engines.trap = trap
+            body = {**ASK, "keep": True, "stream": True}
+            assert told(cluster.do("s", "query", **body)) == told(staying.do("s", "query", **body))
+        assert sum(cluster.moves().values()) == 9
+        assert cluster.state("s")["appends"] == staying.state("s")["appends"] == 11
+        assert cluster.call("DELETE", "/gone").status_code == 200
+        with server.client() as client:
+            keys = {key.decode() for key in client.keys("holdfast/*sessions/default*")}
+            assert keys == {
+                "holdfast/sessions/default/s",
+                "holdfast/grown/sessions/default/sizes",
+                "holdfast/grown/sessions/default/deadlines",
+            }
+            size = client.strlen("holdfast/sessions/default/s")
+            assert client.hgetall("holdfast/grown/sessions/default/sizes") == {
+                b"": str(size).encode(),
+                b"holdfast/sessions/default/s": str(size).encode(),
+            }
+            assert 0 < client.pttl("holdfast/sessions/default/s") <= CONFIG.session_idle_s * 1000
+
+        # While Redis is away the session goes on at its replica, and does not move.
+        server.kill()
+        assert cluster.do("s", "append", text="\nalone").status_code == 200
+        home = next(each for each, service in engines.live.items() if service.sessions.of("default"))
+        engines.silent.add(home)
+        assert error(cluster.do("s", "append", text="\nnot")) == (503, "unavailable")
+        engines.silent.clear()
+        # It comes back empty: what the replica has is kept anew.
+        server.start()
+
+        loop.run(recovered(store))
+        assert cluster.do("s", "append", text="\nagain").status_code == 200
+        cluster.lose("s")
+        assert cluster.state("s")["appends"] == 13
+    finally:
+        cluster.reset()
+        staying.reset()
+        loop.run(store.close())
+
+
+def test_what_was_told_while_redis_was_away_is_not_forgotten_silently(
+    loop: Loop, engines: Replicas, server: RedisServer
+) -> None:
+    async def connect() -> RedisStore:
+        return RedisStore(RedisAddress(server.url), MemoryStore(100, 2**20), 0.5, 0.01)
+
+    store = loop.run(connect())
+    cluster = Cluster.of(loop, engines, store)
+    one = replace(cluster, routers=(cluster.routers[0],) * 2)
+    try:
+        one.open("s", text="Readings:")
+        home = one.state("s")["replica"]
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        assert one.do("s", "append", text="\nacknowledged").status_code == 200
+        server.process.send_signal(signal.SIGCONT)
+
+        loop.run(recovered(store))
+        loop.run(engines.lose(home))
+        answer = one.do("s", "query", **ASK)
+        assert error(answer) == (410, "session_lost")
+        assert "part of its history" in answer.json()["error"]["message"]
+    finally:
+        cluster.reset()
+        loop.run(store.close())

@@ -1,0 +1,206 @@
+"""Several engines behind several routers in one process, on an event loop of its own: replicas are lost as told."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import replace
+from enum import Enum
+from typing import Any, TypeVar
+
+import httpx
+from fake_backend import FakeBackend
+from prometheus_client import CollectorRegistry
+
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, SessionLostError, UnavailableError
+from holdfast.replicas.requests import (
+    AnswerBuilder,
+    Completed,
+    Drawing,
+    Errored,
+    GenerateRequest,
+    SessionCall,
+    SessionState,
+)
+from holdfast.replicas.service import Service
+from holdfast.router.app import create_app
+from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.config import RouterConfig
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.programs import ProgramTable
+from holdfast.router.response_cache import ResponseCache
+from holdfast.router.store import Store
+from holdfast.router.tenants import TenantDirectory
+
+T = TypeVar("T")
+LOST = Errored(ErrorInfo(ErrorKind.UNAVAILABLE, "the replica that served this request was lost"))
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.start(work).result(60.0)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Trap(Enum):
+    """When the replica that serves the next operation is lost: it did not get it, in the middle, or having done it."""
+
+    BEFORE = "before"
+    DURING = "during"
+    AFTER = "after"
+
+
+class Replicas(FakeBackend):
+    """Engines by the ids of their replicas. One that is lost comes back empty, under another id."""
+
+    def __init__(self, n: int, config: EngineConfig) -> None:
+        super().__init__()
+        self._n = n
+        self._config = config
+        self._numbers = itertools.count(1)
+        self.live: dict[str, Service] = {}
+        self.silent: set[str] = set()
+        self.trap: Trap | None = None
+        self._placed = 0
+        self.restored: list[GenerateRequest] = []
+
+    async def load(self) -> None:
+        """On the loop that uses them."""
+        for _ in range(self._n):
+            service = Service.load(self._config)
+            self.live[self._name()] = service
+        self.cards = (replace(service.card, replica_id="r1"),)
+
+    async def close(self) -> None:
+        for service in self.live.values():
+            await service.close()
+
+    async def lose(self, replica_id: str) -> None:
+        """It dies, with all its sessions, and another comes in its place."""
+        await self.forget(replica_id)
+        self.live[self._name()] = self.live.pop(replica_id)
+        self.silent.discard(replica_id)
+
+    async def forget(self, replica_id: str) -> None:
+        """It loses its sessions, and goes on."""
+        sessions = self.live[replica_id].sessions
+        for scope in ("default", "a", "b"):
+            for state in sessions.of(scope):
+                await sessions.close(state.session_id, scope=scope)
+
+    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+        built, replica_id = AnswerBuilder(), ""
+        async with aclosing(self.stream(request, place)) as batches:
+            async for batch in batches:
+                replica_id = batch.replica_id
+                built.add(batch.pieces)
+        return Routed(replica_id, built.answer() or built.error())
+
+    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        self.requests.append(request)
+        replica_id = self._at(place)
+        session, drawing = request.session, Drawing(request.drawn)
+        trap = None
+        if session is not None and session.opens and session.appends:
+            self.restored.append(request)
+        elif place.bound:
+            trap, self.trap = self.trap, None
+        if trap is Trap.BEFORE:
+            await self.lose(replica_id)
+            yield Batch(replica_id, (LOST,))
+            return
+        async with aclosing(self.live[replica_id].stream(request, drawing)) as stream:
+            async for pieces in stream:
+                over = isinstance(pieces[-1], Completed | Errored)
+                if over and trap is not None:
+                    break
+                yield Batch(replica_id, pieces, drawn=drawing.take())
+                if trap is Trap.DURING:
+                    break
+            else:
+                return
+        await self.lose(replica_id)
+        yield Batch(replica_id, (LOST,))
+
+    async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
+        at = self._at(Place(replica_id, bound=True))
+        return replace(await self.live[at].sessions.call(call), replica_id=at)
+
+    async def sessions(self, scope: str) -> Sequence[SessionState]:
+        return [
+            replace(state, replica_id=each)
+            for each, service in self.live.items()
+            if each not in self.silent
+            for state in service.sessions.of(scope)
+        ]
+
+    def _at(self, place: Place) -> str:
+        if not place.bound:
+            self._placed += 1
+            there = sorted(self.live.keys() - self.silent)
+            return there[self._placed % len(there)]
+        assert place.last_replica is not None
+        if place.last_replica in self.silent:
+            raise UnavailableError("the session's replica does not answer")
+        if place.last_replica not in self.live:
+            raise SessionLostError("the session's replica is gone", "session_id")
+        return place.last_replica
+
+    def _name(self) -> str:
+        return f"r{next(self._numbers):06}"
+
+
+class Router:
+    """One of several, over the same store and program table."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        backend: FakeBackend,
+        store: Store,
+        programs: ProgramTable,
+        config: RouterConfig | None = None,
+        tenants: TenantDirectory | None = None,
+    ) -> None:
+        self._loop = loop
+        self.registry, config = CollectorRegistry(), config or RouterConfig()
+        cache = ResponseCache(store, config, "weights")
+        metrics = RouterMetrics(self.registry)
+        self.app = create_app(backend, tenants or TenantDirectory(), programs, cache, metrics, config, store=store)
+
+    async def acall(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
+        headers = dict(arguments.pop("headers", {}))
+        if key:
+            headers["idempotency-key"] = key
+        transport = httpx.ASGITransport(self.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, headers=headers, **arguments)
+
+    def call(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
+        return self._loop.run(self.acall(method, path, key, **arguments))
+
+    def moves(self) -> dict[str, float]:
+        """How many sessions this router has moved, by why."""
+        return {
+            sample.labels["reason"]: sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == "holdfast_session_moves_total"
+        }

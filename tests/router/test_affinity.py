@@ -25,6 +25,7 @@ from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.backend import Place
+from holdfast.router.elsewhere import Lines
 from holdfast.router.fleet import Fleet
 from holdfast.router.line_stats import line_stats
 from holdfast.router.placement import Reason
@@ -410,6 +411,60 @@ def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[t
         return ProgramOrder().waiting(SimpleNamespace(pinned=kept, submit=submit, arrived=number, number=number))
 
     assert asyncio.run(live()) == sorted(range(len(programs)), key=waits)
+
+
+def changed(request: PendingRequest, **changes: Any) -> PendingRequest:
+    request.args[0] = replace(request.args[0], **changes)
+    return request
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: bool) -> None:
+    async def live() -> None:
+        lines = Lines()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("holdfast.router.elsewhere.LINES", lines)
+            made, (a,) = waiting_for("a", fair=True)
+        first = turn("t/first", 0.0)
+        await made._choose_replica_for_request(first)
+        asked = [changed(turn(f"{tenant}/p", 1.0), scope=tenant) for tenant in ("busy", "idle")]
+        busy, idle = [asyncio.create_task(made._choose_replica_for_request(each)) for each in asked]
+        await turns()
+        if heard:
+            lines.learn({"interactive/busy": 30.0})
+        made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
+        await turns()
+        assert (busy.done(), idle.done()) == (not heard, heard)
+        made.on_request_completed(a.replica_id, asked[heard].metadata.internal_request_id)
+        await asyncio.gather(busy, idle)
+
+    asyncio.run(live())
+
+
+def test_in_line_a_program_with_many_forks_has_one_turn() -> None:
+    """Though it began long before the others of its tenant."""
+
+    async def live() -> None:
+        made, (a,) = waiting_for("a", fair=True)
+        holder = turn("t/first", 0.0)
+        await made._choose_replica_for_request(holder)
+        forks = [changed(turn(f"t/fork{i}", 1.0), root="t/parent") for i in range(6)]
+        others = [turn(f"t/other{i}", 9.0 + i) for i in range(3)]
+        served: list[str] = []
+
+        async def ask(request: PendingRequest) -> None:
+            await made._choose_replica_for_request(request)
+            served.append(request.metadata.session_id)
+            await asyncio.sleep(0)
+            made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+
+        asked = [asyncio.create_task(ask(each)) for each in (*forks, *others)]
+        await turns()
+        made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+        await asyncio.gather(*asked)
+        assert served[:4] == ["t/fork0", "t/other0", "t/other1", "t/other2"]
+
+    asyncio.run(live())
 
 
 def within(request: PendingRequest, seconds: float, turns_before: int = 0) -> PendingRequest:

@@ -75,10 +75,10 @@ def test_only_operators_and_this_machine_find_them():
 def test_a_key_that_is_for_operating_reads_them_and_does_nothing_else():
     keys = [ApiKey(scope.value, hash_key(scope.value), (scope,)) for scope in Scope]
     world = served(tenants=TenantDirectory([Tenant("acme", keys=tuple(keys))], exposed=True))
-    asked = [("GET", "/metrics"), ("GET", "/metrics/targets"), ("GET", "/metrics/processes/r-0"), ("GET", "/v1/status")]
+    paths = ("/metrics", "/metrics/targets", "/metrics/processes/r-0", "/v1/cluster/status")
     for scope in Scope:
         head = {"authorization": f"Bearer {scope.value}"}
-        found = {world.call(*each, headers=head).status_code for each in asked}
+        found = {world.call("GET", path, headers=head).status_code for path in paths}
         assert found == ({200} if scope is Scope.OPERATE else {403})
         chat = world.call("POST", "/v1/chat/completions", json=chat_body(), headers=head)
         assert chat.status_code == (200 if scope is Scope.INFER else 403)

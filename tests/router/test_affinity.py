@@ -418,25 +418,33 @@ def changed(request: PendingRequest, **changes: Any) -> PendingRequest:
     return request
 
 
-@pytest.mark.parametrize("heard", [False, True])
-def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: bool) -> None:
+@pytest.mark.parametrize(("heard", "order"), [(0.0, "bibibibi"), (30.0, "biiiibbb")])
+def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: float, order: str) -> None:
+    """From its next turn on. Each turn takes a second here."""
+
     async def live() -> None:
-        lines = Lines()
+        lines, now, served = Lines(), [0.0], list[str]()
         with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
             patched.setattr("holdfast.router.elsewhere.LINES", lines)
             made, (a,) = waiting_for("a", fair=True)
-        first = turn("t/first", 0.0)
-        await made._choose_replica_for_request(first)
-        asked = [changed(turn(f"{tenant}/p", 1.0), scope=tenant) for tenant in ("busy", "idle")]
-        busy, idle = [asyncio.create_task(made._choose_replica_for_request(each)) for each in asked]
-        await turns()
-        if heard:
-            lines.learn({"interactive/busy": 30.0})
-        made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-        await turns()
-        assert (busy.done(), idle.done()) == (not heard, heard)
-        made.on_request_completed(a.replica_id, asked[heard].metadata.internal_request_id)
-        await asyncio.gather(busy, idle)
+            holder = changed(turn("first", 0.0), scope="other")
+            await made._choose_replica_for_request(holder)
+
+            async def ask(request: PendingRequest) -> None:
+                await made._choose_replica_for_request(request)
+                served.append(request.args[0].scope)
+                now[0] += 1.0
+                await asyncio.sleep(0)
+                made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+
+            asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
+            waiting = [asyncio.create_task(ask(each)) for each in asked]
+            await turns()
+            lines.learn({"interactive/b": heard})
+            made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+            await asyncio.gather(*waiting)
+        assert "".join(served) == order
 
     asyncio.run(live())
 

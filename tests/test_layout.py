@@ -271,3 +271,20 @@ def test_tests_mirror_the_code() -> None:
     }
     assert stray == set()
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+BOUND = re.compile(
+    r"""--port["'], ["'][1-9]|(\.bind|create_server|Server)\(\(["'][\w.]*["'], [1-9]|uvicorn\.Config\(.*port=[1-9]"""
+)
+# Ports of namespaces, and words that are read and start nothing.
+MADE_UP = {"support/machines.py", "cluster/test_cli.py", "loadgen/test_peers.py", "test_layout.py"}
+
+
+def test_no_test_listens_on_a_fixed_port() -> None:
+    """So they run beside a server, and beside each other."""
+    for text in ('s.bind(("127.0.0.1", 8000))', '["serve", "--port", "8000"]', "uvicorn.Config(app, port=8000)"):
+        assert BOUND.search(text)
+    for text in ('s.bind(("127.0.0.1", 0))', '["serve", "--port", str(port)]', "ServerConfig(routers=3)"):
+        assert not BOUND.search(text)
+    sources = {str(path.relative_to(ROOT / "tests")): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    assert {name for name, text in sources.items() if BOUND.search(text)} == MADE_UP

@@ -7,15 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from identity_provider import IdentityProvider
 from ray.serve._private.build_app import build_app
 
-from holdfast.cluster import application, doctor_checks
+from holdfast.cluster import application, config_file, doctor_checks
 from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
-from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, choose_order
+from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, check_tenants, choose_order
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ModelCard
+from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.store import RedisAddress
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
@@ -124,6 +127,61 @@ def test_tenants_in_a_file_are_not_kept_by_serve(tmp_path: Path) -> None:
         built = build_app(application.build(DEPLOYED, REDIS, gpus=0, tenants_file=path), name="a")
         (router,) = [each for each in built.deployments if each.name == ROUTER]
         assert router.init_args[1:] == (kept, replace(REDIS, namespace=application.namespace(kept)), path)
+
+
+OTHER = Tenant("b", key_hashes=(hash_key("other"),))
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        (DEPLOYED, "program"),
+        (replace(DEPLOYED, tenants=(*DEPLOYED.tenants, OTHER)), "fair"),
+        (replace(DEPLOYED, router=RouterConfig(admin_key_hashes=(hash_key("admin"),))), "fair"),
+        (replace(DEPLOYED, engine=EngineConfig(order="fair")), "fair"),
+        (replace(DEPLOYED, tenants=(*DEPLOYED.tenants, OTHER), engine=EngineConfig(order="plas")), "plas"),
+    ],
+)
+def test_where_there_may_be_several_tenants_they_share_engines_and_lines(settings: Settings, order: str) -> None:
+    """Unless the configuration says otherwise."""
+    built = build_app(application.build(settings, REDIS, gpus=0), name="a")
+    (engine,) = [each for each in built.deployments if each.name == REPLICAS]
+    assert engine.init_args[0].order == order
+    assert engine._deployment_config.request_router_config.request_router_kwargs["fair"] == (order == "fair")
+
+
+def test_a_token_of_the_issuer_in_the_file_is_let_in_over_http(directories: list[TenantDirectory]) -> None:
+    """Its keys are looked up where such issuers have them."""
+    provider = IdentityProvider()
+    text = f"""
+router: {{oidc: {{issuer: '{provider.issuer}', audience: agents, tenant_claim: org}}}}
+tenants: [{{name: acme, limits: {{requests_per_minute: 7}}}}]
+server: {{host: 0.0.0.0}}
+"""
+    settings = config_file.parse(text)
+    check_tenants(settings)
+
+    async def scenario() -> None:
+        router = Started.__new__(Started)
+        await router.__init__(None, settings, REDIS, None)  # type: ignore[misc]
+        transport = httpx.ASGITransport(router._app, client=("203.0.113.9", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://holdfast.example") as http:
+
+            async def models(**claims: Any) -> httpx.Response:
+                head = {"authorization": f"Bearer {provider.token(aud='agents', **claims)}"}
+                return await http.get("/v1/models", headers=head)
+
+            answer = await models(org="acme")
+            assert (answer.status_code, answer.headers["x-ratelimit-limit-requests"]) == (200, "7")
+            for status, claims in ((403, {"org": "nobody"}), (401, {"org": "acme", "aud": "others"})):
+                assert (await models(**claims)).status_code == status
+        await Ingress.__del__(router)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        provider.close()
+    assert provider.asked == ["/.well-known/jwks.json"]
 
 
 def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

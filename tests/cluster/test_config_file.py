@@ -11,23 +11,46 @@ from holdfast.cluster import config, config_file
 from holdfast.cluster.config import Overrides, RedisConfig, ReplicasConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.tenants import Tenant, TenantLimits, hash_key
+from holdfast.replicas.types import CellLimits, Priority
+from holdfast.router.config import Oidc, Prices, RouterConfig
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantCache, TenantLimits, hash_key
 
+names = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
+api_keys = st.builds(
+    ApiKey,
+    id=names,
+    hash=st.builds(hash_key, st.text()),
+    scopes=st.lists(st.sampled_from(Scope), min_size=1, unique=True).map(tuple),
+    expires=st.one_of(st.none(), st.floats(0, 1e12)),
+)
+tenants = st.builds(
+    Tenant,
+    name=names,
+    key_hashes=st.lists(st.builds(hash_key, st.text()), max_size=2).map(tuple),
+    keys=st.lists(api_keys, max_size=2, unique_by=lambda key: key.id).map(tuple),
+    limits=st.builds(
+        TenantLimits,
+        max_concurrent=st.one_of(st.none(), st.integers(1, 99)),
+        units_per_month=st.one_of(st.none(), st.floats(1, 1e9)),
+    ),
+    cache=st.builds(TenantCache, enabled=st.booleans(), ttl_s=st.one_of(st.none(), st.floats(0.1, 1e6))),
+    cells=st.builds(CellLimits, floor=st.floats(0, 0.3), ceiling=st.floats(0.3, 1)),
+    priority=st.just(Priority.BATCH),
+    priorities=st.sampled_from([(Priority.BATCH,), tuple(Priority)]),
+)
+router = st.builds(
+    RouterConfig,
+    prices=st.builds(Prices, input=st.floats(0, 9), cached_input=st.floats(0, 9), repeat=st.floats(0, 1)),
+    oidc=st.builds(Oidc, issuer=st.just("https://id.example"), audience=names, tenant_claim=names),
+)
 settings_strategy = st.builds(
     Settings,
     server=st.builds(ServerConfig, host=st.sampled_from(["127.0.0.1", "0.0.0.0"]), port=st.integers(1, 65535)),
     replicas=st.builds(ReplicasConfig, count=st.integers(1, 64)),
     engine=st.builds(EngineConfig, page_size=st.integers(1, 64), kv_memory=st.floats(0.1, 100)),
     redis=st.builds(RedisConfig, url=st.text(max_size=10), memory_mb=st.integers(1, 9999)),
-    tenants=st.lists(
-        st.builds(
-            Tenant,
-            name=st.from_regex(r"[a-z]{1,8}", fullmatch=True),
-            key_hashes=st.lists(st.builds(hash_key, st.text()), max_size=2).map(tuple),
-            limits=st.builds(TenantLimits, max_concurrent=st.one_of(st.none(), st.integers(1, 99))),
-        ),
-        max_size=3,
-    ).map(tuple),
+    router=router,
+    tenants=st.lists(tenants, max_size=3).map(tuple),
 )
 
 

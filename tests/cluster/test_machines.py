@@ -5,14 +5,21 @@ Skipped where namespaces cannot be made (not root, not Linux). The other events,
     HOLDFAST_TEST_MACHINES=1 .venv/bin/pytest -s tests/cluster/test_machines.py
 """
 
+import json
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
+import machines as machines_command
 import pytest
+import ray
 from agents import AGENTS, Agents, Asked, homes, told
 from machines import KEY, PATIENT_S, Machines, up, usable, within
 
@@ -57,6 +64,39 @@ def engine_alone(machines: Machines) -> str:
 def with_a_router(machines: Machines) -> str:
     """A worker with a router, which has an engine, too."""
     return next(name for name in ("one", "two") if machines.runs(name, "ray::ServeReplica:holdfast:router"))
+
+
+def test_the_command_finds_what_another_has_made_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of its calls stands a file."""
+    monkeypatch.setattr(machines_command, "STATE", state := tmp_path / machines_command.STATE.name)
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        command, there = [sys.executable, machines_command.__file__, *words], {**os.environ, "TMPDIR": str(tmp_path)}
+        return subprocess.run(command, env=there, capture_output=True, text=True)
+
+    assert call("down").stderr == "no machines are up\n"
+    with Machines() as made:
+        made.keep()
+        refused = call("up")
+        assert (refused.returncode, refused.stderr) == (1, f"they are up; what is left of them stands in {state}\n")
+        done = call("run", "one", "sh", "-c", "echo here > /tmp/note; ip -br address show eth0")
+        assert made["one"].address in done.stdout, done.stderr
+        before = made["one"].init
+        for verb in ("off", "boot"):
+            done = call(verb, "client")
+            assert done.returncode == 0, done.stderr
+        after = json.loads(state.read_text())[2]
+        assert after["one"] == before
+        assert after["client"] not in (0, made["client"].init)
+        assert call("run", "one", "cat", "/tmp/note").stdout == "here\n"
+        assert call("down").returncode == 0
+        spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert made.tag not in spaces
+        assert not Path(f"/proc/{before}").exists()
+        assert not made.folder.exists()
+        assert not state.exists()
 
 
 def test_routers_and_engines_stand_on_machines_of_their_own(machines: Machines) -> None:
@@ -126,6 +166,25 @@ def test_machines_are_restarted_one_after_the_other_and_no_request_is_lost(machi
             print(name, told(asked, at), homes(asked))
             assert {each.outcome for each in asked} == {"answered"}
             assert all(len(found) <= 2 for found in homes(asked).values()), homes(asked)
+
+
+@LONGER
+def test_rays_control_plane_dies_and_comes_back(machines: Machines) -> None:
+    """It has its state in Redis. Until its machine is started again all that is there serves, at each entry."""
+    until(lambda: engines(machines) == 2)
+
+    def killed() -> None:
+        for pid in machines.runs("head", str(Path(ray.__file__).parent / "core/src/ray/gcs/gcs_server")):
+            os.kill(pid, signal.SIGKILL)
+            return
+        raise AssertionError("it does not run")
+
+    asked = watched(machines, killed, lambda found: len(found) > 200)
+    machines.power_off("head")
+    machines.boot("head")
+    machines.ray_start("head")
+    machines.ready("head")
+    assert {each.outcome for each in asked} == {"answered"}
 
 
 @LONGER

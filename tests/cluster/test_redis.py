@@ -28,6 +28,26 @@ def test_it_keeps_values_and_ends_with_its_context(tmp_path: Path) -> None:
         ping(server.url, 0.5)
 
 
+def test_what_has_a_folder_is_there_after_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for kept, before in ((None, []), (tmp_path / "kept", [0, 1])):
+        for n in before or [0, 0]:
+            with EmbeddedRedis(tmp_path / "run", 16, kept) as server, redis.Redis.from_url(server.url) as client:
+                assert client.xlen("usage") == n
+                client.xadd("usage", {"tenant": "acme"})
+
+
+def test_a_killed_one_comes_back_with_what_was_written_a_second_ago(tmp_path: Path) -> None:
+    with EmbeddedRedis(tmp_path, 16, tmp_path / "kept") as server, redis.Redis.from_url(server.url) as client:
+        client.set("a", b"1")
+        assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
+        assert server._process is not None
+        server._process.kill()
+        server._process.wait()
+        server.start()
+        assert client.get("a") == b"1"
+
+
 def test_it_dies_with_a_killed_owner(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from holdfast.cluster.redis import EmbeddedRedis\n"

@@ -1,6 +1,8 @@
 """A Ray that does not come up: one more try, with nothing left of the first, then a typed error."""
 
 import subprocess
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import ray
 
 from holdfast.cluster import processes, serve
-from holdfast.cluster.config import Settings
+from holdfast.cluster.config import ServerConfig, Settings
 from holdfast.replicas.errors import UnavailableError
 
 
@@ -65,3 +67,20 @@ def test_a_start_that_works_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     said: list[str] = []
     assert len(start(monkeypatch, tmp_path, 0, said).left) == 1
     assert not said
+
+
+def test_a_server_looks_after_the_machines_memory_as_long_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looking: list[bool] = []
+
+    def start(*_: Any) -> None:
+        looking.append("memory" in {thread.name for thread in threading.enumerate()})
+        raise UnavailableError("that is all")
+
+    monkeypatch.setattr(serve, "_start", start)
+    monkeypatch.setattr(serve, "_leave_nothing", lambda say: nullcontext())
+    monkeypatch.setattr(serve.processes, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(serve.environment, "raise_files", lambda: None)
+    with pytest.raises(UnavailableError):
+        serve.run(Settings(server=ServerConfig(refuse=False)), print)
+    assert looking == [True]
+    assert "memory" not in {thread.name for thread in threading.enumerate()}

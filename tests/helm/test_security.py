@@ -100,6 +100,20 @@ def test_existing_secrets_are_used_and_none_is_made() -> None:
     assert "name: h\n" in named
 
 
+def test_the_hubs_token_is_told_to_what_downloads_and_to_nothing_else() -> None:
+    """From the chart's own Secret, or one that is there."""
+    for settings, name in ((("hub.token=SECRETTOKEN",), "demo-holdfast-hub"), (("hub.existingSecret=h",), "h")):
+        told = {
+            (where, container["name"]): each
+            for where, pod in pod_templates(render("", settings + HUB))
+            for container in containers(pod)
+            for each in container.get("env", [])
+            if each["name"] == "HF_TOKEN"
+        }
+        source = {"secretKeyRef": {"name": name, "key": "token"}}
+        assert told == {("worker main", "download"): {"name": "HF_TOKEN", "valueFrom": source}}
+
+
 def test_ray_asks_for_a_token() -> None:
     assert find(render(), "RayService")["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
@@ -202,6 +216,17 @@ def test_routers_are_spread_one_a_machine() -> None:
         "whenUnsatisfiable": "DoNotSchedule",
         "matchLabelKeys": ["ray.io/cluster"],
     }
+
+
+def test_engines_are_spread_as_values_say() -> None:
+    values = ("topologyKey=zone", "maxSkew=2", "whenUnsatisfiable=ScheduleAnyway")
+    objects = render("", [f"modelDefaults.worker.topologySpread[0].{each}" for each in values])
+    template = dict(pod_templates(objects))["worker main"]
+    (spread,) = copy.deepcopy(template["spec"]["topologySpreadConstraints"])
+    labels = template["metadata"]["labels"] | {"ray.io/group": "main"}
+    assert spread.pop("labelSelector")["matchLabels"].items() <= labels.items()
+    told = {"topologyKey": "zone", "maxSkew": 2, "whenUnsatisfiable": "ScheduleAnyway"}
+    assert spread == told | {"matchLabelKeys": ["ray.io/cluster"]}
 
 
 def test_the_environment_names_no_machine() -> None:

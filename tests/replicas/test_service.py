@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -63,6 +64,11 @@ def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (),
     if isinstance(prompt, str):
         prompt = RawPrompt(prompt)
     return GenerateRequest(name, prompt, Sampling(max_tokens=max_tokens, **sampling), stop)
+
+
+async def until(done) -> None:
+    while not done():  # noqa: ASYNC110 (the engine's thread does it)
+        await asyncio.sleep(0.001)
 
 
 async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBuilder, int]:
@@ -187,6 +193,64 @@ def test_leaving_a_stream_aborts_it_within_two_steps():
             assert engine.stats.completion <= drawn[0] + 2 + 1
             assert engine.occupancy().cells_held == 0
             assert service.n_live == 0
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
+    """Nothing is rendered, and no step is waited for: what is foreseen counts those that the engine has yet to read."""
+
+    async def main():
+        async with serving(replace(CONFIG, max_sequences=1, session_rows=0, preposition=False)) as service:
+            admission, runner = service.engine.scheduler.admission, service.engine._pipeline._runner
+            admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
+            held, goes_on, works = threading.Event(), threading.Event(), runner.run
+
+            def stalled(plan):
+                held.set()
+                goes_on.wait()
+                return works(plan)
+
+            running = asyncio.create_task(service.generate(request("a", "Once", 60, ignore_eos=True)))
+            waiting = asyncio.create_task(service.generate(request("b", "x", 1)))
+            try:
+                async with asyncio.timeout(20.0):
+                    await until(lambda: service.engine.occupancy().waiting == 1 and service.engine.stats.completion)
+                    runner.run = stalled
+                    await asyncio.to_thread(held.wait)
+                    unread = asyncio.create_task(service.generate(request("c", "x", 1)))
+                    await until(lambda: service._bridge.unread == 1)
+                    late = await service.generate(replace(request("d", "x" * 99, 1), within_s=29.0))
+                    assert isinstance(late, Errored)
+                    assert (late.error.kind, late.usage.prompt) == (ErrorKind.DEADLINE, 0)
+                    assert service.engine.stats.not_begun["foreseen"] == 1
+                    turn = replace(request("e", "x", 1), within_s=29.0)
+                    goes_on_too = [
+                        asyncio.create_task(service.generate(each))
+                        for each in (replace(turn, within_s=99.0), replace(turn, request_id="f", program_turns=1))
+                    ]
+                    await until(lambda: service._bridge.unread == 3)
+            finally:
+                goes_on.set()
+            await asyncio.gather(running, waiting, unread, *goes_on_too)
+            assert service.engine.stats.not_begun["foreseen"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_chat_finds_computed_what_the_operators_file_lists(tmp_path):
+    """The same text by the same template, whoever asks."""
+    system = [{"role": "system", "content": "You book trips, with great care. " * 20}]
+    path = tmp_path / "preambles.json"
+    path.write_text(json.dumps([{"messages": system, "tools": TOOLS}]))
+
+    async def main():
+        async with serving(replace(CONFIG, shared_preambles=str(path))) as service:
+            shared = len(await service.tokenize(ChatPrompt(system, TOOLS)))
+            for scope in "ab":
+                said = ChatPrompt([*system, {"role": "user", "content": f"Hello, it is {scope}."}], TOOLS)
+                answer = await service.generate(replace(request(scope, said, 4), scope=scope))
+                assert answer.usage.cached > shared - 2 * CONFIG.page_size
 
     asyncio.run(main())
 

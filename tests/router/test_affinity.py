@@ -25,6 +25,7 @@ from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.backend import Place
+from holdfast.router.elsewhere import Lines
 from holdfast.router.fleet import Fleet
 from holdfast.router.line_stats import line_stats
 from holdfast.router.placement import Reason
@@ -410,6 +411,68 @@ def test_the_line_in_front_of_a_replica_is_in_the_engines_order(programs: list[t
         return ProgramOrder().waiting(SimpleNamespace(pinned=kept, submit=submit, arrived=number, number=number))
 
     assert asyncio.run(live()) == sorted(range(len(programs)), key=waits)
+
+
+def changed(request: PendingRequest, **changes: Any) -> PendingRequest:
+    request.args[0] = replace(request.args[0], **changes)
+    return request
+
+
+@pytest.mark.parametrize(("heard", "order"), [(0.0, "bibibibi"), (30.0, "biiiibbb")])
+def test_what_a_tenant_had_at_other_routers_counts_in_this_ones_line(heard: float, order: str) -> None:
+    """From its next turn on. Each turn takes a second here."""
+
+    async def live() -> None:
+        lines, now, served = Lines(), [0.0], list[str]()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+            patched.setattr("holdfast.router.elsewhere.LINES", lines)
+            made, (a,) = waiting_for("a", fair=True)
+            holder = changed(turn("first", 0.0), scope="other")
+            await made._choose_replica_for_request(holder)
+
+            async def ask(request: PendingRequest) -> None:
+                await made._choose_replica_for_request(request)
+                served.append(request.args[0].scope)
+                now[0] += 1.0
+                await asyncio.sleep(0)
+                made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+
+            asked = [changed(turn(f"{i}", i), scope="bi"[i % 2]) for i in range(8)]
+            waiting = [asyncio.create_task(ask(each)) for each in asked]
+            await turns()
+            lines.learn({"interactive/b": heard})
+            made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+            await asyncio.gather(*waiting)
+        assert "".join(served) == order
+
+    asyncio.run(live())
+
+
+def test_in_line_a_program_with_many_forks_has_one_turn() -> None:
+    """Though it began long before the others of its tenant."""
+
+    async def live() -> None:
+        made, (a,) = waiting_for("a", fair=True)
+        holder = turn("t/first", 0.0)
+        await made._choose_replica_for_request(holder)
+        forks = [changed(turn(f"t/fork{i}", 1.0), root="t/parent") for i in range(6)]
+        others = [turn(f"t/other{i}", 9.0 + i) for i in range(3)]
+        served: list[str] = []
+
+        async def ask(request: PendingRequest) -> None:
+            await made._choose_replica_for_request(request)
+            served.append(request.metadata.session_id)
+            await asyncio.sleep(0)
+            made.on_request_completed(a.replica_id, request.metadata.internal_request_id)
+
+        asked = [asyncio.create_task(ask(each)) for each in (*forks, *others)]
+        await turns()
+        made.on_request_completed(a.replica_id, holder.metadata.internal_request_id)
+        await asyncio.gather(*asked)
+        assert served[:4] == ["t/fork0", "t/other0", "t/other1", "t/other2"]
+
+    asyncio.run(live())
 
 
 def within(request: PendingRequest, seconds: float, turns_before: int = 0) -> PendingRequest:

@@ -276,6 +276,14 @@ def test_a_tenant_that_was_refused_is_so_again_before_its_body_is_read(method, p
     assert world.call("GET", "/health").status_code == 200
 
 
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "abc"}), ("/detokenize", {"tokens": [1]})])
+def test_calls_that_only_encode_count_as_others_do(path, body):
+    world = World(tenants=TenantDirectory([OTHER]))
+    answers = [world.call("POST", path, json=body, headers=bearer("b")) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
 def test_a_stranger_is_refused_before_its_body_is_read(path):
     world, read = World(tenants=TenantDirectory([OTHER])), []

@@ -10,7 +10,7 @@ from fake_backend import World, chat_body
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
-from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
 
 REPLICA = '# TYPE holdfast_cells gauge\nholdfast_cells{{replica="{0}"}} 5\n'
 
@@ -70,6 +70,18 @@ def test_only_operators_and_this_machine_find_them():
     world = served()
     for path in ("/metrics", "/metrics/targets", "/metrics/processes/r-0"):
         assert world.call("GET", path, peer="203.0.113.9").status_code == 403
+
+
+def test_a_key_that_is_for_operating_reads_them_and_does_nothing_else():
+    keys = [ApiKey(scope.value, hash_key(scope.value), (scope,)) for scope in Scope]
+    world = served(tenants=TenantDirectory([Tenant("acme", keys=tuple(keys))], exposed=True))
+    paths = ("/metrics", "/metrics/targets", "/metrics/processes/r-0", "/v1/cluster/status")
+    for scope in Scope:
+        head = {"authorization": f"Bearer {scope.value}"}
+        found = {world.call("GET", path, headers=head).status_code for path in paths}
+        assert found == ({200} if scope is Scope.OPERATE else {403})
+        chat = world.call("POST", "/v1/chat/completions", json=chat_body(), headers=head)
+        assert chat.status_code == (200 if scope is Scope.INFER else 403)
 
 
 def test_a_tenants_limits_and_what_it_has_in_flight():

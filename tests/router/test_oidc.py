@@ -1,12 +1,12 @@
 """Tokens of an identity provider, with keys made here and a provider on loopback."""
 
 import asyncio
-import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from identity_provider import AUDIENCE, ISSUER, IdentityProvider
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.config import Oidc
@@ -14,54 +14,16 @@ from holdfast.router.oidc import IdentityTokens
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import Caller, Scope, Tenant, TenantDirectory, hash_key
 
-jwt = pytest.importorskip("jwt")
-ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
-ISSUER, AUDIENCE = "https://id.example", "holdfast"
-
-
-class Provider:
-    """Its public keys over HTTP; `keys` are private ones by id."""
-
-    def __init__(self):
-        self.keys = {"k1": ec.generate_private_key(ec.SECP256R1())}
-        provider = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(provider.document())
-
-            def log_message(self, *_):
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server.server_port}/jwks"
-
-    def document(self):
-        algorithm = jwt.algorithms.ECAlgorithm
-        rows = [{**json.loads(algorithm.to_jwk(key.public_key())), "kid": kid} for kid, key in self.keys.items()]
-        return json.dumps({"keys": rows}).encode()
-
-    def token(self, kid="k1", key=None, algorithm="ES256", **claims):
-        told = {"iss": ISSUER, "aud": AUDIENCE, "exp": time.time() + 60, "sub": "ann", "tenant": "acme", **claims}
-        told = {name: value for name, value in told.items() if value is not None}
-        return jwt.encode(told, key or self.keys[kid], algorithm, headers={"kid": kid})
-
 
 @pytest.fixture(scope="module")
 def provider():
-    provider = Provider()
+    provider = IdentityProvider(ISSUER)
     yield provider
-    provider.server.shutdown()
+    provider.close()
 
 
 def directory(provider):
-    tokens = IdentityTokens(Oidc(ISSUER, AUDIENCE, provider.url))
+    tokens = IdentityTokens(Oidc(ISSUER, AUDIENCE, provider.keys_url))
     asyncio.run(tokens.refresh())
     return TenantDirectory([Tenant("acme"), Tenant("other", (hash_key("key"),))], exposed=True, tokens=tokens), tokens
 

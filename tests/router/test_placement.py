@@ -1,7 +1,7 @@
 """Laws of placement: where turns go, what moves them, and that no choice looks at all replicas."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
@@ -324,3 +324,37 @@ def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
 def test_impossible_settings_name_their_field(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         PlacementConfig(**wrong)  # type: ignore[arg-type]
+
+
+def behind_one_key(tokens: int, in_hand: int) -> list[int]:
+    """How many of 1,024 programs each of eight replicas got, whose prompts begin with the same `tokens`, as those that
+    a gateway sends with one key. The oldest turns end as soon as more than `in_hand` are.
+
+    A program is new here, and has no place but what it shares.
+    """
+    made = placement(*"abcdefgh", crowded_load=PlacementConfig().crowded_load)
+    shared, hand, got = (Prefix("key", tokens),), deque[str](), Counter[str]()
+    for _ in range(1024):
+        chosen = first(made, Ask(tokens + 1000, shared)).replica_id
+        least = min(Counter({name: hand.count(name) for name in "abcdefgh"}).values())
+        # What is computed there once more is worth no more turns before it than that.
+        assert (hand.count(chosen) - least) * PlacementConfig().turn_tokens <= tokens
+        made.holds(chosen, shared)
+        made.sent(chosen)
+        hand.append(chosen)
+        got[chosen] += 1
+        while len(hand) > in_hand:
+            made.ended(hand.popleft())
+    return sorted(got.values())
+
+
+@pytest.mark.parametrize("tokens", [200, 1500, 6000])
+def test_programs_behind_one_key_fill_all_replicas_while_their_turns_are_in_hand(tokens: int) -> None:
+    got = behind_one_key(tokens, in_hand=64)
+    assert len(got) == 8
+    assert got[-1] <= 1.25 * 1024 / 8
+
+
+def test_programs_behind_one_key_that_come_one_at_a_time_are_all_where_the_first_is() -> None:
+    """Nobody waits there, and everybody has less to compute. What they keep in their pauses is no turn in hand."""
+    assert behind_one_key(1500, in_hand=0) == [1024]

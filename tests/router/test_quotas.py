@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import deque
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
@@ -369,6 +370,26 @@ def test_a_budget_is_what_prices_make_of_what_was_used_and_ends_with_the_day(red
     asyncio.run(run())
 
 
+def test_a_budget_of_a_month_ends_with_the_month_on_every_router(redis):
+    async def run():
+        async with Routers(redis, 2, RouterConfig(output_estimate=1)) as routers:
+            (a, b), who = routers.each, tenant(units_per_month=1000)
+            await go(await come(a, who, output=1), used(output=600))
+            routers.clock.now += 24 * 60 * MINUTE  # of two days
+            await go(await come(a, who, output=1), used(output=600))
+            with pytest.raises(QuotaError) as refused:
+                await come(b, who, output=1)
+            assert (refused.value.limit, refused.value.refusal) == ("units_per_month", Refusal.OVER_BUDGET)
+            december = int(datetime(2026, 12, 1, tzinfo=UTC).timestamp() * 1000)
+            assert refused.value.retry_after_s == (december - routers.clock.now) / 1000
+            routers.clock.now = december - 1
+            assert await let_in(b, who, output=1) is None
+            routers.clock.now = december
+            assert await let_in(b, who, output=1)
+
+    asyncio.run(run())
+
+
 def test_uncached_tokens_are_charged_apart(redis):
     async def run():
         async with Routers(redis) as routers:
@@ -413,6 +434,42 @@ def test_while_redis_is_gone_each_router_has_its_part_and_the_books_catch_up(tmp
             [day] = await routers.books.sums("acme", ["2026-11-18"])
             assert (day["requests"], day["input"], day["output"]) == (36, 360, 108)  # Redis came back empty
         server.kill()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limits", "call", "each"),
+    [
+        ({"input_tokens_per_minute": 400}, {"prompt": 25}, 4),
+        ({"uncached_tokens_per_minute": 400}, {"prompt": 25}, 4),
+        ({"output_tokens_per_minute": 400}, {"output": 25}, 4),
+        ({"max_concurrent": 8}, {}, 2),
+        ({"max_programs": 8}, {}, 2),
+        ({"units_per_day": 400}, {"output": 25}, 4),
+        ({"units_per_month": 400}, {"output": 25}, 4),
+    ],
+)
+def test_while_redis_is_gone_a_router_has_its_part_of_every_limit(limits, call, each):
+    """One of four, which has heard of the others before."""
+
+    class Gone:
+        degraded = True
+
+        async def scripts(self, calls):
+            return None
+
+    async def run():
+        clock = Clock()
+        accounts = Accounts(None, Gone(), "r0", 4, lambda: clock.now / 1000, clock)
+        who, calls = tenant(**limits), [{**call, "program": f"p{i}"} for i in range(9)]
+        at_once = [await let_in(accounts, who, **one) for one in calls]
+        assert sum(one is not None for one in at_once) == each
+        for one, told in zip(at_once, calls, strict=True):
+            if one is not None:
+                await go(one, used(told.get("prompt", 0), 0, told.get("output", 0)), program=told["program"])
+        one_more = await let_in(accounts, who, **call, program="p9")
+        assert (one_more is not None) == ("max_concurrent" in limits), "only who runs at once has room by an end"
 
     asyncio.run(run())
 

@@ -150,6 +150,10 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
             aborted = next(row for row in rows if row["outcome"] == "aborted")
             assert aborted["output"] == aborted["drawn"] > 0 < aborted["units"]
             assert {row["key"] for row in rows} == {"laptop"}
+            assert {(row["model"], row["replica"]) for row in rows} == {("pocket", "r1")}
+            assert sorted(row["endpoint"] for row in rows) == [*["chat"] * 7, "completion", "prefill"]
+            assert [row["stream"] for row in rows].count(True) == 1
+            assert all(0 < row["seconds"] < 60 for row in rows)
 
     asyncio.run(run())
 
@@ -520,6 +524,21 @@ def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start(redis):
             assert all(entry["who"] == hash_key("admin")[7:15] for entry in acts if entry["act"] != "refused")
             for secret in (made["key"], rotated["key"], extra["key"], "hello", "sha256"):
                 assert secret not in log
+
+    asyncio.run(run())
+
+
+def test_what_is_purged_at_one_router_is_not_found_at_another(redis):
+    async def run():
+        async with Router(redis, tenants=[ACME]) as here, Router(redis, tenants=[ACME], space=here.space) as there:
+            found = [(await there.chat()).headers["x-holdfast-cache"] for _ in range(2)]
+            assert found == ["miss", "hit"]
+            purged = await here.http.delete("/v1/admin/tenants/acme/cache", headers=ADMIN)
+            assert purged.status_code == 200
+            async with asyncio.timeout(20.0):
+                while (await there.chat()).headers["x-holdfast-cache"] == "hit":  # noqa: ASYNC110 (it looks now and then)
+                    await asyncio.sleep(0.05)
+            assert (await there.chat()).headers["x-holdfast-cache"] == "hit", "what comes after it is kept again"
 
     asyncio.run(run())
 

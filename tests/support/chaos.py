@@ -50,6 +50,7 @@ from redis_server import RedisServer
 from holdfast.router.tenants import hash_key
 
 CLIENTS, AGENTS, PROMPTS = 6, 2, 24
+PAUSE_S = 1.0  # on average, between a client's requests; an agent's are its tool's, so failures find programs in them
 PATIENCE_S = 90.0  # a client that hears nothing for longer calls it silence; more than `placement.no_replica_s`
 SETTLED = 24  # so many answers in a row, with both engines there: it is over
 WITHIN_S = 240.0
@@ -91,7 +92,7 @@ class Asked:
 class Clients:
     """They ask until they are told to stop, with pauses of `pause_s` on average; one that was not answered waits."""
 
-    def __init__(self, url: str, pause_s: float = 0.0) -> None:
+    def __init__(self, url: str, pause_s: float = PAUSE_S) -> None:
         self.asked: list[Asked] = []
         self.sent = 0
         self._url, self._pause_s = url, pause_s
@@ -615,7 +616,7 @@ def run(
     folder: Path,
     failures: Iterator[Failure],
     journal: Journal,
-    pause_s: float = 0.0,
+    pause_s: float = PAUSE_S,
     store: RedisServer | None = None,
 ) -> None:
     """Let them happen, one after the other. Raises TimeoutError where it does not come right again."""
@@ -691,7 +692,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="go on for so long, with failures drawn by chance")
     parser.add_argument("--only", default="", help="those whose name has this in it")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between a client's requests, on average")
+    parser.add_argument("--pause", type=float, default=PAUSE_S, help="seconds between a client's requests, on average")
     parser.add_argument("--journal", type=Path, help="a file for JSON lines; beside it what is kept of faults")
     parser.add_argument("--table", type=Path, help="print what such a file tells, and nothing else")
     options = parser.parse_args()

@@ -217,3 +217,11 @@ def test_int8_is_refused_by_name_where_transformers_would_compute(why, tmp_path)
     with pytest.raises(ConfigError, match=why) as raised:
         load_runner(EngineConfig(model=str(folder), dtype="int8", device="cpu", decoder=decoder, cells=256))
     assert raised.value.field == "dtype"
+
+
+def test_where_a_gpu_is_asked_for_and_none_works_the_load_fails(monkeypatch):
+    """An engine that went on with the CPU would serve, and slowly."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU") as caught:
+        load_runner(EngineConfig(device="cuda"))
+    assert caught.value.field == "device"

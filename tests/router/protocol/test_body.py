@@ -4,9 +4,11 @@ import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ModelCard
+from holdfast.router.protocol.anthropic import MessagesBody
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, decode, validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody
+from holdfast.router.protocol.responses import ResponsesBody
 from holdfast.router.protocol.tokens import TokenizeBody
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -270,3 +272,35 @@ def test_a_whole_number_is_an_integer_however_it_is_written():
     )
     assert refused({**CHAT, "max_tokens": 1e300}).field == "max_tokens"
     assert refused({**CHAT, "max_tokens": True}).field == "max_tokens"
+
+
+SAID = {"role": "user", "content": "hi"}
+
+
+def parts(kind):
+    return {"content": [{"type": kind, "text": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "most", "field"),
+    [
+        (MessagesBody, {"messages": [SAID]}, 8192, "messages"),
+        (MessagesBody, {"messages": [SAID | parts("text")]}, 8192, "messages.0.content"),
+        (MessagesBody, {"tools": [{"name": "f", "input_schema": {}}]}, 1024, "tools"),
+        (ResponsesBody, {"input": [SAID]}, 8192, "input"),
+        (ResponsesBody, {"input": [SAID | parts("input_text")]}, 8192, "input.0.content"),
+        (ResponsesBody, {"tools": [{"type": "function", "name": "f"}]}, 1024, "tools"),
+    ],
+)
+def test_other_formats_have_the_same_bounds(model, change, most, field):
+    """So many of whatever stands alone in the list, and no more."""
+    (name, value), *_ = change.items()
+
+    def many(n):
+        if field.endswith("content"):
+            return {name: [{**value[0], "content": value[0]["content"] * n}]}
+        return {name: value * n}
+
+    base = {"model": "m", "max_tokens": 9, "messages": [SAID]} if model is MessagesBody else {"model": "m"}
+    validate(model, {**base, **many(most)})
+    assert refused({**base, **many(most + 1)}, model).field == field

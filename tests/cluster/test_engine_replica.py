@@ -1,0 +1,98 @@
+"""Replicas as Serve makes them, over a real Redis, with engines that are driven by hand: what they tell each other."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_world import World, words
+from redis_server import RedisServer
+
+from holdfast.cluster import engine_replica
+from holdfast.cluster.engine_replica import EngineReplica
+from holdfast.replicas import actor
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.events import Notice, ServedElsewhere
+from holdfast.replicas.requests import ModelCard
+from holdfast.router.config import RouterConfig
+from holdfast.router.store import RedisAddress
+
+LOOK_S = 0.01
+PATIENT = 10.0
+
+
+class Driven(actor.Replica):
+    """Steps of one sequence, a second each, that are taken when a test says so."""
+
+    def __init__(self, config: EngineConfig, replica_id: str) -> None:
+        self._id = replica_id
+        self.world = World(order="fair", max_sequences=1, queue_timeout_s=1e9)  # type: ignore[no-untyped-call]
+        self.world.step_s = 1.0
+        self.heard = Counter[str]()
+        card = ModelCard("pocket", 128, 100)
+        self.service: Any = SimpleNamespace(engine=self.world.engine, notice=self.take, card=card, hung=False)
+
+    def take(self, notice: Notice) -> None:
+        if isinstance(notice, ServedElsewhere):
+            self.heard.update(notice.seconds)
+        self.world.give(notice)
+
+    async def shutdown(self) -> None: ...
+
+    def serve(self, *tenants: str) -> list[str]:
+        """A request of each, which all wait for one of nobody's: whose came in which order."""
+        first = f"first {len(self.world.commands)}"
+        self.world.submit(first, words(99, 4), 3, scope="nobody")
+        self.world.step()
+        names = {f"{first} {i}": tenant for i, tenant in enumerate(tenants)}
+        for i, (name, tenant) in enumerate(names.items()):
+            self.world.submit(name, words(i, 4), 3, scope=tenant, program=name)
+        self.world.run()
+        return [names[name] for name in sorted(names, key=lambda name: self.world.end(name).timing.finished)]
+
+
+class Outside(EngineReplica):
+    """One outside of Serve, which would await its end."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.fixture
+def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    """It runs, and what is Serve's and Ray's is left out."""
+    monkeypatch.setattr(actor, "Replica", Driven)
+    monkeypatch.setattr(engine_replica.serve_replica, "install", lambda: None)
+    monkeypatch.setattr(engine_replica.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(engine_replica.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"))
+    monkeypatch.setattr(engine_replica.serve, "get_replica_context", lambda: context)
+    server = RedisServer(tmp_path)  # type: ignore[no-untyped-call]
+    server.start()  # type: ignore[no-untyped-call]
+    yield server
+    server.kill()  # type: ignore[no-untyped-call]
+
+
+def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisServer) -> None:
+    async def scenario() -> None:
+        address = RedisAddress(redis.url)
+        made = [Outside.__new__(Outside) for _ in range(2)]
+        for each in made:
+            await each.__init__(EngineConfig(), address, RouterConfig(), report_s=LOOK_S)  # type: ignore[misc]
+        here, there = drivens = [each._replica for each in made]
+        assert isinstance(here, Driven)
+        assert isinstance(there, Driven)
+        for each in drivens:
+            assert each.serve(*"ababab") == [*"ababab"]
+        async with asyncio.timeout(PATIENT):
+            while here.heard["interactive/a"] < 20.0:
+                there.serve(*"aaaa")
+                await asyncio.sleep(LOOK_S)
+        assert here.serve(*"ababab")[-2:] == ["a", "a"], "what it had there counts from its next one here on"
+        for each in made:
+            await EngineReplica.__del__(each)
+
+    asyncio.run(scenario())

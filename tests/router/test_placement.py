@@ -356,5 +356,5 @@ def test_programs_behind_one_key_fill_all_replicas_while_their_turns_are_in_hand
 
 
 def test_programs_behind_one_key_that_come_one_at_a_time_are_all_where_the_first_is() -> None:
-    """Nobody waits there, and everybody has less to compute. What they keep in their pauses is no turn in hand."""
+    """Nobody waits there, and everybody has less to compute. No replica tells of cells that are kept in pauses."""
     assert behind_one_key(1500, in_hand=0) == [1024]

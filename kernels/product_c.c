@@ -15,6 +15,7 @@
 //
 // Work. A block is VECTORS * LANES outputs; its weights lie together in the order in which they are read. A thread
 // draws blocks from a counter and multiplies each with all rows, up to ROWS at a time, whose sums stay in registers.
+// Where blocks are too few to keep all threads busy and rows are many, rows are cut into pieces as well.
 // Few rows wait for memory, which is read once from front to back; many rows wait for the multipliers, or, with TILES,
 // for the cache: then two vectors of a block are multiplied with 32 rows at a time.
 //
@@ -54,6 +55,7 @@ const uint64_t product_source = SOURCE;
 
 enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2 };
 enum { SHARE = 1 << 16 };  // bytes of weights that are drawn at once
+enum { TASKS = 4 };  // for each thread, at least, where the rows can be cut into so many
 enum { AHEAD = 1 << 12 };  // bytes from a weight to the one that is asked for when it is read
 
 #if TILES
@@ -99,7 +101,7 @@ typedef struct {
     const quantum *q;               // [rows][q_row]: x itself, or its integers
     int64_t q_row;
     float *s;                       // [rows]: of integers
-    int64_t blocks, at_once, next, next_row;
+    int64_t blocks, pieces, at_once, next, next_row;
 } Job;
 
 // ---- vectors ----
@@ -365,14 +367,11 @@ INLINE void tiles(const Job *job, int64_t block, int64_t row, int64_t count, con
     }
 }
 
-static void all_rows(const Job *job, int64_t block) {
-    int64_t row = 0;
-    for (; row + ROWS <= job->rows; row += ROWS) tiles(job, block, row, ROWS, 1);
-    for (; row < job->rows; row += HIGH) {
-        // The last rows are multiplied once more with those before them, which changes nothing of these.
-        const int64_t count = job->rows < HIGH ? job->rows : HIGH;
-        tiles(job, block, row + count <= job->rows ? row : job->rows - count, count, 0);
-    }
+static void all_rows(const Job *job, int64_t block, int64_t row, int64_t end) {
+    const int64_t count = end - row < HIGH ? end - row : HIGH;
+    for (; row + ROWS <= end; row += ROWS) tiles(job, block, row, ROWS, 1);
+    // The last rows are multiplied once more with those before them, which changes nothing of these.
+    for (; row < end; row += HIGH) tiles(job, block, row + count <= end ? row : end - count, count, 0);
 }
 #else
 // One block for `count` rows from `row` on. `count` is a constant wherever this is called.
@@ -406,10 +405,9 @@ INLINE void some_rows(const Job *job, int64_t block, int64_t row, const int coun
     for (int r = 0; r < count; r++) finish(job, block, row + r, sums[r]);
 }
 
-static void all_rows(const Job *job, int64_t block) {
-    int64_t row = 0;
-    for (; row + ROWS <= job->rows; row += ROWS) some_rows(job, block, row, ROWS);
-    switch (job->rows - row) {
+static void all_rows(const Job *job, int64_t block, int64_t row, int64_t end) {
+    for (; row + ROWS <= end; row += ROWS) some_rows(job, block, row, ROWS);
+    switch (end - row) {
         case 1: some_rows(job, block, row, 1); break;
         case 2: some_rows(job, block, row, 2); break;
         case 3: some_rows(job, block, row, 3); break;
@@ -421,16 +419,25 @@ static void all_rows(const Job *job, int64_t block) {
 }
 #endif
 
+// The first row of a piece: pieces are of whole tiles, as many as each other but for one, and the last has what is left.
+INLINE int64_t begin_of(const Job *job, int64_t piece) {
+    return piece < job->pieces ? job->rows / ROWS * piece / job->pieces * ROWS : job->rows;
+}
+
 static void work(void *argument) {
     Job *job = argument;
+    const int64_t tasks = job->blocks * job->pieces;
 #if TILES
     begin_tiles(job->rows < HIGH ? job->rows : HIGH);
 #endif
     for (;;) {
         const int64_t first = __atomic_fetch_add(&job->next, job->at_once, __ATOMIC_RELAXED);
-        if (first >= job->blocks) break;
-        const int64_t end = first + job->at_once < job->blocks ? first + job->at_once : job->blocks;
-        for (int64_t block = first; block < end; block++) all_rows(job, block);
+        if (first >= tasks) break;
+        const int64_t end = first + job->at_once < tasks ? first + job->at_once : tasks;
+        for (int64_t task = first; task < end; task++) {
+            const int64_t piece = task / job->blocks;
+            all_rows(job, task % job->blocks, begin_of(job, piece), begin_of(job, piece + 1));
+        }
     }
 #if TILES
     tile_release();
@@ -456,7 +463,9 @@ void NAME(const Matrix *matrix, const void *x, int64_t x_row, const void *plus, 
     const int64_t outputs = matrix->gated ? 2 * matrix->outputs : matrix->outputs;
     job.blocks = (outputs + BLOCK - 1) / BLOCK;
     job.at_once = SHARE / (BLOCK * matrix->padded * (int64_t)sizeof(weight));
-    if (!job.at_once) job.at_once = 1;
+    const int64_t most = rows / ROWS, wanted = threads > 1 ? (TASKS * threads + job.blocks - 1) / job.blocks : 1;
+    job.pieces = wanted < most ? wanted : most > 1 ? most : 1;
+    if (!job.at_once || job.pieces > 1) job.at_once = 1;
 #if INTEGERS
     job.q = room;
     job.q_row = matrix->padded;
@@ -468,7 +477,7 @@ void NAME(const Matrix *matrix, const void *x, int64_t x_row, const void *plus, 
     job.q = x;
     job.q_row = x_row;
 #endif
-    if (threads > 1 && job.blocks > job.at_once) matrix->parallel(work, &job, threads, 0);
+    if (threads > 1 && job.blocks * job.pieces > job.at_once) matrix->parallel(work, &job, threads, 0);
     else work(&job);
 }
 #endif

@@ -3,19 +3,30 @@
 A random Llama so narrow that products take next to nothing, once with few layers and once with many: the difference,
 over the layers, is what Python, torch and the calls of our kernels take for one of them; what is left is the runner's.
 By the thread's own CPU time, on one thread, the least of many forwards, so that other work on the machine adds little.
+
+``--shape llama-3.1-8b`` computes instead how well the rest can be shared: for each number of threads, what share of
+their time has work where they draw the kernels' tasks in turn. Of products with a few rows those are blocks of outputs,
+of attention the spans of `attention_c.cut`. What it takes that threads meet, and that they share a memory, is no part
+of it.
 """
 
 import argparse
+import heapq
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from tempfile import TemporaryDirectory
 
 import torch
 import transformers
 
+from holdfast.kernels import attention_c, product_c
+from holdfast.kernels.paging import PagedBatch
+from holdfast.loadgen.bench.attention_cpu import CASES, Case
 from holdfast.loadgen.bench.forwards import StepShape, step_plan
+from holdfast.loadgen.pocket.shapes import Shape, resolve_shape
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.runner import ModelRunner
@@ -77,12 +88,62 @@ def _forwards(layers: int, rows: Sequence[int], repeat: int) -> list[float]:
     return least
 
 
+def shared(tasks: Sequence[float], threads: int) -> float:
+    """What share of the threads' time has work in it, if each draws the next of the tasks when it has done one."""
+    ends = [0.0] * threads
+    for task in tasks:
+        heapq.heapreplace(ends, ends[0] + task)
+    return sum(tasks) / threads / max(ends)
+
+
+def product_tasks(outputs: int, inner: int) -> list[float]:
+    """Of a product with a few rows by AVX512, in weights: see product_c.c."""
+    block = next(way.block for way in product_c.WAYS if way.lanes == 16)
+    return [float(block * inner)] * -(-outputs // block)
+
+
+def attention_tasks(shape: Shape, case: Case, threads: int) -> list[float]:
+    """In positions times rows, in the order in which they are drawn: see attention_c.c."""
+    some = range(case.sequences)
+    lengths, starts = [case.tokens for _ in some], [case.cached for _ in some]
+    batch = PagedBatch(_PAGE, torch.empty(0), some, starts, lengths, torch.empty(0), ())
+    spans, _ = attention_c.cut(batch, shape.group, shape.kv_heads, 0, threads)
+    tasks = []
+    for span in spans.tolist():
+        low, high, rows = span[attention_c.LOW], span[attention_c.HIGH], span[attention_c.COUNT] * shape.group
+        edges = [*range(low, high, attention_c.PART), high] if span[attention_c.SLOT] >= 0 else [low, high]
+        for begin, end in pairwise(edges):
+            tasks += [float((end - begin) * (attention_c._READING + rows))] * shape.kv_heads
+    return tasks
+
+
+def _print_shared(shape: Shape, threads: Sequence[int]) -> None:
+    print(f"{'threads':24}" + "".join(f"{n:7}" for n in threads))
+    width = shape.heads * shape.head_dim
+    products = {
+        "queries, keys, values": (width + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
+        "attention's output": (shape.hidden, width),
+        "gate and up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    for name, size in products.items():
+        print(f"{name:24}" + "".join(f"{shared(product_tasks(*size), n):7.2f}" for n in threads))
+    for case in CASES:
+        shares = (shared(attention_tasks(shape, case, n), n) for n in threads)
+        print(f"{case.name:24}" + "".join(f"{share:7.2f}" for share in shares))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="bench dispatch", description="What a layer costs besides its sums.")
     parser.add_argument("--rows", default="1,8", help="tokens of a forward, comma separated")
     parser.add_argument("--repeat", type=int, default=150)
+    parser.add_argument("--shape", help="a name that `inflate` knows, or a config.json: how its work can be shared")
+    parser.add_argument("--threads", default="2,4,8,16,32,64", help="with a shape")
     options = parser.parse_args(argv)
+    if options.shape:
+        _print_shared(resolve_shape(options.shape, context=_CONTEXT), [int(n) for n in options.threads.split(",")])
+        return 0
     print(f"{'rows':>5} {'ms a layer':>11} {'ms besides':>11}")
     for each in measure([int(n) for n in options.rows.split(",")], options.repeat):
         print(f"{each.rows:5} {each.layer:11.3f} {each.rest:11.3f}")

@@ -6,16 +6,21 @@ Recorded conversations through the engine as it is served, one program or severa
     efficiency = ideal / measured
 
 with a bandwidth and a product rate that the same run measures, before and after. The forwards are those that the engine
-did: what drafts save is no part of it. Where the rest of the time went is told beside it. The same on a GPU:
-`bench.gpu`. A model that `holdfast inflate` made of Pocket says what is on record; of another only the time counts.
+did: what drafts save is no part of it. Where the rest of the time went is told beside it, and how busy the process was,
+its CPU time over that of its threads: where that is far below 1, others had the cores, and the turn says little. The
+same on a GPU: `bench.gpu`. A model that `holdfast inflate` made of Pocket says what is on record; of another only the
+time counts.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.loadgen.bench.attention_cpu import Machine
@@ -35,7 +40,10 @@ _PARTS = ("prepare_s", "kernels_s", "sample_s", "plan_s", "commit_s", "idle_s")
 
 
 def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], turns: int, seconds: float) -> Figures:
-    """Play the turns once to warm up, a few of them, and once to measure; see `workflows.summary`."""
+    """Play the turns once to warm up, a few of them, and once to measure; see `workflows.summary`.
+
+    `of_turns`: the figures of each, and how `busy` the process was.
+    """
     shape = decoder_shape(inspect_model(loaded.config.model).config)
     if shape is None:
         raise ConfigError("only models that our own decoder knows", "model")
@@ -44,8 +52,18 @@ def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], 
     for most in (min(_WARM_TURNS, turns), turns):
         counting = CountingRunner(loaded.runner)
         engine = Engine(loaded.config, counting, loaded.eos, loaded.vocabulary, loaded.cost)
-        played = list(play(Player(engine, counting, bounds, programs), most, Deadline(seconds)))
-    return summary(played)
+        played, of_turns, began = [], [], time.process_time()
+        for turn in play(Player(engine, counting, bounds, programs), most, Deadline(seconds)):
+            ended = time.process_time()
+            played.append(turn)
+            of_turns.append({**turn.figures, "busy": (ended - began) / turn.wall_s / torch.get_num_threads()})
+            began = time.process_time()
+    return {**summary(played), "of_turns": of_turns}
+
+
+def _line(figures: Figures, speeds: str) -> str:
+    spent = ", ".join(f"{figures[part] / figures['wall_s']:.2f}" for part in ("ideal_s", *_PARTS))
+    return f"{figures['efficiency']:10.2f} {speeds} {figures['wall_s']:7.2f}  {spent}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=7000, help="of a conversation at most")
     parser.add_argument("--seconds", type=float, default=120.0, help="for each; turns that are left then are left out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", action="store_true", help="a line for each turn as well")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
     options = parser.parse_args(argv)
     cells = int(max(options.programs) * (options.tokens + 16) / EngineConfig().admission_ceiling)
@@ -85,9 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = f"{turns} turns, {programs} at once"
             rates = {"bandwidth": machine.bandwidth, "rate": machine.rate}
             found[name] = {**figures, **rates, "bandwidth_after": after.bandwidth, "rate_after": after.rate}
-            spent = ", ".join(f"{figures[part] / figures['wall_s']:.2f}" for part in ("ideal_s", *_PARTS))
             speeds = f"{machine.bandwidth / 1e9:6.1f} {machine.rate / 1e9:8.0f}"
-            print(f"{name:24} {figures['efficiency']:10.2f} {speeds} {figures['wall_s']:7.2f}  {spent}", flush=True)
+            print(f"{name:24} {_line(figures, speeds)}  median of turns {figures['median_of_turns']:.2f}", flush=True)
+            for number, turn in enumerate(figures["of_turns"] if options.each else ()):
+                tokens = f"{turn['new']} new, {turn['completion']} drawn in {turn['forwards']:.0f} forwards"
+                print(f"{f'  turn {number}':24} {_line(turn, ' ' * 15)}  busy {turn['busy']:.2f}, {tokens}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -23,7 +23,7 @@ from paged_world import PagedWorld, relative_error
 
 from holdfast.kernels import attention_c, attention_cpu
 from holdfast.kernels.attention import paged_attention
-from holdfast.kernels.attention_c import COUNT, FIRST, HIGH, LOW, PART, SLOT, START, TASKS
+from holdfast.kernels.attention_c import _READING, _TASKS, COUNT, FIRST, HIGH, LOW, PART, SLOT, START, TASKS
 from holdfast.kernels.kv import in_numbers
 
 WAYS = attention_c.WAYS[:-1]
@@ -112,7 +112,7 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(way, dtype, 
     scattered.q = together.q
     threads, results = torch.get_num_threads(), []
     try:
-        for count in (1, 2, 4):
+        for count in (1, 2, 7, 64):
             torch.set_num_threads(count)
             results.append(together.attend())
     finally:
@@ -205,15 +205,18 @@ def test_a_query_that_is_no_number_says_so_and_spoils_no_other(way):
     group=st.integers(1, 16),
     kv_heads=st.integers(1, 16),
     window=st.sampled_from([0, 0, 1, 500, 4000]),
-    threads=st.sampled_from([1, 2, 64]),
+    threads=st.integers(1, 64),
 )
-def test_every_token_meets_every_position_once(spans, group, kv_heads, window, threads):
+def test_every_token_meets_every_position_once_and_no_task_is_long(spans, group, kv_heads, window, threads):
+    """For any number of threads. What one of them may still do when all others are done is a part, or less than a fair
+    share: it does not grow with contexts.
+    """
     world = PagedWorld([(1, 1)], 16, 1, 1, 16, torch.float32, 0).batch
     world.starts, world.lengths, world.rows = [s for s, _ in spans], [n for _, n in spans], range(len(spans))
     table, partials = attention_c.cut(world, group, kv_heads, window, threads)
     position = np.concatenate([np.arange(s, s + n) for s, n in spans])
     met = np.zeros(len(position), int)
-    slots = 0
+    slots, work, longest = 0, 0, 0
     for each in table:
         count, first = each[COUNT], each[FIRST]
         assert count * group <= max(attention_c.MAX_ROWS, group)
@@ -225,8 +228,12 @@ def test_every_token_meets_every_position_once(spans, group, kv_heads, window, t
         assert each[HIGH] == each[START] + count
         met[first : first + count] += 1
         slots += each[TASKS] * count if each[SLOT] >= 0 else 0
+        positions, rows = each[HIGH] - each[LOW], _READING + count * group
+        work += positions * rows * kv_heads
+        longest = max(longest, (positions if each[SLOT] < 0 else min(positions, PART)) * rows)
     assert (met == 1).all()
     assert slots == partials
+    assert longest <= max(work / threads / _TASKS, PART * (_READING + max(attention_c.MAX_ROWS, group))) or threads == 1
 
 
 def test_a_way_that_is_not_there_is_refused(monkeypatch):

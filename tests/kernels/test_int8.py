@@ -91,13 +91,21 @@ def test_sums_of_integers_are_exact(way, rows, outputs, inner, seed):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_comes_to_the_same_in_any_company(way, dtype):
+@pytest.mark.parametrize("rows", [15, 90])
+def test_a_row_comes_to_the_same_in_any_company_and_by_any_threads(way, dtype, rows):
     torch.manual_seed(3)
-    matrix, x = Int8Matrix(torch.randn(96, 200), gated=True, way=way), torch.randn(15, 200).to(dtype)
+    matrix, x = Int8Matrix(torch.randn(96, 200), gated=True, way=way), torch.randn(rows, 200).to(dtype)
     together = matrix(x)
-    for start in range(15):
+    for start in range(0, rows, rows // 15):
         assert torch.equal(matrix(x[start : start + 1])[0], together[start])
         assert torch.equal(matrix(x[start:]), together[start:])
+    kept = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 32):
+            torch.set_num_threads(threads)
+            assert torch.equal(matrix(x), together)
+    finally:
+        torch.set_num_threads(kept)
 
 
 def test_rows_of_zeros_with_a_nan_and_in_a_view(way):

@@ -20,6 +20,7 @@ from holdfast.kernels.product_c import INTEGERS, Product, Way, way_for
 WAYS = {way.name: way for way in product_c.WAYS if way.kind not in INTEGERS} if ABLE else {}
 DTYPES = {"pairs": torch.bfloat16, "reals": torch.float32}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative to the largest value
+SEEDS = st.integers(0, 100)
 FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -81,6 +82,26 @@ def test_a_row_comes_to_the_same_in_any_company(way, rows, gated, inner, seed):
     for start in {*range(0, rows, 7), rows - 1}:
         assert torch.equal(product(x[start : start + 1])[0], together[start])
         assert torch.equal(product(x[start:]), together[start:])
+
+
+@settings(FIXTURE, max_examples=10)
+@given(
+    rows=st.integers(1, 150), outputs=st.integers(1, 300), gated=st.booleans(), threads=st.integers(2, 64), seed=SEEDS
+)
+def test_threads_change_no_bit(way, rows, outputs, gated, threads, seed):
+    """However few blocks there are for them: then rows are cut, too."""
+    torch.manual_seed(seed)
+    dtype, inner = DTYPES[way.kind], 64
+    product = Product(way, torch.randn(outputs * (1 + gated), inner).to(dtype), gated=gated)
+    x, plus = torch.randn(rows, inner).to(dtype), torch.randn(rows, outputs).to(dtype)
+    kept, results = torch.get_num_threads(), []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            results.append(product(x, plus))
+    finally:
+        torch.set_num_threads(kept)
+    assert torch.equal(*results)
 
 
 def test_nan_stays_in_its_row(way):

@@ -1,5 +1,6 @@
 """The whole engine over a real model: greedy output is transformers' `generate`, token for token, in float32."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from holdfast.kernels import attention_c, native
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
@@ -87,6 +89,50 @@ def test_greedy_equals_transformers(way, batch):
     for i in range(0, len(pairs), batch):
         got, _ = generate(engine, [prompt for prompt, _ in pairs[i : i + batch]])
         assert got == [expected for _, expected in pairs[i : i + batch]]
+
+
+@pytest.fixture(params=native.LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[native.Level]:
+    """Each set of instructions that this processor has, as `cpu_kernels` or HOLDFAST_ENGINE__CPU_KERNELS force it."""
+    if request.param not in native.LEVELS[native.LEVELS.index(native.limit("auto")) :]:
+        pytest.skip("this processor has no such instructions")
+    yield request.param
+    native.limit("auto")
+    attention_c.use()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_every_set_of_instructions_answers_alike(level, dtype):
+    """Products, norms and attention together: in float32 the very tokens, in the others log probabilities as near as
+    rounding leaves them.
+    """
+    pairs, first = reference()[1::4], first_logprobs()  # before the instructions are others
+    ready = load_runner(EngineConfig(cells=8192, threads=1, dtype=dtype, cpu_kernels=level))
+    engine = Engine(ready.config, ready.runner, ready.eos, ready.vocabulary)
+    if dtype == "float32":
+        assert generate(engine, [prompt for prompt, _ in pairs])[0] == [expected for _, expected in pairs]
+        return
+    for (prompt, _), exact in zip(pairs, first, strict=True):
+        found = logprobs(engine, prompt)
+        assert max(abs(found[token] - value) for token, value in exact.items()) < 0.5
+
+
+def logprobs(engine: Engine, prompt: list[int]) -> dict[int, float]:
+    """Of every token after a prompt."""
+    engine.handle(Submit("one", np.asarray(prompt, np.int32), Sampling(1, logprobs=1536)), 0.0)
+    found: dict[int, float] = {}
+    while engine.busy:
+        for event in engine.step(0.0):
+            if isinstance(event, Tokens):
+                found = dict(event.logprobs[0].top)
+    return found
+
+
+@cache
+def first_logprobs() -> list[dict[int, float]]:
+    """In float32, of the ten likeliest first tokens."""
+    all_of_them = [logprobs(engine_of("own"), prompt) for prompt, _ in reference()[1::4]]
+    return [dict(sorted(each.items(), key=lambda item: -item[1])[:10]) for each in all_of_them]
 
 
 def test_greedy_equals_transformers_after_a_cache_hit():

@@ -12,7 +12,7 @@ def test_the_times_of_a_turn_add_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention_cpu, "_MATRIX", 128)
     out = tmp_path / "efficiency.json"
     arguments = ["--model", "pocket", "--dtype", "float32", "--threads", "1", "--turns", "2", "--programs", "1", "2"]
-    assert efficiency.main([*arguments, "--tokens", "2000", "--json", str(out)]) == 0
+    assert efficiency.main([*arguments, "--tokens", "2000", "--each", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert list(found) == ["2 turns, 1 at once", "2 turns, 2 at once"]
     for figures in found.values():
@@ -21,4 +21,8 @@ def test_the_times_of_a_turn_add_up(tmp_path, monkeypatch, capsys):
         assert figures["efficiency"] == pytest.approx(figures["ideal_s"] / figures["wall_s"])
         assert figures["turns"] == 2
         assert figures["as_recorded"] > 0
-    assert capsys.readouterr().out.count("at once") == 2
+        assert sum(turn["wall_s"] for turn in figures["of_turns"]) == pytest.approx(figures["wall_s"])
+        assert all(turn["busy"] > 0 for turn in figures["of_turns"])
+    told = capsys.readouterr().out
+    assert told.count("at once") == 2
+    assert told.count("  turn ") == 4

@@ -2,8 +2,8 @@
 
 An interval is measured by the server, from the end of decoding to the arrival of the program's next turn (Continuum,
 section 4.2), and counts once, under the set of tools that the turn called. Here: what is known, frozen for readers, and
-how one process adds an interval to it; and what one replica knows of pauses that are not over (`Pauses`). Not here:
-where a cluster keeps its statistics (`router/tool_latency`).
+how one process adds an interval to it; and what one replica knows of its latest pauses, over or not (`Pauses`), counted
+as they end. Not here: where a cluster keeps its statistics (`router/tool_latency`).
 """
 
 import math
@@ -15,7 +15,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
+
+
+AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))
+"""Ages of a pause that are told apart, in seconds: from one to the next three tenths more."""
+
+
+_AGES: list[float] = AGES.tolist()
 
 
 MAX_NAME = 64  # characters of a tool's name; the rest is cut
@@ -79,17 +89,12 @@ def tool_set(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolLatency:
-    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending.
-
-    `lasting`: how long those have lasted that are not over, where that is known. Without them long ones are missing
-    from what is known until they end, and a tool looks quicker than it is.
-    """
+    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending."""
 
     count: int = 0
     mean: float = 0.0
     variance: float = 0.0
     recent: tuple[float, ...] = ()
-    lasting: tuple[float, ...] = ()
 
 
 UNKNOWN = ToolLatency()
@@ -196,13 +201,74 @@ class LatencyBook:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LifeCounts:
+    """How many of `n` pauses were over at each of `AGES`, and how many had lasted no longer and were not over.
+
+    `by_age`: these two, [2, ages]. Without the second, long pauses are missing until they end, and a tool looks quicker
+    than it is. `count`: how many are known to be over, of which those told apart by age may be the latest alone.
+    """
+
+    by_age: npt.NDArray[np.float64]
+    n: int
+    count: int
+
+    @classmethod
+    def of(cls, tool: ToolLatency) -> "LifeCounts":
+        """Of statistics that tell only of pauses that are over."""
+        by_age = np.zeros((2, len(AGES)))
+        by_age[0] = np.asarray(tool.recent).searchsorted(AGES, side="right")
+        return cls(by_age, len(tool.recent), tool.count)
+
+
 @dataclass(slots=True, eq=False)
 class _Pause:
-    """One pause: when it began, and until when it is known to have lasted; None: to this day. `over`: it ended then."""
+    """One pause: of which set, when it began, and once it has ended the first of `AGES` at which it had.
 
+    `kind`: 0 for one that is over, 1 for one of which nobody knows when it would have been.
+    """
+
+    key: ToolKey
     since: float
-    until: float | None = None
-    over: bool = False
+    kind: int = 0
+    age: int = 0
+
+
+class _Latest:
+    """The last `RECENT` pauses that began, of some kind: those that last, one by one, and the others counted."""
+
+    __slots__ = ("_counts", "_lasting", "_pauses")
+
+    def __init__(self) -> None:
+        self._pauses: deque[_Pause] = deque()
+        self._lasting: dict[_Pause, None] = {}
+        self._counts = np.zeros((2, len(AGES) + 1))  # by kind and age
+
+    def began(self, pause: _Pause) -> None:
+        if len(self._pauses) == RECENT:
+            oldest = self._pauses.popleft()
+            if oldest in self._lasting:
+                del self._lasting[oldest]
+            else:
+                self._counts[oldest.kind, oldest.age] -= 1
+        self._pauses.append(pause)
+        self._lasting[pause] = None
+
+    def ended(self, pause: _Pause) -> None:
+        """Of one that is none of the latest any more nothing is told."""
+        if pause in self._lasting:
+            del self._lasting[pause]
+            self._counts[pause.kind, pause.age] += 1
+
+    def known(self, now: float) -> LifeCounts:
+        """What there is to tell at `now`, seconds."""
+        counts = self._counts
+        if self._lasting:
+            counts = counts.copy()
+            ages = AGES.searchsorted([now - pause.since for pause in self._lasting])
+            counts[1] += np.bincount(ages, minlength=len(AGES) + 1)
+        sums = counts.cumsum(axis=1)
+        return LifeCounts(sums[:, :-1], len(self._pauses), int(sums[0, -1]))
 
 
 class Pauses:
@@ -215,18 +281,21 @@ class Pauses:
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
-        self._all: deque[_Pause] = deque(maxlen=RECENT)
-        self._sets: OrderedDict[ToolKey, deque[_Pause]] = OrderedDict()
+        self._all = _Latest()
+        self._sets: OrderedDict[ToolKey, _Latest] = OrderedDict()
         self._lasting: OrderedDict[Hashable, _Pause] = OrderedDict()  # by whose they are
 
     def began(self, whose: Hashable, tenant: str, tools: str, now: float) -> None:
         """Without a tool it counts among all alone, as in a `LatencyBook`."""
         self.forget(whose, now)
-        pause = self._lasting[whose] = _Pause(now)
-        self._all.append(pause)
+        pause = self._lasting[whose] = _Pause((tenant, tools), now)
+        self._all.began(pause)
         if tools:
-            self._sets.setdefault((tenant, tools), deque(maxlen=RECENT)).append(pause)
-            self._sets.move_to_end((tenant, tools))
+            latest = self._sets.get(pause.key)
+            if latest is None:
+                latest = self._sets[pause.key] = _Latest()
+            latest.began(pause)
+            self._sets.move_to_end(pause.key)
         if len(self._lasting) > RECENT * self._most:
             self._lasting.popitem(last=False)
         if len(self._sets) > self._most:
@@ -235,23 +304,22 @@ class Pauses:
 
     def ended(self, whose: Hashable, now: float) -> None:
         """The next turn is here."""
-        pause = self._lasting.pop(whose, None)
-        if pause is not None:
-            pause.until, pause.over = max(now, pause.since), True
+        self._ended(whose, now, kind=0)
 
     def forget(self, whose: Hashable, now: float) -> None:
         """There will be no next turn. How long it would have taken nobody knows: longer than it has."""
+        self._ended(whose, now, kind=1)
+
+    def known(self, key: ToolKey | None, now: float) -> LifeCounts:
+        """What is known of a set of tools; None: of all."""
+        latest = self._all if key is None else self._sets.get(key)
+        return latest.known(now) if latest is not None else LifeCounts.of(UNKNOWN)
+
+    def _ended(self, whose: Hashable, now: float, kind: int) -> None:
         pause = self._lasting.pop(whose, None)
         if pause is not None:
-            pause.until = max(now, pause.since)
-
-    def known(self, key: ToolKey | None, now: float) -> ToolLatency:
-        """What is known of a set of tools; None: of all."""
-        those = self._all if key is None else self._sets.get(key, ())
-        over = sorted([pause.until - pause.since for pause in those if pause.over and pause.until is not None])
-        until = [(now if pause.until is None else pause.until, pause.since) for pause in those if not pause.over]
-        lasting = sorted([end - since for end, since in until])
-        count = len(over)
-        mean = sum(over) / count if count else 0.0
-        variance = sum([(each - mean) ** 2 for each in over]) / (count - 1) if count > 1 else 0.0
-        return ToolLatency(count, mean, variance, tuple(over), tuple(lasting))
+            pause.kind, pause.age = kind, bisect_left(_AGES, max(now - pause.since, 0.0))
+            self._all.ended(pause)
+            latest = self._sets.get(pause.key)
+            if latest is not None:
+                latest.ended(pause)

@@ -12,6 +12,7 @@ happens to programs. Not here: for how long (`policy`), what sessions keep and w
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -52,7 +53,7 @@ class Ranking(Protocol):
     """What is asked of the order: who gives way to whom."""
 
     by_arrival: bool
-    """The rank of a pin is its program's arrival."""
+    """The rank of a pin is its class and its program's arrival; else it is among pins of one tenant and class alone."""
 
     def rank(self, sequence: Sequence) -> Rank:
         """Where a sequence that needs cells stands among the pins."""
@@ -69,7 +70,8 @@ class ProgramPin:
 
     `request_id` is the turn, `turn` its number in the program, `since` when it ended. `run_turn` counts from 1 after
     the program's last answer. `arrival` is the program's; `live` until it is dropped. From `lapse` on it is worth less
-    than what it holds to whoever is short of that, as far as that was known when it was `paused`.
+    than what it holds to whoever is short of that, as far as that was known when it was `paused`. No two pins have one
+    `number`.
     """
 
     owner: Owner
@@ -81,6 +83,7 @@ class ProgramPin:
     run_turn: int
     since: float
     deadline: float
+    number: int
     priority: Priority = Priority.INTERACTIVE
     live: bool = True
     paused: Pause | None = None
@@ -90,6 +93,11 @@ class ProgramPin:
     def batch(self) -> bool:
         return self.priority is Priority.BATCH
 
+    @property
+    def place(self) -> tuple[float, int]:
+        """By arrival, and of those that came at once by who paused later."""
+        return self.arrival, -self.number
+
 
 class Pins:
     """Programs' pins, and the cells they keep: at most one a program, no more than a tenant, or all, may keep.
@@ -97,7 +105,8 @@ class Pins:
     Waiting turns of a program know whether it has a pin, and stand where the order puts them then.
     """
 
-    def __init__(self, config: RetentionConfig, cache: KVCache, waiting: Waiting) -> None:
+    def __init__(self, config: RetentionConfig, cache: KVCache, waiting: Waiting, *, by_arrival: bool = True) -> None:
+        """`by_arrival`: as of `Ranking`."""
         cells = cache.pool.total * cache.page_size
         self._most = int(cells * config.share)
         self._most_of_tenant = int(cells * config.tenant_share)
@@ -106,10 +115,11 @@ class Pins:
         self._pins: dict[Owner, ProgramPin] = {}
         self._handles: dict[Owner, dict[ProgramPin, None]] = {}  # those of handles, by program
         self._due = _Heap()  # by deadline
-        self._latest = _Heap()  # by arrival, the latest first
+        self._by_arrival = by_arrival
+        self._numbers = count()
+        self._lines: dict[tuple[Priority, str], list[tuple[float, int, ProgramPin]]] = {}  # each by `place`
         self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
-        self._batch = 0  # pins of programs of batch
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -131,19 +141,12 @@ class Pins:
     def find(self, owner: Owner | None) -> ProgramPin | None:
         return self._pins.get(owner) if owner is not None else None
 
-    def latest(self, may: Callable[[ProgramPin], bool] = lambda _: True) -> ProgramPin | None:
-        """That of the program that arrived last, of those that `may` go; one of batch before all others."""
-        if self._batch:
-            batch = (pin for pin in self if pin.batch and may(pin))
-            if (found := max(batch, key=lambda pin: pin.arrival, default=None)) is not None:
-                return found
-        passed = []
-        while (top := self._latest.top()) is not None and not may(top[1]):
-            passed.append(top)
-            self._latest.pop()
-        for each in passed:
-            self._latest.push(*each)
-        return top[1] if top is not None else None
+    def last(
+        self, rank: Callable[[ProgramPin], Rank], may: Callable[[ProgramPin], bool] = lambda _: True
+    ) -> ProgramPin | None:
+        """That of the greatest `rank`, an order's, of those that `may` go. Looks at one of each line, if that may."""
+        found = (next((pin for *_, pin in reversed(line) if may(pin)), None) for line in self._lines.values())
+        return max((pin for pin in found if pin is not None), key=rank, default=None)
 
     def lapses(self, pin: ProgramPin, when: float) -> None:
         """From then on a pin is worth less than what it holds."""
@@ -190,14 +193,14 @@ class Pins:
             run_turn,
             now,
             deadline,
+            next(self._numbers),
             submit.priority,
         )
         self._pins[owner] = each
         if owner.is_handle:
             self._handles.setdefault(program, {})[each] = None
         self._due.push(deadline, each)
-        self._latest.push(-each.arrival, each)
-        self._batch += each.batch
+        insort(self._lines.setdefault(self._line(each), []), (*each.place, each))
         self._mark(owner, pinned=True)
         return self._keep_within_limits(owner.scope)
 
@@ -230,10 +233,12 @@ class Pins:
             if not self._handles[pin.program]:
                 del self._handles[pin.program]
         pin.live = False
-        self._batch -= pin.batch
+        line = self._lines[self._line(pin)]
+        del line[bisect_left(line, pin.place)]
+        if not line:
+            del self._lines[self._line(pin)]
         self._overdue.pop(pin, None)
         self._due.trim(len(self))
-        self._latest.trim(len(self))
         self._lapsing.trim(len(self))
         give_back(self._cache.unpin, pin.pin)
         self._mark(pin.owner, pinned=False)
@@ -275,10 +280,14 @@ class Pins:
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             self.drop(max((pin for pin in self if pin.owner.scope == tenant), key=lambda pin: pin.arrival))
         while self.cells > self._most:
-            latest = self.latest()
-            assert latest is not None, "cells are pinned by nobody"
-            self.drop(latest)
+            last = self.last(lambda pin: (pin.batch, pin.arrival))
+            assert last is not None, "cells are pinned by nobody"
+            self.drop(last)
         return before - len(self)
+
+    def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
+        """Pins whose order among each other never changes."""
+        return pin.priority, "" if self._by_arrival else pin.owner.scope
 
     def _mark(self, owner: Owner, *, pinned: bool) -> None:
         for sequence in self._waiting.turns_of(owner):
@@ -323,7 +332,7 @@ class Retention:
         learned: Learned,
         stats: EngineStats,
     ) -> None:
-        self.pins = Pins(config.retention, cache, waiting)
+        self.pins = Pins(config.retention, cache, waiting, by_arrival=ranking.by_arrival)
         self._ranking = ranking
         self._config = config.retention
         self._policy = policy_of(config.retention)
@@ -474,7 +483,7 @@ class Retention:
 
         pin = self._lapsed(may)
         if pin is None:
-            pin = self._last(may)
+            pin = self.pins.last(self._rank, may)
             if pin is None or (to is not None and self._rank(pin) <= (to.batch, *self._ranking.rank(to))):
                 return False
         self._stats.pins_given_way += 1
@@ -502,11 +511,6 @@ class Retention:
                 return pin
             self.pins.lapses(pin, lapse)
         return None
-
-    def _last(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
-        if self._ranking.by_arrival:
-            return self.pins.latest(may)
-        return max(filter(may, self.pins), key=self._rank, default=None)
 
     def _rank(self, pin: ProgramPin) -> Rank:
         return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))

@@ -8,10 +8,10 @@ queue delay. Not here: how long tools take (`latency`), whose cells are kept (`p
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.config import PolicyName, RetentionConfig
-from holdfast.replicas.retention.latency import UNKNOWN, LatencySnapshot, Pauses, ToolKey, ToolLatency
+from holdfast.replicas.retention.latency import AGES, UNKNOWN, LatencySnapshot, LifeCounts, Pauses, ToolKey, ToolLatency
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
@@ -48,8 +48,12 @@ class RestoreCost:
     reload: float | None = None
 
     def seconds(self, n: int) -> float:
-        computed = (self.a * n + self.b) * n + self.c if n > 0 else 0.0
+        computed = self.computed(n)
         return computed if self.reload is None else min(computed, self.reload * n)
+
+    def computed(self, n: int) -> float:
+        """Without a tier."""
+        return (self.a * n + self.b) * n + self.c if n > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +204,7 @@ def interception(pause: Pause, conditions: Conditions) -> "Interception":
     """What a pause costs under these conditions; copies overlap with steps."""
     cost = conditions.restore
     swap = math.inf if cost.reload is None else cost.reload * pause.cells
-    computed = replace(cost, reload=None).seconds(pause.cells)
-    return Interception(pause.cells, conditions.others, computed, swap, stalled=pause.cells)
+    return Interception(pause.cells, conditions.others, cost.computed(pause.cells), swap, stalled=pause.cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,38 +266,34 @@ class Gittins:
     def __init__(self, config: RetentionConfig) -> None:
         self._prior_s = config.prior_s
         self._delta = config.delta
-        self._known: tuple[LatencySnapshot, Here | None] = (LatencySnapshot(), None)  # what the indices are of
-        self._indices: dict[ToolKey, Index] = {}
+        self._known: tuple[LatencySnapshot, Here | None] = (LatencySnapshot(), None)  # what the pauses are of
+        self._pauses: dict[ToolKey, ExpectedPause] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         keep_s = preserve_until(interception(pause, conditions))
         if keep_s <= 0.0:
             return 0.0
-        return self._index((pause.tenant, pause.tools), latency, conditions.here).falls_below(1.0 / keep_s)
+        return self._expected((pause.tenant, pause.tools), latency, conditions.here).stop(keep_s)
 
-    def _index(self, key: ToolKey, latency: LatencySnapshot, here: "Here | None") -> "Index":
+    def _expected(self, key: ToolKey, latency: LatencySnapshot, here: "Here | None") -> "ExpectedPause":
         if self._known[0] is not latency or self._known[1] is not here:
             self._known = latency, here
-            self._indices.clear()
-        index = self._indices.get(key)
-        if index is None:
-            known = [latency.overall, latency.of(*key)]
+            self._pauses.clear()
+        pause = self._pauses.get(key)
+        if pause is None:
+            known = [LifeCounts.of(latency.overall), LifeCounts.of(latency.of(*key))]
             if here is not None:
                 known = [known[0], here.of(None), known[1], here.of(key)]
-            index = self._indices[key] = Index.of(survival(known, self._prior_s, self._delta))
-        return index
+            pause = self._pauses[key] = ExpectedPause.of(survival(known, self._prior_s, self._delta))
+        return pause
 
 
 LOOKED_AT_S = 1.0  # from one look at a replica's own pauses to the next
 
-AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))
-"""Ages of a pause that are told apart, in seconds: from one to the next three tenths more."""
+_HALF_WIDTHS = np.diff(AGES) / 2
 
 
-_WIDTHS, _LATER = np.diff(AGES), np.triu(np.ones((len(AGES), len(AGES)), dtype=bool), 1)
-
-
-def survival(known: Iterable[ToolLatency], prior_s: float, delta: float) -> Array:
+def survival(known: Iterable[LifeCounts], prior_s: float, delta: float) -> Array:
     """P(T > age) for each of `AGES`: what is `known`, the most general first, each with its `trust`; else the prior.
 
     What a replica has seen itself stands behind what the cluster says of the same tools: it has the pauses that last.
@@ -302,29 +301,30 @@ def survival(known: Iterable[ToolLatency], prior_s: float, delta: float) -> Arra
     The prior is prior_s / (prior_s + age): half of all pauses are over by `prior_s`, and one that lasts is expected to
     last as long again. Gittins' index of it is 1 / (prior_s + age), so with nothing known this is InferCept's rule.
     """
-    alive: Array = prior_s / (prior_s + AGES)
-    for tool in known:
-        share = trust(tool.count, delta)
-        if share > 0.0:
-            alive = share * life_table(tool) + (1.0 - share) * alive
+    trusted = [(share, counts) for counts in known if counts.n and (share := trust(counts.count, delta)) > 0.0]
+    left, shares = 1.0, []
+    for share, _ in reversed(trusted):
+        shares.append(left * share)
+        left -= left * share
+    alive: Array = left * prior_s / (prior_s + AGES)
+    if trusted:
+        alive += np.array(shares) @ life_tables([counts for _, counts in reversed(trusted)])
     return alive
 
 
-def life_table(tool: ToolLatency) -> Array:
-    """P(T > age) for each of `AGES` from pauses that are over and those that last, as a life table has it.
+def life_tables(several: Sequence[LifeCounts]) -> Array:
+    """P(T > age) for each of `several` and each of `AGES`, as a life table has it. None of them is of no pauses.
 
     From one age to the next those that end, over those that could have been seen to: who still lasts and has not yet
     lasted through it is counted as half a one. Where all are over this is their distribution.
     """
-    over = np.searchsorted(np.asarray(tool.recent), AGES, side="right")
-    if not tool.lasting:
-        return np.asarray(1.0 - over / len(tool.recent), dtype=np.float64)
-    lasting = np.searchsorted(np.asarray(tool.lasting), AGES, side="right")
-    n = len(tool.recent) + len(tool.lasting)
-    at_risk = n - over[:-1] - (lasting[:-1] + lasting[1:]) / 2
-    ended = np.divide(np.diff(over), at_risk, out=np.zeros(len(AGES) - 1), where=at_risk > 0)
-    first = (n - over[:1]) / n
-    alive: Array = np.cumprod(np.concatenate((first, 1.0 - np.minimum(ended, 1.0))), dtype=np.float64)
+    over, lasting = np.array([each.by_age for each in several]).swapaxes(0, 1)
+    n = np.array([[float(each.n)] for each in several])
+    at_risk = n - over[:, :-1] - (lasting[:, :-1] + lasting[:, 1:]) / 2  # halves; where none is, none ends
+    alive: Array = np.empty(over.shape)
+    alive[:, :1] = (n - over[:, :1]) / n
+    alive[:, 1:] = 1.0 - (over[:, 1:] - over[:, :-1]) / np.maximum(at_risk, 0.5)
+    np.cumprod(alive, axis=1, out=alive)
     return alive
 
 
@@ -339,23 +339,29 @@ def trust(count: int, delta: float) -> float:
     return max(0.0, 1.0 - math.sqrt(log / (2.0 * count)) - 7.0 * log / (3.0 * (count - 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
-    """Gittins' index of a pause at each of `AGES`, a second; `least` so far, negated, so that it ascends."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpectedPause:
+    """A pause at each of `AGES`: `alive`, whether it lasts that long, and `held`, for how long cells are held by then
+    that are given up no earlier; in expectation.
+    """
 
-    least: list[float]
+    alive: Array
+    held: Array
 
     @classmethod
-    def of(cls, alive: Array) -> "Index":
+    def of(cls, alive: Array) -> "ExpectedPause":
         """From P(T > age)."""
-        held = np.concatenate(([0.0], np.cumsum(_WIDTHS * (alive[1:] + alive[:-1]) / 2)))
-        held_until, back_until = held - held[:, None], alive[:, None] - alive
-        index = np.divide(back_until, held_until, out=np.zeros_like(held_until), where=_LATER & (held_until > 0.0))
-        return cls((-np.minimum.accumulate(index.max(axis=1))).tolist())
+        held = np.zeros(len(AGES))
+        np.cumsum(_HALF_WIDTHS * (alive[1:] + alive[:-1]), out=held[1:])
+        return cls(alive, held)
 
-    def falls_below(self, value: float) -> float:
-        """The first age at which the index is less; the last of all where it never is."""
-        return float(AGES[min(bisect_right(self.least, -value), len(AGES) - 1)])
+    def stop(self, keep_s: float) -> float:
+        """The age at which to give up what holding for `keep_s` costs as much as losing, for the least waste.
+
+        That is the first age at which Gittins' index is less than 1 / keep_s. Up to the age of least waste going on to
+        it is worth it from wherever one stands, and behind it nothing is.
+        """
+        return float(AGES[(self.held + keep_s * self.alive).argmin()])
 
 
 # ---- what is learned ----
@@ -417,9 +423,9 @@ class Here:
     def __init__(self, pauses: Pauses, at: float) -> None:
         self.at = at
         self._pauses = pauses
-        self._known: dict[ToolKey | None, ToolLatency] = {}
+        self._known: dict[ToolKey | None, LifeCounts] = {}
 
-    def of(self, key: ToolKey | None) -> ToolLatency:
+    def of(self, key: ToolKey | None) -> LifeCounts:
         """Of a set of tools; None: of all."""
         known = self._known.get(key)
         if known is None:

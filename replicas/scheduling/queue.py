@@ -42,8 +42,9 @@ _MOST = 4.0  # times a forecast, at most
 class Order(ABC):
     """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
 
-    `settled`: the key of a running sequence never changes. `by_arrival`: of those that pause, who began last is the
-    greatest. `changes` counts what may make another line's head the `first`.
+    `settled`: the key of a running sequence never changes. `by_arrival`: of those of a class that pause, who began
+    last is the greatest; else of those of a class and a tenant. `changes` counts what may make another line's head the
+    `first`.
     """
 
     settled = True

@@ -1,23 +1,34 @@
 """Gittins' index of a pause: it stops where the expected waste is least, and that needs no second look."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses, ToolLatency
-from holdfast.replicas.retention.policy import (
+from holdfast.replicas.retention.latency import (
     AGES,
+    RECENT,
+    LatencyBook,
+    LatencySnapshot,
+    LifeCounts,
+    Pauses,
+    ToolLatency,
+)
+from holdfast.replicas.retention.policy import (
     Conditions,
+    ExpectedPause,
     Here,
-    Index,
     Pause,
     RestoreCost,
-    life_table,
+    interception,
+    life_tables,
     policy_of,
+    preserve_until,
     survival,
     trust,
 )
@@ -43,6 +54,50 @@ def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None,
     return policy_of(RetentionConfig("gittins")).ttl(pause, snapshot, Conditions(others=others, restore=COST))
 
 
+def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> LifeCounts:
+    by_age = [np.searchsorted(np.sort(those), AGES, side="right") for those in (seconds, lasting)]
+    return LifeCounts(np.array(by_age), len(seconds) + len(lasting), count or len(seconds))
+
+
+def life_table(seconds: Sequence[float], lasting: Sequence[float] = ()) -> np.ndarray:
+    return life_tables([counts_of(seconds, lasting)])[0]
+
+
+def plain_life_table(seconds: Sequence[float], lasting: Sequence[float]) -> list[float]:
+    """Age by age: of those that could be seen to reach it, who did not."""
+    n = len(seconds) + len(lasting)
+    alive = [(n - sum(each <= 0.0 for each in seconds)) / n]
+    for before, age in pairwise(AGES):
+        ended = sum(before < each <= age for each in seconds)
+        gone = [sum(each <= when for each in lasting) for when in (before, age)]
+        at_risk = n - sum(each <= before for each in seconds) - sum(gone) / 2
+        alive.append(alive[-1] * (1.0 - ended / at_risk if ended else 1.0))
+    return alive
+
+
+def plain_stop(alive: Sequence[float], keep_s: float) -> float:
+    """The first age at which Gittins' index, the most that is found for what is held, is less than 1 / keep_s."""
+    held = [0.0]
+    for age in range(1, len(AGES)):
+        held.append(held[-1] + float(AGES[age] - AGES[age - 1]) * (alive[age - 1] + alive[age]) / 2)
+    for age in range(len(AGES) - 1):
+        later = [each for each in range(age + 1, len(AGES)) if held[each] > held[age]]
+        if max(((alive[age] - alive[to]) / (held[to] - held[age]) for to in later), default=0.0) < 1.0 / keep_s:
+            return float(AGES[age])
+    return float(AGES[-1])
+
+
+def plain_ttl(known: Sequence[tuple[Sequence[float], Sequence[float], int]], keep_s: float) -> tuple[float, np.ndarray]:
+    """What `gittins` decides, and P(T > age), by durations of pauses that are over, of those that last, and a count."""
+    alive = [1.0 / (1.0 + age) for age in AGES]
+    for seconds, lasting, count in known:
+        share = trust(count, 0.05)
+        if share > 0.0:
+            table = plain_life_table(seconds, lasting)
+            alive = [share * mine + (1.0 - share) * others for mine, others in zip(table, alive, strict=True)]
+    return plain_stop(alive, keep_s), np.array(alive)
+
+
 def waste(alive: np.ndarray, first: int, keep_s: float) -> list[float]:
     """Expected seconds in vain, by the age of `AGES` at which a pause of age `first` is given up: held, and lost."""
     held, found = 0.0, [keep_s]
@@ -52,18 +107,54 @@ def waste(alive: np.ndarray, first: int, keep_s: float) -> list[float]:
     return found
 
 
+calls = st.tuples(
+    st.sampled_from(["shell", "grep"]), st.sampled_from([0.0, 0.3, 40.0, 7000.0]) | st.floats(0.0, 5000.0)
+)
+
+
+@settings(deadline=None)
+@given(st.lists(calls, max_size=60), st.integers(1, 5), st.floats(0.0, 600.0), st.integers(0, 300_000))
+def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others):
+    """Whatever has been seen; where two ages waste the same one of them is as good as the other."""
+    pauses, book, seen = Pauses(), LatencyBook(), list[tuple[str, float, float]]()
+    now = apart_s * len(history) * times_
+    for number, (name, seconds) in enumerate(history * times_):
+        began = apart_s * number
+        pauses.began(number, "acme", name, began)
+        seen.append((name, began, seconds))
+    for number, (name, began, seconds) in enumerate(seen):
+        if began + seconds <= now:
+            pauses.ended(number, began + seconds)
+            book.record("acme", name, seconds)
+    known = []
+    for key in (None, "shell"):
+        back = [seconds for name, began, seconds in seen if key in (None, name) and began + seconds <= now]
+        latest = [each for each in seen if key in (None, each[0])][-RECENT:]
+        over = [began + seconds - began for _, began, seconds in latest if began + seconds <= now]
+        lasting = [now - began for _, began, seconds in latest if began + seconds > now]
+        known += [(back[-RECENT:], (), len(back)), (over, lasting, len(over))]
+    conditions = Conditions(others=others, restore=COST, here=Here(pauses, now))
+    keep_s = preserve_until(interception(PAUSE, conditions))
+    expected, alive = plain_ttl(known, keep_s)
+    found = policy_of(RetentionConfig("gittins")).ttl(PAUSE, book.snapshot(), conditions)
+    if found != expected:
+        every = waste(alive, 0, keep_s)
+        wasted = [every[int(np.searchsorted(AGES, until))] for until in (found, expected)]
+        assert wasted[0] == pytest.approx(wasted[1], rel=1e-12)
+
+
 @given(durations, counts, durations, counts, st.floats(0.01, 1000.0))
 def test_no_other_time_is_expected_to_waste_less(own, own_count, all_, all_count, keep_s):
-    alive = survival((tool(all_, all_count), tool(own, own_count)), 1.0, 0.05)
-    until = Index.of(alive).falls_below(1.0 / keep_s)
+    alive = survival((counts_of(all_, count=all_count), counts_of(own, count=own_count)), 1.0, 0.05)
+    until = ExpectedPause.of(alive).stop(keep_s)
     every = waste(alive, 0, keep_s)
     assert every[int(np.searchsorted(AGES, until))] <= min(every) * (1 + 1e-9)
 
 
 @given(durations, counts, st.floats(0.01, 1000.0), st.data())
 def test_what_was_decided_at_the_beginning_holds_at_every_age(seconds, count, keep_s, data):
-    alive = survival((tool(seconds, count),), 1.0, 0.05)
-    until = int(np.searchsorted(AGES, Index.of(alive).falls_below(1.0 / keep_s)))
+    alive = survival((counts_of(seconds, count=count),), 1.0, 0.05)
+    until = int(np.searchsorted(AGES, ExpectedPause.of(alive).stop(keep_s)))
     age = data.draw(st.integers(0, len(AGES) - 2))
     every = waste(alive, age, keep_s)
     if age < until:
@@ -125,18 +216,19 @@ def test_new_statistics_are_looked_at():
 
 @given(durations)
 def test_where_all_are_over_a_life_table_is_their_distribution(seconds):
-    found = life_table(tool(seconds))
+    found = life_table(seconds)
     assert found == pytest.approx([sum(each > age for each in seconds) / len(seconds) for age in AGES])
 
 
 @given(durations, st.lists(st.floats(0.0, 5000.0), max_size=60))
 def test_a_life_table_falls_and_who_lasts_makes_pauses_longer(seconds, lasting):
-    found = life_table(replace(tool(seconds), lasting=tuple(sorted(lasting))))
+    found = life_table(seconds, lasting)
+    assert found == pytest.approx(plain_life_table(seconds, lasting), abs=1e-12)
     assert (np.diff(found) <= 1e-12).all()
     assert (found >= -1e-12).all()
     assert (found <= 1.0).all()
     if min(lasting, default=0.0) >= max(seconds):
-        assert (found >= life_table(tool(seconds)) - 1e-9).all()
+        assert (found >= life_table(seconds) - 1e-9).all()
 
 
 def test_pauses_that_are_not_over_are_no_secret():
@@ -149,8 +241,8 @@ def test_pauses_that_are_not_over_are_no_secret():
         if began + seconds <= now:
             pauses.ended(number, began + seconds)
             back.record("acme", "shell", seconds)
-    assert life_table(back.snapshot().overall)[-1] == 0.0
-    known = life_table(pauses.known(("acme", "shell"), now))
+    assert life_tables([LifeCounts.of(back.snapshot().overall)])[0, -1] == 0.0
+    known = life_tables([pauses.known(("acme", "shell"), now)])[0]
     assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
     conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
     policy = policy_of(RetentionConfig("gittins"))

@@ -1,10 +1,13 @@
 import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.retention.latency import RECENT, LatencyBook, Pauses, Tally, ToolLatency, tool_set
+from holdfast.replicas.retention import latency
+from holdfast.replicas.retention.latency import AGES, RECENT, LatencyBook, Pauses, Tally, ToolLatency, tool_set
 
 
 @pytest.mark.parametrize(
@@ -70,35 +73,59 @@ def test_a_tenant_that_invents_tools_pushes_out_its_own(intervals):
             assert {(each, name) for name in list(tools)[-3:]} <= known, "the latest three of each of three tenants"
 
 
-pauses_in_order = st.lists(
-    st.tuples(st.integers(0, 9), st.sampled_from(["", "ls", "make"]), st.floats(0.0, 50.0)), max_size=40
+histories = st.lists(
+    st.tuples(
+        st.sampled_from(["began", "began", "ended", "forget"]),
+        st.integers(0, 5),
+        st.sampled_from(["", "ls", "make"]),
+        st.sampled_from([0.0, 0.02, 1.0]) | st.floats(0.0, 5000.0),
+    ),
+    max_size=80,
 )
 
 
-@given(pauses_in_order, st.sets(st.integers(0, 9)), st.floats(0.0, 50.0))
-def test_a_pause_is_known_from_its_beginning_to_the_next_turn_and_as_lasting_until_then(begun, gone, later):
-    """Of each program all but the latest pause are over; that of one that has gone lasted until it went."""
-    pauses, clock, expected = Pauses(), 0.0, dict[int, tuple[str, float, float | None]]()
-    over = list[tuple[str, float]]()
-    for program, tools, wait_s in begun:
-        clock += wait_s
-        if program in expected:
-            before, since, _ = expected[program]
-            over.append((before, clock - since))
-            pauses.ended(program, clock)
-        pauses.began(program, "acme", tools, clock)
-        expected[program] = (tools, clock, None)
-    for program in gone & expected.keys():
-        expected[program] = (*expected[program][:2], clock)
-        pauses.forget(program, clock)
-    now = clock + later
-    lasting = [(tools, (now if until is None else until) - since) for tools, since, until in expected.values()]
-    for key in (None, ("acme", "ls"), ("acme", "make"), ("other", "ls")):
-        found = pauses.known(key, now)
-        for those, all_ in ((found.recent, over), (found.lasting, lasting)):
-            wanted = sorted(seconds for tools, seconds in all_ if key is None or key == ("acme", tools))
-            assert those == pytest.approx(wanted)
-        assert found.count == len(found.recent)
+@dataclass(slots=True)
+class Interval:
+    """One pause as a list keeps it: until when it is known to have lasted, None for this day, and if it ended then."""
+
+    whose: int
+    tools: str
+    since: float
+    until: float | None = None
+    over: bool = False
+
+
+def counted(durations: Iterable[float]) -> list[int]:
+    """How many are no longer than each of `AGES`."""
+    those = list(durations)
+    return [sum(seconds <= age for seconds in those) for age in AGES]
+
+
+@given(histories, st.floats(0.0, 50.0), st.integers(1, 9))
+def test_what_is_counted_as_pauses_end_is_what_a_list_of_the_latest_says(history, later, recent):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "RECENT", recent)
+        pauses, all_, clock = Pauses(), list[Interval](), 0.0
+        for what, whose, tools, wait_s in history:
+            clock += wait_s
+            last = next((each for each in all_ if each.whose == whose and each.until is None), None)
+            if last is not None:  # a program has one pause at a time
+                last.until, last.over = clock, what == "ended"
+            if what == "began":
+                all_.append(Interval(whose, tools, clock))
+                pauses.began(whose, "acme", tools, clock)
+            else:
+                (pauses.ended if what == "ended" else pauses.forget)(whose, clock)
+        now = clock + later
+        for key in (None, ("acme", "ls"), ("acme", "make"), ("other", "ls")):
+            those = [each for each in all_ if key is None or key == ("acme", each.tools)][-recent:]
+            found = pauses.known(key, now)
+            over = counted(each.until - each.since for each in those if each.over)
+            lasting = counted(
+                (now if each.until is None else each.until) - each.since for each in those if not each.over
+            )
+            assert found.by_age.tolist() == [over, lasting]
+            assert (found.n, found.count) == (len(those), sum(each.over for each in those))
 
 
 def test_the_latest_pauses_are_those_that_began_last():
@@ -107,10 +134,13 @@ def test_the_latest_pauses_are_those_that_began_last():
         pauses.began(i, "acme", "ls", float(i))
     pauses.ended(0, 1e6)  # the first one: none of the latest
     found = pauses.known(("acme", "ls"), RECENT + 10.0)
-    assert found.recent == ()
-    assert found.lasting == tuple(float(i) for i in range(10, RECENT + 10))
+    assert (found.n, found.count) == (RECENT, 0)
+    assert found.by_age[1].tolist() == counted(map(float, range(10, RECENT + 10)))
     for tools in ("make", "pytest", "sed"):
         pauses.began(tools, "other", tools, 0.0)
-    assert pauses.known(("acme", "ls"), 500.0).lasting, "who calls many tools loses its own"
-    assert not pauses.known(("other", "pytest"), 0.0).lasting
-    assert pauses.known(("other", "sed"), 0.0).lasting
+    assert pauses.known(("acme", "ls"), 500.0).n, "who calls many tools loses its own"
+    assert not pauses.known(("other", "pytest"), 0.0).n
+    assert pauses.known(("other", "sed"), 0.0).n
+    pauses.began("again", "other", "pytest", 1.0)
+    pauses.ended("pytest", 2.0)  # of those of the set that was forgotten
+    assert (pauses.known(("other", "pytest"), 3.0).n, pauses.known(("other", "pytest"), 3.0).count) == (1, 0)

@@ -11,13 +11,18 @@ from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.retention.pins import Pins, ProgramPin
 from holdfast.replicas.sequences import Owner, Sequence
+from holdfast.replicas.types import Priority
 
 names = st.sampled_from("abcdefgh")
 TOKENS = np.arange(1, 33, dtype=np.int32)
 
 
 def owner_of(name: str) -> Owner:
-    return Owner("t", name, session=False)
+    return Owner("u" if name in "fgh" else "t", name, session=False)
+
+
+def priority_of(name: str) -> Priority:
+    return Priority.BATCH if name in "dh" else Priority.INTERACTIVE
 
 
 class Turns:
@@ -37,22 +42,24 @@ class Turns:
 
 
 class Book:
-    """Pins of a cache that has one text, in pages of 4."""
+    """Pins of a cache that has one text of each of two tenants, in pages of 4."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_arrival: bool = True) -> None:
         self.cache = KVCache(64, 4)
-        holding = self.cache.acquire("t", TOKENS, 0.0).holding
-        self.cache.grow(holding, len(TOKENS))
-        self.cache.finish(holding, TOKENS, len(TOKENS), 0.0)
+        for tenant in "tu":
+            holding = self.cache.acquire(tenant, TOKENS, 0.0).holding
+            self.cache.grow(holding, len(TOKENS))
+            self.cache.finish(holding, TOKENS, len(TOKENS), 0.0)
         self.turns = Turns()
-        self.pins = Pins(RetentionConfig(), self.cache, self.turns)
+        self.pins = Pins(RetentionConfig(), self.cache, self.turns, by_arrival=by_arrival)
 
     def turn(self, name: str, arrival: float = 0.0) -> Sequence:
-        submit = Submit("r", TOKENS, Sampling(), "t", name, arrival)
+        scope = owner_of(name).scope
+        submit = Submit("r", TOKENS, Sampling(), scope, name, arrival, priority=priority_of(name))
         return Sequence.of(submit, 0, 0.0, frozenset(), 0)
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
-        pin = self.cache.pin("t", TOKENS[:n], 0.0, soft=True)
+        pin = self.cache.pin(owner_of(name).scope, TOKENS[:n], 0.0, soft=True)
         self.pins.add(self.turn(name, arrival), owner_of(name), pin, 0.0, deadline)
         added = self.pins.find(owner_of(name))
         assert added is not None
@@ -60,9 +67,12 @@ class Book:
 
 
 class PinsMachine(RuleBasedStateMachine):
+    by_arrival = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book()
+        self.book = Book(by_arrival=self.by_arrival)
+        self.served = {"t": 0, "u": 0}
         self.pins, self.turns = self.book.pins, self.book.turns
         self.model: dict[Owner, ProgramPin] = {}
         self.now = 0.0
@@ -101,13 +111,20 @@ class PinsMachine(RuleBasedStateMachine):
             self.pins.drop(pin)
             del self.model[pin.owner]
 
+    @rule(tenant=st.sampled_from("tu"), seconds=st.integers(1, 3))
+    def serve(self, tenant: str, seconds: int) -> None:
+        self.served[tenant] += seconds
+
+    def rank(self, pin: ProgramPin) -> tuple[float, ...]:
+        """As `program` has it, and as `fair` does."""
+        return (pin.batch, pin.arrival) if self.by_arrival else (pin.batch, self.served[pin.owner.scope], pin.arrival)
+
     @rule(besides=names)
-    def latest(self, besides: str) -> None:
+    def last(self, besides: str) -> None:
         for spared in (None, owner_of(besides)):
             rest = [pin for pin in self.model.values() if pin.owner != spared]
-            assert self.pins.latest(lambda pin, spared=spared: pin.owner != spared) is max(
-                rest, key=lambda pin: pin.arrival, default=None
-            )
+            found = self.pins.last(self.rank, lambda pin, spared=spared: pin.owner != spared)
+            assert found is max(rest, key=self.rank, default=None)
         assert len(self.pins) == len(self.model)
         assert {pin.owner for pin in self.pins} == set(self.model)
 
@@ -127,14 +144,23 @@ class PinsMachine(RuleBasedStateMachine):
 
     @rule()
     def count(self) -> None:
-        assert self.pins.cells == self.pins.cells_of("t") == 4 * pinned_pages(pin.pin for pin in self.pins)
+        for tenant in "tu":
+            pinned = pinned_pages(pin.pin for pin in self.pins if pin.owner.scope == tenant)
+            assert self.pins.cells_of(tenant) == 4 * pinned
+        assert self.pins.cells == self.pins.cells_of("t") + self.pins.cells_of("u")
         self.book.cache.check()
         for owner, waiting in self.turns.waiting.items():
             assert waiting.pinned is (owner in self.model)
 
 
+class FairPinsMachine(PinsMachine):
+    by_arrival = False
+
+
 PinsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+FairPinsMachine.TestCase.settings = PinsMachine.TestCase.settings
 TestPinsLaw = PinsMachine.TestCase
+TestFairPinsLaw = FairPinsMachine.TestCase
 
 
 def test_pins_that_come_and_go_leave_nothing_behind():
@@ -145,7 +171,7 @@ def test_pins_that_come_and_go_leave_nothing_behind():
         book.pins.lapses(pin, 2e9)
         book.pins.drop(pin)
     assert len(book.pins._due._heap) < 200
-    assert len(book.pins._latest._heap) < 200
+    assert not book.pins._lines
     assert len(book.pins._lapsing._heap) < 200
     assert book.pins.expired(3e9) == []
     assert book.pins.cells == 0

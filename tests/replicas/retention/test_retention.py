@@ -6,7 +6,7 @@ from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
-from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 
 
@@ -47,6 +47,11 @@ def ended(world: World, name: str, program: str, scope: str = "", tools=("ls",),
 
 def pinned(world: World) -> set[str]:
     return {held.owner.name for held in world.engine.scheduler.retention.pins}
+
+
+def by_age(*seconds: float) -> list[int]:
+    """How many are no longer than each of `AGES`."""
+    return [sum(each <= age for each in seconds) for age in AGES]
 
 
 def flood(world: World, n: int = 200, began: float = 99.0) -> str:
@@ -266,17 +271,17 @@ def test_a_replica_knows_its_pauses_from_their_beginning():
     turn(world, "q", words(2, 20))
     since = {held.owner.name: held.since for held in world.engine.scheduler.retention.pins}
     world.now = since["p"] + 7.0
-    assert pauses.known(("", "ls"), world.now).lasting[-1] == pytest.approx(7.0), "from the end of the turn"
+    found = pauses.known(("", "ls"), world.now)
+    assert found.by_age.tolist() == [by_age(), by_age(7.0, world.now - since["q"])], "from the end of the turn"
     world.submit("again", text + words(3, 4), 4, program="p", turns=1)
     world.give(ProgramEnded("", "q"))
     at = world.now
     world.run()
     world.now += 100.0
     found = pauses.known(None, world.now)
-    assert found.recent == pytest.approx((7.0,))
-    assert found.lasting == pytest.approx((at - since["q"],)), "nobody waits for it any more"
+    assert found.by_age.tolist() == [by_age(7.0), by_age(at - since["q"])], "nobody waits for it any more"
     ended(world, "again", "p", number=2, last=True)
-    assert pauses.known(None, world.now) == found
+    assert pauses.known(None, world.now).by_age.tolist() == found.by_age.tolist()
 
 
 def test_a_notice_that_comes_late_changes_nothing():

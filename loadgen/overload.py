@@ -4,7 +4,8 @@ One server of one replica is started. Its capacity is measured first: what it co
 than it has rows. Then requests come by a Poisson process, at `loads` times that. Each client waits for `deadline_s`,
 give or take a half, and leaves then; it says so in a header (`told`) or not. Each load is run both ways in turn, so
 that whatever else the machine does falls on both. The clients run on the same machine, and their work counts: so
-beside the refusals stands how long the router alone took to name its models meanwhile.
+beside the refusals stands how long the router alone took to name its models meanwhile, and how late the clients' own
+event loop was, which is in every time that they measure.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.loadgen.lag import LoopLag
 from holdfast.loadgen.schedule import sleep_until
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.table import WIDTH
@@ -47,11 +49,14 @@ class Options:
 
 @dataclass(slots=True)
 class Found:
-    """What became of the requests of one run; seconds that refusals, and answers of the router alone, took."""
+    """What became of the requests of one run; seconds that refusals, and answers of the router alone, took, and that
+    the clients themselves were late.
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
     router_s: list[float] = field(default_factory=list)
+    lag: LoopLag = field(default_factory=LoopLag)  # of the clients
 
 
 class Crowd:
@@ -128,14 +133,15 @@ class Crowd:
                 found.router_s.append(time.perf_counter() - began)
 
         looks = asyncio.create_task(look())
-        while (due := due + draw.expovariate(rate)) < options.warm_s + options.seconds:
-            await sleep_until(begin + due)
-            within_s = options.deadline_s * draw.uniform(0.5, 1.5)
-            task = asyncio.create_task(one(due, within_s))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-        while tasks:
-            await asyncio.wait(set(tasks))
+        async with found.lag.watching():
+            while (due := due + draw.expovariate(rate)) < options.warm_s + options.seconds:
+                await sleep_until(begin + due)
+                within_s = options.deadline_s * draw.uniform(0.5, 1.5)
+                task = asyncio.create_task(one(due, within_s))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            while tasks:
+                await asyncio.wait(set(tasks))
         looks.cancel()
         return found
 
@@ -167,8 +173,8 @@ def show(options: Options, rows: list[tuple[float, bool, Found]]) -> None:
     table = Table(title=title, box=SIMPLE)
     for name in ("load", "told", "in time a second", "of the best", "in time", "refused", "dropped", "left", "else"):
         table.add_column(name, justify="right")
-    for name in ("refusal ms p50, p99, longest", "router alone ms p50, p99, longest"):
-        table.add_column(name, justify="right")
+    for what in ("refusal", "router alone", "clients late"):
+        table.add_column(f"{what} ms p50, p99, longest", justify="right")
     for load, told, found in rows:
         n = found.ends.total() or 1
         known = ("in time", "refused", "dropped", "left")
@@ -176,7 +182,7 @@ def show(options: Options, rows: list[tuple[float, bool, Found]]) -> None:
         other = sum(count for name, count in found.ends.items() if name not in known)
         good = found.ends["in time"]
         cells = [f"{load:g}", "yes" if told else "no", f"{good / options.seconds:.2f}", f"{good / best:.0%}"]
-        table.add_row(*cells, *shares, str(other), _spread(found.refused_s), _spread(found.router_s))
+        table.add_row(*cells, *shares, str(other), *map(_spread, (found.refused_s, found.router_s, found.lag.ticks)))
     console = Console()
     (console if console.is_terminal else Console(width=WIDTH)).print(table)
 

@@ -24,14 +24,21 @@ _END_S = 30.0  # for a peer that is told to end
 
 
 @contextmanager
-def serving(model: str, engine: Mapping[str, Any], program: Sequence[str | Path] = HOLDFAST) -> Iterator[str]:
-    """The address of a server of one replica whose configuration's `engine` section is this; it ends with the block.
+def serving(
+    model: str,
+    engine: Mapping[str, Any],
+    program: Sequence[str | Path] = HOLDFAST,
+    tenants: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[str]:
+    """The address of a server of one replica whose configuration's `engine` section is this, for these `tenants`, or
+    without keys; it ends with the block.
 
     `program`: what Python is to run for the `holdfast` command. Raises UnavailableError where it does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "settings.yaml"
-        settings.write_text(json.dumps({"engine": engine}), encoding="utf-8")  # JSON is YAML
+        sections = {"engine": engine, "tenants": [*tenants]}
+        settings.write_text(json.dumps(sections), encoding="utf-8")  # JSON is YAML
         port = _free_port()
         command = [sys.executable, *map(str, program), "serve", "--config", str(settings)]
         command += ["--port", str(port), "--model", model]

@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -73,9 +73,10 @@ return {redis.call('ZCARD', KEYS[1])}
 """
 
 _RESULTS = {1: "booked", 3: "lost"}  # of `BOOK`
-_KNOWN = 8  # requests, from which on it counts how much of what others asked for they drew
-_MORE = 1.1  # times what is expected is reserved: what runs is let in where less was, so it needs more as a rule
-_LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved for it however few others drew
+_DRAWN_KNOWN = 8  # requests, from which on it counts how much of what others asked for they drew
+_LATEST = 0.05  # weight of the latest request among those by which it is estimated what the next ones need
+_LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved for it however few others drew, so that
+# many requests at once, unlike those before them, do not go over a limit by much
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
 
@@ -220,11 +221,12 @@ class Accounts:
         draw: both are put right by what such figures of this tenant's were worth.
         """
         habit = self._habits.get(tenant.name) or _Habit()
-        n = round(input_tokens * habit.scale)
-        uncached = round(n * habit.uncached)
-        output = round(output_tokens * habit.drawn_of_asked)
+        n, n_variance = habit.input.of(input_tokens)
+        uncached, uncached_variance = habit.uncached.of(n)
+        output, output_variance = habit.output.of(output_tokens)
+        uncached_variance += round(habit.uncached.part**2 * n_variance)
         units = round(priced(self._config.prices, uncached, n - uncached, output))
-        return Cost(answers, n, uncached, output, units)
+        return Cost(answers, n, uncached, output, units, (0, n_variance, uncached_variance, output_variance))
 
     # ---- life ----
 
@@ -472,33 +474,53 @@ class Admission:
 
 
 @dataclass(slots=True)
-class _Habit:
-    """What a tenant's requests turn out to be: tokens of the prompt for each that was guessed, the part that no cache
-    has, and tokens drawn of those that were asked for.
+class _Ratio:
+    """What turns out of what was expected, by the latest of a tenant's requests: means of both, and the square of how
+    far this ratio of theirs was off for one.
     """
 
-    scale: float = 1.0
-    uncached: float = 1.0
-    drawn: float = 0.0  # of a request, and `asked` likewise
-    asked: float = 0.0
+    known: int = 1  # requests from which on it counts; before, all that is expected does
+    least: float = 0.0  # of it, whatever turned out
+    expected: float = 0.0
+    found: float = 0.0
+    off: float = 0.0
     seen: int = 0
 
     @property
-    def drawn_of_asked(self) -> float:
-        """Never so little that many requests at once, unlike those before them, could go over a limit by much."""
-        return max(_MORE * self.drawn / self.asked, _LEAST_DRAWN) if self.asked and self.seen >= _KNOWN else 1.0
+    def part(self) -> float:
+        return max(self.found / self.expected, self.least) if self.seen >= self.known else 1.0
+
+    def of(self, expected: int) -> tuple[int, int]:
+        """What will turn out, and its variance."""
+        scale = expected / self.expected if self.seen >= self.known else 0.0
+        return round(self.part * expected), round(self.off * scale**2)
+
+    def learn(self, expected: int, found: int) -> None:
+        if not expected:
+            return
+        self.seen += 1
+        weight = max(_LATEST, 1 / self.seen)
+        self.expected += weight * (expected - self.expected)
+        self.found += weight * (found - self.found)
+        self.off += weight * ((found - expected * self.found / self.expected) ** 2 - self.off)
+
+
+@dataclass(slots=True)
+class _Habit:
+    """What a tenant's requests turn out to be: tokens of the prompt where so many were guessed, of them those that no
+    cache has, and tokens drawn where so many were asked for.
+    """
+
+    input: _Ratio = field(default_factory=_Ratio)
+    uncached: _Ratio = field(default_factory=_Ratio)
+    output: _Ratio = field(default_factory=lambda: _Ratio(_DRAWN_KNOWN, _LEAST_DRAWN))
 
     def learn(self, record: UsageRecord, guessed: int, asked: int) -> None:
         if not record.input or record.outcome == "cached":
             return
-        self.seen += 1
-        weight = max(0.1, 1 / self.seen)
-        if guessed:
-            self.scale += weight * (record.input / guessed - self.scale)
-        if asked:
-            self.drawn += weight * (record.output - self.drawn)
-            self.asked += weight * (asked - self.asked)
-        self.uncached += weight * ((record.input - record.cached) / record.input - self.uncached)
+        self.input.learn(guessed, record.input)
+        self.uncached.learn(record.input, record.input - record.cached)
+        self.output.learn(asked, record.output)
 
 
 def _record(

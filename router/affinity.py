@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 from weakref import WeakSet
 
@@ -278,35 +278,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             result = replica.try_send_request(pending_request, with_rejection=with_rejection)
             call = Call(replica, result)
             self._calls.add(call)
-            accepted, following = result.get_rejection_response, result.__anext__
-
-            def left_s() -> float:
-                return self._acceptance_s(call)
-
-            async def until_accepted() -> Any:
-                try:
-                    # Trap: a call that does not stream is told to be accepted when it is over.
-                    return await call.heard(accepted, left_s if pending_request.metadata.is_streaming else None)
-                except ActorUnavailableError:
-                    vars(pending_request).setdefault(LOST, time.monotonic())
-                    fleet.FLEET.pass_by(call.replica_id, self._config.silent_s if call.lost else REFUSED_S)
-                    raise
-
-            result.get_rejection_response = until_accepted
-            result.__anext__ = lambda: call.heard(following)
-            return result
+            watched: Any = Watched(result, call, pending_request, self._config)
+            return cast(ReplicaResult, watched)
 
         return Sending(replica, send)
-
-    def _acceptance_s(self, call: Call) -> float:
-        """For how long a call may yet go unaccepted: as long as nothing at all is heard of its replica, or `silent_s`.
-
-        One that tells how it is is there, and late: on a busy machine replicas that were would all be passed by, one
-        after the other, and each time their programs would move.
-        """
-        accept_s, now = self._config.accept_s, time.monotonic()
-        heard = max(call.at, now - fleet.FLEET.quiet_s(call.replica_id))
-        return min(heard + accept_s, call.at + max(accept_s, self._config.silent_s)) - now
 
     def _lose_silent(self) -> None:
         """End the calls of replicas that are silent, but for streams that bring something all the same."""
@@ -399,28 +374,17 @@ class Call:
         self._actor = replica.actor_id
         self._result = result
         self._bound: asyncio.Timeout | None = None
+        self._look_again: asyncio.TimerHandle | None = None
 
     async def heard(self, coming: Callable[[], Awaitable[Any]], left_s: Callable[[], float] | None = None) -> Any:
         """What comes next of it; raises ActorUnavailableError where nothing does while there is time left, where the
         call is lost, or where it has come to another server, which knows no such calls.
         """
-        loop = asyncio.get_running_loop()
         self._bound = asyncio.timeout(0.0 if self.lost else None)
-        timer: asyncio.TimerHandle | None = None
-
-        def look(due: float, left_s: Callable[[], float]) -> None:
-            nonlocal timer
-            now = loop.time()
-            left = LATE_S if now - due > LATE_S else left_s()
-            if left > 0:
-                timer = loop.call_at(now + left, look, now + left, left_s)
-            else:
-                self.lose()
-
         try:
             async with self._bound:
                 if left_s is not None:
-                    look(loop.time(), left_s)
+                    self._look(asyncio.get_running_loop().time(), left_s)
                 found = await coming()
         except TimeoutError:
             if not self._bound.expired():
@@ -433,10 +397,21 @@ class Call:
                 raise
             raise ActorUnavailableError("another server has the replica's port", self._actor.binary()) from None
         finally:
-            if timer is not None:
-                timer.cancel()
+            if self._look_again is not None:
+                self._look_again.cancel()
+                self._look_again = None
         self.at = time.monotonic()
         return found
+
+    def _look(self, due: float, left_s: Callable[[], float]) -> None:
+        """Whether time is left, which was to be looked at when it was `due`; once there is none, the call is lost."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        left = LATE_S if now - due > LATE_S else left_s()
+        if left > 0:
+            self._look_again = loop.call_at(now + left, self._look, now + left, left_s)
+        else:
+            self.lose()
 
     def lose(self) -> None:
         """Nothing is to be waited for any more."""
@@ -475,6 +450,46 @@ class Sending:
 
     def try_send_request(self, pr: PendingRequest, with_rejection: bool) -> ReplicaResult:
         return self._send(pr, with_rejection)
+
+
+class Watched:
+    """What a call brings, as Serve is to read it: waited for as long as the call is heard. All else is the result's.
+
+    Nothing that it holds holds it, so that it is gone with its call, and no garbage is to be collected.
+    """
+
+    def __init__(self, result: ReplicaResult, call: Call, pending: PendingRequest, config: PlacementConfig) -> None:
+        self._result = result
+        self._call = call
+        self._pending = pending
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._result, name)
+
+    async def get_rejection_response(self) -> Any:
+        # Trap: a call that does not stream is told to be accepted when it is over.
+        left_s = self._acceptance_s if self._pending.metadata.is_streaming else None
+        try:
+            return await self._call.heard(self._result.get_rejection_response, left_s)
+        except ActorUnavailableError:
+            vars(self._pending).setdefault(LOST, time.monotonic())
+            silent_s = self._config.silent_s if self._call.lost else REFUSED_S
+            fleet.FLEET.pass_by(self._call.replica_id, silent_s)
+            raise
+
+    async def __anext__(self) -> Any:
+        return await self._call.heard(self._result.__anext__)
+
+    def _acceptance_s(self) -> float:
+        """For how long it may yet go unaccepted: as long as nothing at all is heard of its replica, or `silent_s`.
+
+        One that tells how it is is there, and late: on a busy machine replicas that were would all be passed by, one
+        after the other, and each time their programs would move.
+        """
+        accept_s, now = self._config.accept_s, time.monotonic()
+        heard = max(self._call.at, now - fleet.FLEET.quiet_s(self._call.replica_id))
+        return min(heard + accept_s, self._call.at + max(accept_s, self._config.silent_s)) - now
 
 
 def _of_another(error: AioRpcError | RuntimeError) -> bool:

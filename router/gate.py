@@ -7,7 +7,8 @@ last of whoever has most of it gives way.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.scheduling.shares import Turn
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import Priority
-from holdfast.router.lines import NOBODY, Key, Lines, Payer, SlotShares
+from holdfast.router.lines import NOBODY, Key, Line, Lines, Payer, Place, SlotShares
 from holdfast.router.slots import Slots
 
 NOWHERE = ""  # no replica's id: its line is empty, so who waits for any comes first
@@ -103,13 +104,15 @@ class Gate:
         replica went.
 
         Raises OverloadedError where too much waits already, or this one has to give way to another tenant's, or to one
-        of a higher class.
+        of a higher class. Nobody gives way to one for which there is no place then.
         """
         loop = asyncio.get_running_loop()
         taken: asyncio.Future[str | None] = loop.create_future()
         payer = self._counted(payer)
-        while self._lines.full(tokens) and self._make_room(payer):
-            pass
+        for place in self._lines.giving_way(self._crowding(payer), tokens) or ():
+            self._lines.leave(place)
+            self.shares.leave(place.waiter.payer)
+            place.waiter.taken.set_exception(OverloadedError(GIVES_WAY))
         turn = self.shares.come(payer, loop.time())
         try:
             waiter = Waiter(request_id, payer, turn, taken)
@@ -198,17 +201,17 @@ class Gate:
             return None
         return self._lines.take(replica_id, self.shares.first(lines, asyncio.get_running_loop().time()))
 
-    def _make_room(self, payer: Payer) -> bool:
-        """In a full line the last of a tenant that has more of it than `payer` gives way, or one of batch; False: none
-        does.
+    def _crowding(self, payer: Payer) -> Iterator[Place[Waiter]]:
+        """Who may give way to `payer` in a full line, in this order: the last of batch, and of whichever tenant has
+        more of the line than it.
         """
-        crowds = self.shares.crowds(self._lines.waiting(), payer)
-        waiter = None if crowds is None else self._lines.take_last(crowds)
-        if waiter is None:
-            return False
-        self.shares.leave(waiter.payer)
-        waiter.taken.set_exception(OverloadedError(GIVES_WAY))
-        return True
+        waiting = Counter(self._lines.waiting())
+        lasts: dict[Line, Iterator[Place[Waiter]]] = {}
+        while (crowds := self.shares.crowds(waiting, payer)) is not None:
+            if crowds not in lasts:
+                lasts[crowds] = self._lines.lasts(crowds)
+            yield next(lasts[crowds])
+            waiting -= Counter((crowds,))
 
     def _take(self, replica_id: str, request_id: str, payer: Payer, turn: Turn | None = None) -> None:
         self._slots.take(replica_id, request_id)

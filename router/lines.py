@@ -8,13 +8,13 @@ comes first (`SlotShares`).
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Classes, Contended, Roots, Shares, Turn
+from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Bounds, Classes, Contended, Roots, Shares, Turn
 from holdfast.replicas.types import Priority
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Place(Generic[T]):
     waiter: T
     home: str | None
     line: Line = NOBODY.line
-    tokens: int = 0
+    n_prompt: int = 0  # tokens
     gone: bool = False
 
 
@@ -204,8 +204,7 @@ class Lines(Generic[T]):
     """
 
     def __init__(self, most: int, most_tokens: int = 1 << 62) -> None:
-        self._most = most
-        self._most_tokens = most_tokens
+        self._bounds = Bounds(most, most_tokens)
         self.tokens = 0  # of those that wait
         self._tickets = count()  # breaks ties first-in first-out
         self._lines: dict[str | None, dict[Line, list[tuple[Key, int, Place[T]]]]] = {}  # by home
@@ -215,13 +214,13 @@ class Lines(Generic[T]):
     def __len__(self) -> int:
         return self._waiting
 
-    def full(self, tokens: int = 0) -> bool:
-        """Whether one of so many tokens has no place. Where nobody waits there is one for any."""
-        return self._waiting >= self._most or (self._waiting > 0 and self.tokens + tokens > self._most_tokens)
+    def giving_way(self, lasts: Iterable[Place[T]], tokens: int) -> list[Place[T]] | None:
+        """Which of `lasts` have to leave for one of so many tokens that comes; None where all would not be enough."""
+        return self._bounds.giving_way(lasts, self._waiting, self.tokens, tokens)
 
     def enter(self, key: Key, waiter: T, home: str | None, line: Line = NOBODY.line, tokens: int = 0) -> Place[T]:
         """Raises OverloadedError where too much waits already."""
-        if self.full(tokens):
+        if not self._bounds.room(self._waiting, self.tokens, tokens):
             raise OverloadedError(f"{self._waiting} requests of {self.tokens} tokens wait for a replica already")
         place = Place(key, waiter, home, line, tokens)
         self._waiting += 1
@@ -241,7 +240,7 @@ class Lines(Generic[T]):
         if not place.gone:
             place.gone = True
             self._waiting -= 1
-            self.tokens -= place.tokens
+            self.tokens -= place.n_prompt
             self._of[place.line] -= 1
             if not self._of[place.line]:
                 del self._of[place.line]
@@ -264,14 +263,13 @@ class Lines(Generic[T]):
         """How many requests wait in each line."""
         return self._of
 
-    def take_last(self, line: Line) -> T | None:
-        """The one of a line that would be served last leaves it. Looks at all of them."""
-        entries = (entry for lines in self._lines.values() for entry in lines.get(line, ()))
-        place = max((entry for entry in entries if not entry[2].gone), default=(None, 0, None))[2]
-        if place is None:
-            return None
-        self.leave(place)
-        return place.waiter
+    def lasts(self, line: Line) -> Iterator[Place[T]]:
+        """The places of a line, from the one that would be served last on. Looks at all of them."""
+        here = [(home, entry) for home, lines in self._lines.items() for entry in lines.get(line, ())]
+        entries = [entry for home, entry in here if not entry[2].gone and entry[2].home == home]
+        if entries:
+            yield max(entries)[2]  # mostly it is the only one that is asked for
+        yield from (entry[2] for entry in sorted(entries, reverse=True)[1:])
 
     def keep(self, replica_ids: set[str]) -> None:
         """These are the replicas there are: who waited for another one waits for any."""

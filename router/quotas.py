@@ -4,6 +4,10 @@
     settle   it is over: what it used takes the place of the estimate. Part of the script that books it (`usage`)
     renew    it goes on: its lease, which would end with its router, is longer
 
+An estimate is a mean and a variance. What runs may together need more than the sum of its means, so a call is let in
+where there is also room for `DEVIATIONS` standard deviations of that sum: little where much runs, for its errors cancel
+each other, and nothing once all of it has ended.
+
 Each is one script in Redis, by Redis' clock. A minute is a sliding window of `WINDOW` parts: what was taken counts from
 the part in which its call came until `WINDOW` whole parts are over. So never more than the limit is let in within any
 minute, and never is anybody refused whose last minute and one part more have room: a part is 0.4 % of a minute.
@@ -19,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add, sub
 from typing import Any
 
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -29,6 +34,7 @@ PART_MS = 250
 WINDOW = MINUTE_MS // PART_MS
 LEASE_S = 30.0  # a call whose router has not renewed it for so long is over
 AGAIN_MS = 1000  # when to try again what waits for another call to end
+DEVIATIONS = 2.5  # that what runs may need more than was estimated
 UNITS = 1000  # parts of a unit: whole numbers add up exactly
 
 RATES = ("requests_per_minute", "input_tokens_per_minute", "uncached_tokens_per_minute", "output_tokens_per_minute")
@@ -49,7 +55,8 @@ WHAT: Mapping[str, str] = {
 
 # What the scripts of this file and of `usage` share. KEYS: the window, the leases by when they end, what each holds,
 # the programs by when they are over, and the beginning of the names of sums. A lease holds the part in which its call
-# came, how many answers it is, tokens (input, uncached, output) and units; `n` and `units` are the sums of all.
+# came, how many answers it is, tokens (input, uncached, output), units, and the variances of all four rates; `n`,
+# `units` and `doubt` are the sums of all.
 STATE = f"""
 local W, PART = {WINDOW}, {PART_MS}
 local LEASE = {int(LEASE_S * 1000)}
@@ -113,6 +120,18 @@ local function count(at, more)
   redis.call('HSET', window, name, table.concat(there, ' '))
 end
 
+-- The variances of all leases, of each rate: with so much more.
+local function doubt(more)
+  local sums = numbers(redis.call('HGET', held, 'doubt'))
+  for i = 1, 4 do sums[i] = math.max(0, (sums[i] or 0) + (more[i] or 0)) end
+  return sums
+end
+
+local function save_doubt(sums)
+  local texts = {{whole(sums[1]), whole(sums[2]), whole(sums[3]), whole(sums[4])}}
+  redis.call('HSET', held, 'doubt', table.concat(texts, ' '))
+end
+
 -- Take a lease away: what it held, nil where there is none of this id.
 local function release(id)
   local text = redis.call('HGET', held, id)
@@ -122,6 +141,9 @@ local function release(id)
   redis.call('ZREM', open, id)
   redis.call('HINCRBY', held, 'n', whole(0 - lease[2]))
   redis.call('HINCRBY', held, 'units', whole(0 - lease[6]))  -- Trap: -0 is no number to Redis
+  local less = {{}}
+  for i = 1, 4 do less[i] = 0 - (lease[6 + i] or 0) end
+  save_doubt(doubt(less))
   return lease
 end
 
@@ -157,15 +179,16 @@ local DAY = 86400000
 """
 
 # ARGV: now in ms ('': Redis' clock), id, lease in ms (0: none), program, its time in ms, answers, tokens (input,
-# uncached, output), units, and the limits in their order, 0 where there is none.
+# uncached, output), units, the variances of the rates, and the limits in their order, 0 where there is none.
 # Returns whether it is let in, else the number of the limit and ms until it may be; then what is used of each limit.
 ADMIT = (
     STATE
     + """
 local id, lease, program, rest = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local need = {tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
-local units, limit = tonumber(ARGV[10]), {}
-for i = 1, 8 do limit[i] = tonumber(ARGV[10 + i]) end
+local units, variance, limit = tonumber(ARGV[10]), {}, {}
+for i = 1, 4 do variance[i] = tonumber(ARGV[10 + i]) end
+for i = 1, 8 do limit[i] = tonumber(ARGV[14 + i]) end
 local answers = need[1]
 roll()
 sweep()
@@ -190,17 +213,23 @@ local refused, wait = 0, 0
 local function refuse(by, ms)
   if ms > wait then refused, wait = by, ms end
 end
+local doubts = doubt(variance)
 if not inside then
   for i = 1, 4 do
+    local most = need[i] > 0 and limit[i] or 0
+    -- How far over the limit it would be, if what runs and itself need so much more than is expected of them.
+    local function over_by(doubted)
+      return most > 0 and used[i] + math.min(need[i] + DEVIATIONS * math.sqrt(doubted), most) - most or 0
+    end
     need[i] = limit[i] > 0 and math.min(need[i], limit[i]) or need[i]
-    local over = limit[i] > 0 and need[i] > 0 and used[i] + need[i] - limit[i] or 0
-    if over > 0 then
-      local leaves = last
+    if over_by(doubts[i]) > 0 then
+      -- Of what runs now one knows sooner what it needed.
+      local over, leaves = over_by(variance[i]), last
       for each = first, last do
         over = over - (numbers(redis.call('HGET', window, whole(each)) or '')[i] or 0)
         if over <= 0 then leaves = each break end
       end
-      refuse(i, (leaves + W + 1) * PART - now)
+      refuse(i, over_by(variance[i]) > 0 and (leaves + W + 1) * PART - now or AGAIN)
     end
   end
   if lease > 0 and limit[5] > 0 and at_once + answers > limit[5] then refuse(5, AGAIN) end
@@ -220,7 +249,9 @@ if refused == 0 and not inside then
   if lease > 0 then
     redis.call('ZADD', open, now + lease, id)
     redis.call('HSET', held, id, table.concat(
-      {whole(part), whole(answers), whole(need[2]), whole(need[3]), whole(need[4]), whole(units)}, ' '))
+      {whole(part), whole(answers), whole(need[2]), whole(need[3]), whole(need[4]), whole(units),
+       whole(variance[1]), whole(variance[2]), whole(variance[3]), whole(variance[4])}, ' '))
+    save_doubt(doubts)
     redis.call('HINCRBY', held, 'n', answers)
     redis.call('HINCRBY', held, 'units', whole(units))
     at_once, reserved = at_once + answers, reserved + units
@@ -233,7 +264,7 @@ if refused == 0 and limit[6] > 0 and program ~= '' then
 end
 save()
 return {refused, wait, used[1], used[2], used[3], used[4], at_once, running, spent[1] + reserved, spent[2] + reserved}
-""".replace("AGAIN", str(AGAIN_MS))
+""".replace("AGAIN", str(AGAIN_MS)).replace("DEVIATIONS", str(DEVIATIONS))
 )
 
 # ARGV: now, the lease in ms, ids of calls that go on. Those that are over stay so.
@@ -255,6 +286,7 @@ class Cost:
     uncached: int = 0  # of the input
     output: int = 0
     units: int = 0
+    variance: tuple[int, int, int, int] = (0, 0, 0, 0)  # of its `rates`, where those are an estimate
 
     @property
     def rates(self) -> tuple[int, int, int, int]:
@@ -307,7 +339,7 @@ def admit_arguments(
 ) -> list[str | bytes | float]:
     """What `ADMIT` is told."""
     head: list[str | bytes | float] = ["" if now_ms is None else now_ms, id_, int(lease_s * 1000)]
-    return [*head, program, int(rest_s * 1000), *cost.rates, cost.units, *limits_of(limits)]
+    return [*head, program, int(rest_s * 1000), *cost.rates, cost.units, *cost.variance, *limits_of(limits)]
 
 
 def admitted(tenant: Tenant, answer: Sequence[Any]) -> Standing:
@@ -341,6 +373,7 @@ class _Local:
     spent: dict[str, int] = field(default_factory=dict)  # parts of units by day and month
     at_once: int = 0
     reserved: int = 0
+    doubt: list[int] = field(default_factory=lambda: [0, 0, 0, 0])  # variances of `used`, for what runs
 
     def roll(self, part: int) -> None:
         while self.parts and self.parts[0][0] < part - WINDOW:
@@ -389,14 +422,18 @@ class LocalQuotas:
         told = {name: n / UNITS if name in BUDGETS else float(n) for name, n in zip(LIMITS, used, strict=True)}
         needs = [*cost.rates, cost.answers if lease else 0, int(bool(program) and program not in local.programs)]
         needs += [cost.units if lease else 0] * 2
-        for name, need, n in zip(LIMITS, needs, used, strict=True):
+        doubts = [*map(add, local.doubt, cost.variance), 0, 0, 0, 0]
+        own = [*cost.variance, 0, 0, 0, 0]
+        for name, need, n, doubt, variance in zip(LIMITS, needs, used, doubts, own, strict=True):
             given = getattr(tenant.limits, name)
             if given is None or not need:
                 continue
             most = max(1.0, given * share) * (UNITS if name in BUDGETS else 1)
-            counts = need if name in COUNTS else min(need, most)
+            counts, later = (
+                need if name in COUNTS else min(need + DEVIATIONS * math.sqrt(each), most) for each in (doubt, variance)
+            )
             if n + counts > most:
-                wait_s = self._wait_ms(local, name, n + counts - most, now_ms) / 1000
+                wait_s = self._wait_ms(local, name, n + later - most, now_ms) / 1000
                 raise QuotaError(tenant.name, name, given, Standing(tenant.limits, told, wait_s), wait_s)
         if id_ not in local.leases:
             self._take(local, part, id_, lease, cost)
@@ -426,6 +463,7 @@ class LocalQuotas:
             return
         local.at_once -= lease.cost.answers
         local.reserved -= lease.cost.units
+        local.doubt = [*map(sub, local.doubt, lease.cost.variance)]
         more = [a - b for a, b in zip(used.rates[1:], lease.cost.rates[1:], strict=True)]
         if lease.part < now_ms // PART_MS - WINDOW:  # its own part has gone: only what was not foreseen is new
             more = [max(0, n) for n in more]
@@ -452,9 +490,10 @@ class LocalQuotas:
             local.leases[id_] = _Lease(part, cost)
             local.at_once += cost.answers
             local.reserved += cost.units
+            local.doubt = [*map(add, local.doubt, cost.variance)]
 
     def _wait_ms(self, local: _Local, name: str, over: float, now_ms: int) -> int:
-        if name not in RATES:
+        if name not in RATES or over <= 0:
             return AGAIN_MS
         column = RATES.index(name) + 1
         for each in local.parts:

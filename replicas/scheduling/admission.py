@@ -26,7 +26,7 @@ from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
-from holdfast.replicas.scheduling.shares import Classes
+from holdfast.replicas.scheduling.shares import Bounds, Classes
 from holdfast.replicas.scheduling.step import StepBuilder
 from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.stats import EngineStats
@@ -142,16 +142,13 @@ class Admission:
 
         Raises OverloadedError, and then nobody has given way.
         """
-        config, lower, going = self._config, self._waiting.last_below(sequence.submit.rank), list[Sequence]()
-        n, tokens = len(self._waiting), self.tokens
-        while queued + n >= config.max_waiting or (n and tokens + sequence.n_prompt > config.max_waiting_tokens):
-            last = next(lower, None)
-            if last is None:
-                self._stats.not_begun["full"] += 1
-                raise OverloadedError(f"{len(self._waiting)} requests of {self.tokens} tokens are waiting already")
-            going.append(last)
-            n, tokens = n - 1, tokens - last.n_prompt
-        return [self._end(each, _GAVE_WAY, "gave_way") for each in going]
+        bounds = Bounds(self._config.max_waiting - queued, self._config.max_waiting_tokens)
+        lower = self._waiting.last_below(sequence.submit.rank)
+        leaving = bounds.giving_way(lower, len(self._waiting), self.tokens, sequence.n_prompt)
+        if leaving is None:
+            self._stats.not_begun["full"] += 1
+            raise OverloadedError(f"{len(self._waiting)} requests of {self.tokens} tokens are waiting already")
+        return [self._end(each, _GAVE_WAY, "gave_way") for each in leaving]
 
     def judge(self, sequence: Sequence) -> None:
         """Raises DeadlineError for one that comes and whose answer cannot be expected in the time that it gives.

@@ -4,6 +4,8 @@
     tenants    who was served least for its weight (`Shares`)
     programs   by root: who began first, until it has had a `quantum` more than the others (`Roots`)
 
+And where a queue is full, who leaves it for one that comes (`Bounds`).
+
 An engine shares the seconds of its steps so (`queue`), a router the slots of its replicas (`router/lines`).
 """
 
@@ -11,11 +13,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from holdfast.replicas.types import Priority
 
 Turn: TypeAlias = tuple[float, float]
+T = TypeVar("T", bound="Sized")
 
 TENANTS = 65_536  # remembered, the one longest without anything forgotten first
 _ROOTS = 4096  # of a tenant
@@ -234,3 +237,43 @@ class Classes:
         owed = self._owed + self._share * interactive_s - (1.0 - self._share) * batch_s
         self._owed = min(max(owed, 0.0), 2 * _DUE_S)
         self.due = self._owed > 0.0 if self.due else self._owed >= _DUE_S
+
+
+class Sized(Protocol):
+    """Who waits in a queue, with so many tokens in its prompt."""
+
+    @property
+    def n_prompt(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a queue takes: so many requests, and so many tokens in their prompts. One alone may have any number."""
+
+    requests: int
+    tokens: int
+
+    def room(self, n: int, tokens: int, more: int) -> bool:
+        """Whether beside `n` requests of so many tokens in all there is a place for one of `more` tokens."""
+        return n < self.requests and (n == 0 or tokens + more <= self.tokens)
+
+    def giving_way(self, lasts: Iterable[T], n: int, tokens: int, more: int) -> list[T] | None:
+        """Which of `lasts`, who might leave in this order, have to, so that there is room for one of `more` tokens;
+        None where all of them would not be enough.
+
+        Nobody leaves in vain: without any one of those who do there would be no room.
+        """
+        leaving, others = list[T](), iter(lasts)
+        while not self.room(n, tokens, more):
+            last = next(others, None)
+            if last is None:
+                return None
+            leaving.append(last)
+            n, tokens = n - 1, tokens - last.n_prompt
+        needed = list[T]()
+        for each in reversed(leaving):  # the later it would have left, the sooner it stays
+            if self.room(n + 1, tokens + each.n_prompt, more):
+                n, tokens = n + 1, tokens + each.n_prompt
+            else:
+                needed.append(each)
+        return needed[::-1]

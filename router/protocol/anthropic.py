@@ -287,18 +287,10 @@ _OF_CONFIG, _OF_FORMAT = frozenset(OutputConfig.__annotations__), frozenset(Json
 def _unknown_fields(body: CountBody) -> set[str]:
     """The fields of messages, blocks, tools and the like that are not known, each by its path without numbers."""
     unknown = Unknown()
-
-    def look(blocks: object, where: str) -> None:
-        for block in blocks if isinstance(blocks, list) else ():
-            kind = block.get("type") if isinstance(block, Mapping) else None
-            if isinstance(kind, str) and kind in _OF_BLOCK:  # else it is left out by its type, or refused
-                unknown.look(block, _OF_BLOCK[kind], where)
-                look(block.get("content"), f"{where}.content")
-
-    look(body.system, "system")
+    _look_into(body.system, "system", unknown)
     for message in body.messages:
         unknown.look(message, _OF_MESSAGE, "messages")
-        look(message["content"], "messages.content")
+        _look_into(message["content"], "messages.content", unknown)
     for tool in body.tools:
         if _tool_kind(tool) == "a function":
             unknown.look(tool, _OF_TOOL, "tools")
@@ -306,6 +298,14 @@ def _unknown_fields(body: CountBody) -> set[str]:
     unknown.look(body.output_config, _OF_CONFIG, "output_config")
     unknown.look(body.output_config.get("format") or {}, _OF_FORMAT, "output_config.format")
     return unknown.found
+
+
+def _look_into(blocks: object, where: str, unknown: Unknown) -> None:
+    for block in blocks if isinstance(blocks, list) else ():
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(kind, str) and kind in _OF_BLOCK:  # else it is left out by its type, or refused
+            unknown.look(block, _OF_BLOCK[kind], where)
+            _look_into(block.get("content"), f"{where}.content", unknown)
 
 
 class _BlockReader:

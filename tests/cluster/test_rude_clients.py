@@ -3,6 +3,7 @@
 How long the polite ones wait is measured by `tests/support/rude_clients.py`, not asserted here.
 """
 
+import json
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,22 +12,18 @@ import httpx
 import pytest
 import rude_clients
 
-from holdfast.router.tenants import hash_key
-
 IDLE = 512  # at once; thousands take the machine half a minute
-SETTINGS = f"""
-engine: {{threads: 1, kv_memory: 0.1}}
-server: {{header_s: 2}}
-router: {{body_timeout_s: 3}}
-tenants:
-  - {{name: polite, key_hashes: ['{hash_key("polite")}'], operator: true}}
-  - {{name: limited, key_hashes: ['{hash_key("limited")}'], limits: {{requests_per_minute: 60, max_concurrent: 2}}}}
-"""
+SETTINGS = {
+    "engine": rude_clients.ENGINE,
+    "server": {"header_s": 2},
+    "router": {"body_timeout_s": 3},
+    "tenants": rude_clients.TENANTS,
+}
 
 
 @pytest.fixture(scope="module")
 def measured(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    server = start(tmp_path_factory.mktemp("server"), SETTINGS)
+    server = start(tmp_path_factory.mktemp("server"), json.dumps(SETTINGS))
     try:
         polite, rude = rude_clients.beside(server.url, "polite", "limited", 2.0, IDLE)
         limited = [

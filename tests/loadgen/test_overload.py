@@ -35,6 +35,7 @@ def test_what_becomes_of_every_request_is_told(capsys):
     printed = capsys.readouterr().out
     assert "capacity:" in printed
     assert "100.0%" in printed
+    assert all(found.lag.ticks for _, _, found in rows), "beside what the server took stands how late the clients were"
 
 
 def test_clients_leave_when_their_time_is_over():

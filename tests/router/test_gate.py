@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.types import Priority
@@ -261,6 +263,71 @@ def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way(
         made.give_back("a", "x")
         await turns()
         assert huge.result() == "a"
+
+    asyncio.run(live())
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.sampled_from("xyz"),  # the tenant
+        st.sampled_from(Priority),
+        st.integers(0, 3),  # its key
+        st.integers(1, 12),  # tokens
+        st.sampled_from(["a", "b", None]),  # the replica that it wants
+        st.integers(0, 2),  # slots that come free before it
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(ARRIVALS, st.booleans(), st.integers(1, 5), st.integers(1, 24))
+def test_nobody_gives_way_in_vain(arrivals, fair, most, most_tokens) -> None:
+    """Each request ends once: it has a slot, or is told that too much waits. Who gives way does so for one that is
+    taken, and for which there was no room with it.
+    """
+
+    async def live() -> None:
+        made = Gate(most, Hand(), fair=fair, max_waiting_tokens=most_tokens)
+        made.replicas({"a": 1, "b": 1})
+        held = []  # replicas with the request that has their slot
+        for name in ("a", "b"):
+            assert made.take(name, name)
+            held.append((name, name))
+        tasks: dict[str, asyncio.Task[str | None]] = {}
+        sizes = {}
+
+        async def request(name: str, key: int, home: str | None, payer: Payer, tokens: int) -> str | None:
+            if home is None:
+                replica = made.take_any(name, payer)
+            else:
+                replica = home if made.take(home, name, payer) else None
+            replica = replica or await made.wait((key,), home, name, LONG, payer, tokens)
+            held.append((replica, name))
+            return replica
+
+        for number, (tenant, priority, key, tokens, home, free) in enumerate(arrivals):
+            for _ in range(free):
+                if held:
+                    made.give_back(*held.pop(0))
+                    await turns()
+            payer, name, sizes[f"r{number}"] = Payer(tenant, priority=priority), f"r{number}", tokens
+            before = {each for each, task in tasks.items() if not task.done()}
+            tasks[name] = asyncio.create_task(request(name, key, home, payer, tokens))
+            await turns()
+            gone = {each for each in before if tasks[each].done()}
+            refused = tasks[name].done() and isinstance(tasks[name].exception(), OverloadedError)
+            assert not (gone and refused)
+            assert len(made) <= most
+            for each in gone:
+                assert isinstance(tasks[each].exception(), OverloadedError)
+                assert len(made) + 1 > most or made.tokens + sizes[each] > most_tokens
+        while held:
+            made.give_back(*held.pop(0))
+            await turns()
+        assert all(task.done() for task in tasks.values())
+        assert all(task.exception() or task.result() in ("a", "b") for task in tasks.values())
+        assert (len(made), made.tokens) == (0, 0)
 
     asyncio.run(live())
 

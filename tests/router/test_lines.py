@@ -189,9 +189,12 @@ def test_each_tenant_is_served_in_order_and_its_last_gives_way(entries):
         own = [n for n, each in enumerate(entries) if each[0] == tenant]
         assert lines.waiting()[tenant] == len(own)
         if len(own) > 1:
-            last = lines.take_last(tenant)
-            assert entries[last][2] == max(entries[n][2] for n in own)
-            own.remove(last)
+            last = next(lines.lasts(tenant))
+            assert [entries[each.waiter][2] for each in lines.lasts(tenant)] == sorted(
+                (entries[n][2] for n in own), reverse=True
+            )
+            lines.leave(last)
+            own.remove(last.waiter)
         served = [lines.take("x", tenant) for _ in own]
         mine = [n for n in own if not (entries[n][2] % 2 and entries[n][1] == "y")]
         assert [entries[n][2] for n in served if n is not None] == sorted(entries[n][2] for n in mine)

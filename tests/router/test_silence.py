@@ -1,6 +1,7 @@
 """Replicas that do not answer: calls on them end, and others are chosen until they are heard again."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -152,6 +153,28 @@ def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Fleet) 
             await waiting
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_over_is_gone_without_a_collection(stream: bool) -> None:
+    async def work() -> None:
+        came: asyncio.Queue[int] = asyncio.Queue()
+        made, sent = router(came.get)
+        _, result = await sent_to(made, turn(stream))
+        for n in range(2):
+            came.put_nowait(n)
+        assert [await result.get_rejection_response(), await result.__anext__()] == [0, 1]
+        sent.clear()
+        assert len(made._calls) == 1
+        del result
+        assert len(made._calls) == 0
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(work())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("flows", [False, True])

@@ -91,11 +91,11 @@ def accounts(url: str, name: str, routers: int) -> tuple[Accounts, RedisStore]:
     return Accounts(store=store, router=name, routers=routers), store
 
 
-async def route(url: str, number: int, routers: int, n: int, seconds: float) -> list[list[object]]:
+async def route(url: str, number: int, routers: int, n: int, seconds: float, seed: int) -> list[list[object]]:
     """One router: what it let in, and how many requests of each tenant it refused."""
     mine, store = accounts(url, f"r{number}", routers)
     mine.start()
-    everybody, draw, let_in, refused = tenants(n), random.Random(number), [], defaultdict(int)
+    everybody, draw, let_in, refused = tenants(n), random.Random(seed * routers + number), [], defaultdict(int)
     ends: set[asyncio.Task[None]] = set()
     rate = n * PER_MINUTE / 60 * (2 + 0.5) / 2 / routers
     begin = time.monotonic()
@@ -158,16 +158,14 @@ def most_in_a_minute(events: list[tuple[float, float, int]]) -> int:
     return most
 
 
-def exactness(routers: int, n: int, seconds: float) -> None:
+def exactness(routers: int, n: int, seconds: float, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         redis = RedisServer(Path(folder))
         redis.start()
         try:
             command = [sys.executable, __file__, "--url", redis.url, "--routers", str(routers), "--tenants", str(n)]
-            running = [
-                subprocess.Popen([*command, "--seconds", str(seconds), "--router", str(i)], stdout=subprocess.PIPE)
-                for i in range(routers)
-            ]
+            command += ["--seconds", str(seconds), "--seed", str(seed), "--router"]
+            running = [subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE) for i in range(routers)]
             told = [json.loads(each.communicate()[0]) for each in running]
             asyncio.run(report(redis.url, told, n))
         finally:
@@ -308,6 +306,7 @@ def main() -> None:
     parser.add_argument("--routers", type=int, default=4)
     parser.add_argument("--tenants", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seed", type=int, default=0, help="of what comes when, and how long it is")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--router", type=int, help=argparse.SUPPRESS)
@@ -315,10 +314,10 @@ def main() -> None:
     if options.cost:
         asyncio.run(cost())
     elif options.router is not None:
-        told = route(options.url, options.router, options.routers, options.tenants, options.seconds)
+        told = route(options.url, options.router, options.routers, options.tenants, options.seconds, options.seed)
         print(json.dumps(asyncio.run(told)))
     else:
-        exactness(options.routers, options.tenants, options.seconds)
+        exactness(options.routers, options.tenants, options.seconds, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Rude clients against a running server, and how long polite ones wait meanwhile.
 
-    python tests/support/rude_clients.py URL POLITE_KEY LIMITED_KEY [SECONDS [ROUNDS]]
+    python tests/support/rude_clients.py [--seconds 12] [--rounds 3]
+    python tests/support/rude_clients.py --at URL POLITE_KEY LIMITED_KEY
 
 Rude, all at once: 20 clients that trickle headers and 20 that trickle a body, a byte every half second; 4,096 that
 connect, say nothing and connect again when they are thrown out; a tenant near its limits that sends two bodies of
 32 MiB a second. Polite: four clients, one request after the other. They are timed in rounds, SECONDS each: alone, while
 the rude ones do the same to a server that throws away what it gets (what they cost the machine by themselves), and
 beside them. The rude ones and that server run in processes of their own, at low priority. Prints one JSON object, with
-the median of the rounds' ratios to alone.
+the median of the rounds' ratios to alone. Without `--at` the server is one of its own: one replica of the pocket model,
+whose engine has one thread.
 """
 
+import argparse
 import asyncio
 import json
 import resource
@@ -19,12 +22,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from holdfast.loadgen.serving import serving
+from holdfast.router.tenants import hash_key
 
 TRICKLING, IDLE, POLITE = 20, 4096, 4
 ADDRESSES = 8  # that the idle ones come from: one would not be let in as often
@@ -33,6 +39,15 @@ BODIES_S = 0.5  # between two of them
 WARM_S = 3.0  # before a phase counts
 NOWHERE_S = 3.0  # after which the server that throws away what it gets ends a connection
 PATIENT_S = 180.0  # for what takes seconds on a machine that is free
+ENGINE = {"threads": 1, "kv_memory": 0.1}
+TENANTS = (
+    {"name": "polite", "key_hashes": [hash_key("polite")], "operator": True},
+    {
+        "name": "limited",
+        "key_hashes": [hash_key("limited")],
+        "limits": {"requests_per_minute": 60, "max_concurrent": 2},
+    },
+)
 
 
 def head(path: str, key: str, length: int) -> bytes:
@@ -228,11 +243,21 @@ def other(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
         yield process
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at", nargs=3, metavar=("URL", "POLITE_KEY", "LIMITED_KEY"), help="a server that runs")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a phase")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with ExitStack() as own:
+        at = options.at or (own.enter_context(serving("pocket", ENGINE, tenants=TENANTS)), "polite", "limited")
+        print(json.dumps(measure(*at, options.seconds, options.rounds), indent=2))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "rude":
         asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4])))
     elif sys.argv[1] == "nowhere":
         asyncio.run(nowhere())
     else:
-        seconds, rounds = (sys.argv[4:] + ["20", "1"][len(sys.argv[4:]) :])[:2]
-        print(json.dumps(measure(*sys.argv[1:4], float(seconds), int(rounds)), indent=2))
+        main()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Abort, Aborted, Finished, Rejected
 from holdfast.replicas.stats import Mean
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import RANKS, Priority
 
 BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
 
@@ -147,6 +147,49 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
         world.assert_right(name)
     assert world.engine.stats.not_begun["gave_way"] == 0
     world.assert_idle()
+
+
+def test_no_more_give_way_than_have_to():
+    world = World(max_sequences=1, cells=4096, max_waiting_tokens=24)
+    world.submit("runs", words(0, 8), 20)
+    world.step()
+    for name, n in (("long", 16), ("short", 4)):
+        world.submit(name, words(n, n), priority=BATCH)
+    world.submit("one", words(1, 12), priority=INTERACTIVE)  # the last one's place alone is too small for it
+    assert kind(world.end("long")) is ErrorKind.OVERLOADED
+    world.run()
+    for name in ("runs", "one", "short"):
+        world.assert_right(name)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(RANKS), st.integers(1, 12), st.integers(0, 1)), max_size=24),
+    st.integers(1, 5),
+    st.integers(1, 24),
+)
+def test_nobody_gives_way_in_vain(arrivals, most, tokens):
+    """Who gives way does so for one that is taken in, and for which there was no room with it. Each ends once."""
+    world = World(max_sequences=1, cells=1024, max_waiting=most, max_waiting_tokens=tokens)
+    admission, sizes = world.engine.scheduler.admission, {}
+    world.submit("runs", words(0, 8), 8)
+    world.step()
+    for number, (priority, n, steps) in enumerate(arrivals):
+        name, waiting = f"r{number}", {each.request_id for each in admission}
+        sizes[name] = n
+        world.submit(name, words(1 + number, n), 2, priority=priority)
+        gone = {each for each in waiting if world.ends[each]}
+        assert not (gone and world.ends[name])
+        for each in gone:
+            assert kind(world.end(each)) is ErrorKind.OVERLOADED
+            assert len(admission) + 1 > most or admission.tokens + sizes[each] > tokens
+        for _ in range(steps):
+            world.step()
+    world.run()
+    world.assert_idle()
+    for name in sizes:
+        if isinstance(world.end(name), Finished):
+            world.assert_right(name)
 
 
 def test_clients_that_do_not_wait_teach_as_well():

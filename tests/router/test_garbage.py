@@ -1,0 +1,105 @@
+"""What a router has served is gone as soon as nobody holds it: no cycles, for which Python's collector would have to
+look through everything that there is, and hold every stream up meanwhile.
+"""
+
+import asyncio
+import gc
+from collections import Counter
+
+import orjson
+import pytest
+from fake_backend import CALL, FORMATS, FakeBackend, World, chat_body
+
+from holdfast.replicas.errors import DeadlineError, UnavailableError
+from holdfast.replicas.requests import TextDelta
+from holdfast.router.config import RouterConfig
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+
+CHAT = "/v1/chat/completions"
+SAID = chat_body()["messages"]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "place", "schema": PARAMETERS}}
+FAILS = [(TextDelta("Hel"),), UnavailableError("gone")]
+
+
+def stalling():
+    backend = FakeBackend()
+    backend.stall = 1
+    return World(backend)
+
+
+def failing(*script):
+    return World(FakeBackend(script))
+
+
+CASES = {
+    **{f"whole {each}": (World, each.path, {"model": "pocket", **each.body}) for each in FORMATS},
+    **{f"stream {each}": (World, each.path, each.streamed()) for each in FORMATS},
+    "calls": (lambda: World(FakeBackend(CALL)), CHAT, chat_body(stream=True, tools=[TOOL])),
+    "a schema": (World, CHAT, chat_body(response_format=SCHEMA)),
+    "several answers": (World, CHAT, chat_body(n=3)),
+    "from the cache": (World, CHAT, chat_body(temperature=0)),
+    "a program": (World, CHAT, chat_body(program_id="p")),
+    "a long body": (lambda: World(config=RouterConfig(long_body_bytes=10)), CHAT, chat_body()),
+    "wrong": (World, CHAT, chat_body(messages="x")),
+    "no JSON": (World, CHAT, None),
+    "no key": (lambda: World(tenants=TenantDirectory([Tenant("acme", (hash_key("a"),))])), CHAT, chat_body()),
+    "refused": (lambda: failing(DeadlineError("late", retry_after_s=1.0)), CHAT, chat_body()),
+    "failing": (lambda: failing(*FAILS), CHAT, chat_body()),
+    "failing stream": (lambda: failing(*FAILS), CHAT, chat_body(stream=True)),
+    "a bug": (lambda: failing(ValueError("a bug")), CHAT, chat_body(stream=True)),
+    "its client leaves": (stalling, CHAT, chat_body()),
+    "its client leaves a stream": (stalling, CHAT, chat_body(stream=True)),
+    "counted": (World, "/v1/messages/count_tokens", {"model": "pocket", "messages": SAID}),
+    "ahead": (World, "/v1/prefills", {"model": "pocket", "messages": SAID}),
+    "tokens": (World, "/tokenize", {"model": "pocket", "prompt": "hello"}),
+}
+
+
+async def serve(world, path, body):
+    """One request whose client has left by the time that something is asked of it again, if it was not answered."""
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "state": {}}
+    scope |= {"headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 80)}
+    asked, answered = [], asyncio.Event()
+
+    async def receive():
+        if not asked:
+            asked.append(True)
+            return {"type": "http.request", "body": b"" if body is None else orjson.dumps(body), "more_body": False}
+        if world.backend.stall is None:
+            await answered.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            answered.set()
+
+    await world.app(scope, receive, send)
+    await world.cache.drain()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_served_leaves_no_cycles(case):
+    make, path, body = CASES[case]
+
+    async def scenario():
+        world = make()
+        for _ in range(3):  # the first ones make what stays
+            await serve(world, path, body)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(3):
+                await serve(world, path, body)
+            await asyncio.sleep(0)
+            gc.collect()
+            return Counter(f"{type(each).__qualname__} {getattr(each, '__qualname__', '')}" for each in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    assert asyncio.run(scenario()) == {}

@@ -111,7 +111,7 @@ def test_the_hubs_token_is_told_to_what_downloads_and_to_nothing_else() -> None:
             if each["name"] == "HF_TOKEN"
         }
         source = {"secretKeyRef": {"name": name, "key": "token"}}
-        assert told == {("worker main", "download"): {"name": "HF_TOKEN", "valueFrom": source}}
+        assert told == {("worker main", "model"): {"name": "HF_TOKEN", "valueFrom": source}}
 
 
 def test_ray_asks_for_a_token() -> None:
@@ -220,7 +220,7 @@ def test_routers_are_spread_one_a_machine() -> None:
 
 def test_engines_are_spread_as_values_say() -> None:
     values = ("topologyKey=zone", "maxSkew=2", "whenUnsatisfiable=ScheduleAnyway")
-    objects = render("", [f"modelDefaults.worker.topologySpread[0].{each}" for each in values])
+    objects = render("", tuple(f"modelDefaults.worker.topologySpread[0].{each}" for each in values))
     template = dict(pod_templates(objects))["worker main"]
     (spread,) = copy.deepcopy(template["spec"]["topologySpreadConstraints"])
     labels = template["metadata"]["labels"] | {"ray.io/group": "main"}

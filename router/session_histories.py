@@ -129,7 +129,7 @@ class SessionHistories:
 
     async def drop(self, tenant: str, session_id: str) -> None:
         if self.on:
-            await self._store.drop(_key(tenant, session_id), _owner(tenant))
+            await self._store.delete(_key(tenant, session_id), _owner(tenant))
 
     async def _grow(
         self, tenant: str, session_id: str, more: bytes, idle_s: float, at: Record | None, *, anew: bool = False

@@ -231,11 +231,9 @@ class Store(Protocol):
         """
         ...
 
-    async def drop(self, key: str, owner: str) -> None:
-        """Delete a value that grew."""
+    async def delete(self, key: str, owner: str = "") -> None:
+        """`owner`: of one that grew."""
         ...
-
-    async def delete(self, key: str) -> None: ...
 
     async def forget(self, prefix: str) -> None:
         """Delete what stands under keys that begin so. Takes long, and holds nobody up."""
@@ -327,10 +325,7 @@ class MemoryStore:
         self._values.put(key, value, now + ttl_s, size, owner)
         return Put.DONE if key in self._values else Put.FULL
 
-    async def drop(self, key: str, owner: str) -> None:
-        self._values.remove(key)
-
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, owner: str = "") -> None:
         self._values.remove(key)
 
     async def forget(self, prefix: str) -> None:
@@ -420,10 +415,6 @@ class RedisStore:
     def degraded(self) -> bool:
         return self._probe is not None
 
-    async def ping(self) -> bool:
-        """Whether Redis answers now, for a check at start-up."""
-        return await self._attempt(self._redis.ping) is not None
-
     async def info(self) -> RedisInfo | None:
         """What the server says of itself; None where it does not answer."""
 
@@ -477,15 +468,15 @@ class RedisStore:
         done = await self.script(GROW, [key, *_books(owner)], told)
         return Put.AWAY if done is None else Put(done[0].decode())
 
-    async def drop(self, key: str, owner: str) -> None:
-        await self.script(DROP, [key, *_books(owner)], [])
-
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, owner: str = "") -> None:
         async def work() -> bool:
             await self._redis.delete(self._prefix + key)
             return True
 
-        await self._guarded(work)
+        if owner:
+            await self.script(DROP, [key, *_books(owner)], [])
+        else:
+            await self._guarded(work)
         await self._fallback.delete(key)  # what was kept here while Redis was away
 
     async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
@@ -617,7 +608,7 @@ class RedisStore:
 
     async def _wait_for_redis(self) -> None:
         while True:
-            if await self.ping():
+            if await self._attempt(self._redis.ping) is not None:
                 break
             await asyncio.sleep(self._retry_s)
         log.warning("Redis answers again")

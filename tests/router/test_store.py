@@ -70,7 +70,7 @@ async def growth(store):
     assert await store.get("a") == b"head:1\x002\xff"
     assert await grow("a", b"head:3", now, most=16, anew=True) is Put.DONE  # which is less
     assert await store.grow("c", b"12345678", 60.0, "another", 16, None) is Put.DONE
-    await store.drop("b", "owner")
+    await store.delete("b", "owner")
     assert await store.get("b") is None
     assert await grow("b", b"1234567890", most=16) is Put.DONE
 
@@ -119,7 +119,8 @@ def test_redis_lets_values_grow_and_nothing_does_while_it_is_away(server):
             assert await store.grow("a", b"x", 60.0, "owner", 100, at) is Put.AWAY
             assert await store.grow("new", b"x", 60.0, "owner", 100, None) is Put.AWAY
             assert await store.ends("a", 5, 1) is None
-            await store.drop("a", "owner")
+            await store.delete("a", "owner")
+            server.start()
 
     asyncio.run(scenario())
 
@@ -236,7 +237,7 @@ def test_a_killed_server_fails_nothing_and_is_used_again_when_it_is_back(server)
 def test_a_server_that_hangs_is_waited_for_once(server):
     async def scenario():
         async with redis_store(server, timeout_s=1.0) as store:
-            assert await store.ping()
+            assert await store.info()
             server.process.send_signal(signal.SIGSTOP)
             try:
                 results = await asyncio.gather(*(store.get("a") for _ in range(50)))
@@ -257,7 +258,7 @@ def test_a_server_that_hangs_is_waited_for_once(server):
 def test_a_server_that_never_was_there(tmp_path):
     async def scenario():
         async with redis_store(RedisServer(tmp_path)) as store:
-            assert not await store.ping()
+            assert not await store.info()
             assert await store.get("a") is None
             assert store.degraded
             await store.set("a", b"x", 60.0)

@@ -88,7 +88,7 @@ async def route(url: str, name: str) -> None:
                 text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
             return prompt, text, answer.headers["x-holdfast-cache"]
 
-        await store.ping()
+        await store.info()
         print(json.dumps({"up": name}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             order = json.loads(line)

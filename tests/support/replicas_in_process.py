@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import replace
@@ -60,11 +60,14 @@ class Loop:
 
 
 class Trap(Enum):
-    """When the replica that serves the next operation is lost: it did not get it, in the middle, or having done it."""
+    """When the replica that serves the next operation is lost: it did not get it, in the middle, or having done it. Or
+    it has done it and lives, and what it said is lost.
+    """
 
     BEFORE = "before"
     DURING = "during"
     AFTER = "after"
+    CUT = "cut"
 
 
 class Replicas(FakeBackend):
@@ -78,6 +81,7 @@ class Replicas(FakeBackend):
         self.live: dict[str, Service] = {}
         self.silent: set[str] = set()
         self.trap: Trap | None = None
+        self.meanwhile: Callable[[], Awaitable[object]] | None = None  # done once, before a trap closes
         self._placed = 0
         self.restored: list[GenerateRequest] = []
 
@@ -136,7 +140,11 @@ class Replicas(FakeBackend):
                     break
             else:
                 return
-        await self.lose(replica_id)
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            await meanwhile()
+        if trap is not Trap.CUT:
+            await self.lose(replica_id)
         yield Batch(replica_id, (LOST,))
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:

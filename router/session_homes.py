@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 5  # of one operation, each at another home
 AWAY = "the session's replica does not answer, and while Redis is away the session does not move; try again"
 CHANGES = 100  # of a record by others, before one's own is given up
-TOLD = 65536  # sessions of which this router knows how much it has told its clients is done
+SEEN = 65536  # sessions of which this router knows where they were and how much was done
 
 
 class Why(StrEnum):
@@ -111,7 +111,7 @@ class SessionHomes:
         self._histories = histories
         self._metrics = metrics
         self._moves: dict[str, asyncio.Task[None]] = {}  # under way, by program
-        self._told: Lru[tuple[str, int]] = Lru(TOLD)  # lives, and tokens of the histories as clients know them
+        self._seen: Lru[tuple[Home, int]] = Lru(SEEN)  # by program: its home, and tokens as its record or clients know
         self._background = Background()
 
     async def find(self, tenant: str, session_id: str) -> Found:
@@ -119,7 +119,10 @@ class SessionHomes:
         named = SESSION_ID.fullmatch(session_id)
         record = await self._histories.look(tenant, session_id) if named else None
         if record is not None:
+            self._see(session_program(tenant, session_id), record.home, record.tokens)
             return Found(tenant, session_id, record.home, record)
+        if self._histories.away and (seen := self._seen.get(session_program(tenant, session_id), 0.0)) is not None:
+            return Found(tenant, session_id, seen[0], None)
         known = await self._programs.look(session_program(tenant, session_id)) if named else None
         if known is None or known.last_replica is None:
             raise UnknownSessionError(f"session {session_id!r} is not open: unknown or closed", "session_id")
@@ -144,7 +147,7 @@ class SessionHomes:
         """There is no such session, or none any more."""
         await self._programs.forget(session_program(tenant, session_id))
         await self._histories.drop(tenant, session_id)
-        self._told.remove(session_program(tenant, session_id))
+        self._seen.remove(session_program(tenant, session_id))
 
     # ---- operations ----
 
@@ -239,8 +242,7 @@ class SessionHomes:
         found = await self.find(tenant, session_id)
         # First here, so that whoever finds it gone from its replica does not move it.
         await self.forget(tenant, session_id)
-        with suppress(SessionLostError, UnavailableError, UnknownSessionError):
-            await self._end(found, found.home)
+        await self._end(found, found.home)
 
     async def _open(self, command: GenerateRequest, session: SessionTurn, place: Place) -> Routed:
         life = secrets.token_hex(8)
@@ -286,12 +288,18 @@ class SessionHomes:
                 made = record is None and put is not Put.AWAY
                 if made and await self._programs.look(found.program) is None:  # it was closed meanwhile
                     await self._histories.drop(tenant, session_id)
-                self._told.put(found.program, (home.life, most), inf)
+                self._see(found.program, home, most)
                 return True
             record = await self._histories.look(tenant, session_id)
             if record is None and await self._programs.look(found.program) is None:
                 raise UnknownSessionError(f"session {session_id!r} was closed meanwhile", "session_id")
         raise _again()
+
+    def _see(self, program: str, home: Home, tokens: int) -> None:
+        seen = self._seen.get(program, 0.0)
+        if seen is not None and seen[0] == home:
+            tokens = max(tokens, seen[1])
+        self._seen.put(program, (home, tokens), inf)
 
     async def _told_from(self, found: Found, told: History, start: int) -> tuple[History, tuple[Question, ...]]:
         """As much of the history as its home has behind the first `start` tokens, and the questions that stand."""
@@ -380,8 +388,8 @@ class SessionHomes:
             raise SessionLostError("the session's replica is gone, and its history cannot be read", "session_id")
         if kept.record.home != found.home or not kept.record.kept:
             return
-        life, tokens = self._told.get(found.program, 0.0) or ("", 0)
-        if life == found.home.life and kept.history.end < tokens:
+        seen = self._seen.get(found.program, 0.0)
+        if seen is not None and seen[0] == found.home and kept.history.end < seen[1]:
             raise SessionLostError("the session's replica is gone, and a part of its history was lost", "session_id")
         life = kept.record.next_life
         routed = await self._backend.generate(_restoring(command, kept, life), Place(tokens=kept.history.end))
@@ -401,14 +409,18 @@ class SessionHomes:
             self._metrics.session_moves.labels(why.value).inc()
             await self._programs.placed(found.program, home.replica_id)
             log.info("a session of program %s has moved to replica %s: %s", found.program, home.replica_id, why)
+            if why is Why.SILENT:  # it may live
+                self._background.start(self._end(found, found.home))
             return
         now = await self._histories.look(tenant, session_id)
         if now is None or now.home != home:  # another was first, or it was closed
             self._background.start(self._end(found, home))
 
     async def _end(self, found: Found, home: Home) -> None:
+        """Nobody comes to this home any more. One that does not answer lets it go when nobody has used it for long."""
         call = EndSession(found.tenant, found.session_id, life=home.life)
-        await self._backend.session(call, found.program, home.replica_id)
+        with suppress(SessionLostError, UnavailableError, UnknownSessionError):
+            await self._backend.session(call, found.program, home.replica_id)
 
 
 def _turn(command: GenerateRequest) -> SessionTurn:

@@ -248,6 +248,19 @@ def test_what_another_router_has_told_of_an_append_is_not_done_again(cluster: Cl
     assert sum(cluster.moves().values()) == 1
 
 
+def test_a_stream_does_not_go_on_from_another_history_than_it_was_begun_with(cluster: Cluster) -> None:
+    cluster.open("s", text="Readings:")
+    one, two = cluster.routers
+    for keep in (False, True):
+        before = cluster.state("s")
+        cluster.backend.trap = Trap.DURING
+        cluster.backend.meanwhile = lambda: two.acall("POST", "/v1/sessions/s/append", json={"tokens": [8]})
+        stream = one.call("POST", "/v1/sessions/s/query", json={**ASK, "max_tokens": 300, "stream": True, "keep": keep})
+        last = json.loads(stream.text.split("data: ")[-1])  # the answer itself, where nothing of a stream was sent yet
+        assert last["error"]["code"] == "session_changed"
+        assert cluster.state("s")["tokens"] == before["tokens"] + 1
+
+
 def test_a_key_is_done_once_wherever_the_session_is(cluster: Cluster) -> None:
     cluster.open("s", text="Readings:")
     first = cluster.do("s", "append", "k", text="\n20").json()
@@ -535,9 +548,9 @@ def test_two_routers_over_redis(loop: Loop, engines: Replicas, steady: Replicas,
             assert 0 < client.pttl("holdfast/sessions/default/s") <= CONFIG.session_idle_s * 1000
 
         # While Redis is away the session goes on at its replica, and does not move.
+        home = cluster.state("s")["replica"]
         server.kill()
         assert cluster.do("s", "append", text="\nalone").status_code == 200
-        home = next(each for each, service in engines.live.items() if service.sessions.of("default"))
         engines.silent.add(home)
         assert error(cluster.do("s", "append", text="\nnot")) == (503, "unavailable")
         engines.silent.clear()

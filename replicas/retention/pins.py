@@ -3,8 +3,8 @@
     a turn ends           pinned for a moment, until it is known what the turn called
     what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
     the next turn comes   kept past the deadline while it waits; given back as it begins
-    others need cells     what yields and is past its time gives way, then programs behind them in order; where nothing
-                          runs, any
+    others need cells     what yields and is past its time gives way, then programs behind them in order, of those first
+                          what will be past its time first; where nothing runs, any
 
 `Pins` is the book: at most one pin a program, deadlines, limits. `Retention` decides, as the engine tells it what
 happens to programs. Not here: for how long (`policy`), what sessions keep and who keeps a row (`rows`).
@@ -60,7 +60,7 @@ class Ranking(Protocol):
         ...
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Rank:
-        """Where a program's pin stands: the greatest gives way first, and to smaller ones only."""
+        """Where a program's pin stands: it gives way to smaller ones only. The last number is the `arrival`."""
         ...
 
 
@@ -141,12 +141,13 @@ class Pins:
     def find(self, owner: Owner | None) -> ProgramPin | None:
         return self._pins.get(owner) if owner is not None else None
 
-    def last(
-        self, rank: Callable[[ProgramPin], Rank], may: Callable[[ProgramPin], bool] = lambda _: True
-    ) -> ProgramPin | None:
-        """That of the greatest `rank`, an order's, of those that `may` go. Looks at one of each line, if that may."""
-        found = (next((pin for *_, pin in reversed(line) if may(pin)), None) for line in self._lines.values())
-        return max((pin for pin in found if pin is not None), key=rank, default=None)
+    def behind(self, to: Rank | None, rank: Callable[[ProgramPin], Rank]) -> Iterator[ProgramPin]:
+        """Those of a greater `rank`, an order's, than `to`; None: all. Looks at one more of each line."""
+        for line in self._lines.values():
+            for *_, pin in reversed(line):
+                if to is not None and rank(pin) <= to:
+                    break
+                yield pin
 
     def lapses(self, pin: ProgramPin, when: float) -> None:
         """From then on a pin is worth less than what it holds."""
@@ -280,9 +281,7 @@ class Pins:
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             self.drop(max((pin for pin in self if pin.owner.scope == tenant), key=lambda pin: pin.arrival))
         while self.cells > self._most:
-            last = self.last(lambda pin: (pin.batch, pin.arrival))
-            assert last is not None, "cells are pinned by nobody"
-            self.drop(last)
+            self.drop(max(self, key=lambda pin: (pin.batch, pin.arrival)))
         return before - len(self)
 
     def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
@@ -472,8 +471,7 @@ class Retention:
     def give_way(
         self, to: Sequence | None, besides: Owner | None = None, whose: Callable[[str], bool] = lambda _: True
     ) -> bool:
-        """Drop a pin that has lapsed, if there is one; else that of the program that comes last in order, if it comes
-        behind `to`; None: wherever it comes.
+        """Drop a pin that has lapsed, if there is one; else one that comes behind `to` in order; None: any.
 
         `whose`: pins of these tenants alone. False where there is none to drop.
         """
@@ -483,8 +481,9 @@ class Retention:
 
         pin = self._lapsed(may)
         if pin is None:
-            pin = self.pins.last(self._rank, may)
-            if pin is None or (to is not None and self._rank(pin) <= (to.batch, *self._ranking.rank(to))):
+            rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
+            pin = max(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, default=None)
+            if pin is None:
                 return False
         self._stats.pins_given_way += 1
         self.pins.drop(pin)
@@ -511,6 +510,11 @@ class Retention:
                 return pin
             self.pins.lapses(pin, lapse)
         return None
+
+    def _yields(self, pin: ProgramPin) -> Rank:
+        """The greatest gives way first: among pins that differ by arrival alone the one that will lapse first."""
+        *tenant, arrival = self._rank(pin)
+        return (*tenant, -pin.lapse, arrival)
 
     def _rank(self, pin: ProgramPin) -> Rank:
         return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))

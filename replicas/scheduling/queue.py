@@ -106,7 +106,7 @@ class Order(ABC):
         return (0.0,)
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
-        """Where a program's pin stands: the greatest gives way first, and to smaller ones only."""
+        """Where a program's pin stands: it gives way to smaller ones only. The last number is the `arrival`."""
         return (1.0, arrival)
 
 

@@ -119,12 +119,13 @@ class PinsMachine(RuleBasedStateMachine):
         """As `program` has it, and as `fair` does."""
         return (pin.batch, pin.arrival) if self.by_arrival else (pin.batch, self.served[pin.owner.scope], pin.arrival)
 
-    @rule(besides=names)
-    def last(self, besides: str) -> None:
-        for spared in (None, owner_of(besides)):
-            rest = [pin for pin in self.model.values() if pin.owner != spared]
-            found = self.pins.last(self.rank, lambda pin, spared=spared: pin.owner != spared)
-            assert found is max(rest, key=self.rank, default=None)
+    @rule(name=names, arrival=st.integers(0, 5))
+    def behind(self, name: str, arrival: int) -> None:
+        served = () if self.by_arrival else (self.served[owner_of(name).scope],)
+        for to in (None, (priority_of(name) is Priority.BATCH, *served, float(arrival))):
+            found = list(self.pins.behind(to, self.rank))
+            assert len(found) == len(set(found))
+            assert set(found) == {pin for pin in self.model.values() if to is None or self.rank(pin) > to}
         assert len(self.pins) == len(self.model)
         assert {pin.owner for pin in self.pins} == set(self.model)
 

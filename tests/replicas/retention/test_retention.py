@@ -256,12 +256,26 @@ def test_under_gittins_what_has_lapsed_is_taken_by_programs_that_come_later_and_
     world.assert_right(name)
 
 
+@pytest.mark.parametrize("first", ["early", "late"])
+def test_under_gittins_of_what_is_worth_its_cells_that_gives_way_first_which_will_lapse_first(first):
+    world = two_that_pause()
+    pins = world.engine.scheduler.retention.pins
+    for held in pins:
+        pins.lapses(held, world.now + (50.0 if held.owner.name == first else 60.0))
+    flood(world, 100, began=0.5)
+    world.run()
+    assert {"early", "late"} - pinned(world) == {first}
+
+
 def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
     world = two_that_pause()
     world.engine._learned._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
-    flood(world, 100, began=1.5)
+    pins = world.engine.scheduler.retention.pins
+    (late,) = [held for held in pins if held.owner.name == "late"]
+    pins.lapses(late, world.now + 9.0)
+    flood(world, 100, began=0.5)
     world.run()
-    assert pinned(world) == {"early"}, "it is worth the wait now, and the other comes behind who is short"
+    assert pinned(world) == {"early"}, "it is worth the wait now, for longer than the other"
 
 
 def test_a_replica_knows_its_pauses_from_their_beginning():

@@ -168,7 +168,7 @@ server: {{host: 0.0.0.0}}
         async with httpx.AsyncClient(transport=transport, base_url="http://holdfast.example") as http:
 
             async def models(**claims: Any) -> httpx.Response:
-                head = {"authorization": f"Bearer {provider.token(aud='agents', **claims)}"}
+                head = {"authorization": f"Bearer {provider.token(**{'aud': 'agents'} | claims)}"}
                 return await http.get("/v1/models", headers=head)
 
             answer = await models(org="acme")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
 
 import orjson
 from fastapi import FastAPI
@@ -28,6 +27,7 @@ from holdfast.router.drain import Drain
 from holdfast.router.formats import ChatFormat, CompletionFormat, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import (
+    VERSION,
     AnswerHeadersMiddleware,
     Handler,
     error_response,
@@ -238,7 +238,7 @@ class SmallEndpoints:
     async def version(self, request: Request) -> Response:
         """What runs here, as vLLM tells it."""
         async with self._guard.entered(request):
-            return json_response(orjson.dumps({"version": metadata.version("holdfast")}))
+            return json_response(orjson.dumps({"version": VERSION}))
 
     async def health(self, request: Request) -> Response:
         """Open to everybody: it tells nothing but whether there is a replica, and that this router takes requests."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 import orjson
@@ -17,7 +16,7 @@ from starlette.responses import Response
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.backend import Backend
-from holdfast.router.http import caller, json_response
+from holdfast.router.http import VERSION, caller, json_response
 from holdfast.router.programs import ProgramTable
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.turn_report import TurnFacts, TurnReports
@@ -55,7 +54,7 @@ class ClusterStatus:
         replicas = await self._backend.status()
         live, now = self._reports.live, self._clock()
         told = {
-            "version": metadata.version("holdfast"),
+            "version": VERSION,
             "router": self._router,
             "time": now,
             "up_s": now - self._started,

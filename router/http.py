@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, BinaryIO
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
@@ -45,6 +46,7 @@ IDEMPOTENCY = "idempotency-key"  # a client's name for a request and its retries
 DELIVERY = "x-holdfast-delivery"  # the proxy's, which sends it again where a router was lost
 CLIENT_GONE = 499  # nobody reads it; proxies log it
 LEAVING_S = 0.5  # within which a server tells of a socket that had no peer any more when it was accepted
+VERSION = metadata.version("holdfast")  # once: each look reads files
 READ_AHEAD = 64  # messages of a body, which may stand before that
 
 

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 
 import orjson
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from holdfast.replicas import activity
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
 from holdfast.router.backend import Backend
 from holdfast.router.guard import Guard
-from holdfast.router.http import json_response
+from holdfast.router.http import VERSION, json_response
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import Scope
 from holdfast.router.turn_report import ENDED, Totals, TurnReports
@@ -67,7 +66,7 @@ class Live:
         names = sorted({*totals, *(each.tenant for each in live)}) if whole else [tenant.name]
         told = {
             "router": self._router,
-            "version": metadata.version("holdfast"),
+            "version": VERSION,
             "time": now,
             "started": self._started,
             "tenant": tenant.name,

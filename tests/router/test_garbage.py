@@ -54,12 +54,14 @@ CASES = {
     "counted": (World, "/v1/messages/count_tokens", {"model": "pocket", "messages": SAID}),
     "ahead": (World, "/v1/prefills", {"model": "pocket", "messages": SAID}),
     "tokens": (World, "/tokenize", {"model": "pocket", "prompt": "hello"}),
+    "looked at": (World, "/v1/cluster/status", None),
 }
 
 
 async def serve(world, path, body):
     """One request whose client has left by the time that something is asked of it again, if it was not answered."""
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    method = "GET" if path == "/v1/cluster/status" else "POST"
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http"}
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "state": {}}
     scope |= {"headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 5), "server": ("127.0.0.1", 80)}
     asked, answered = [], asyncio.Event()

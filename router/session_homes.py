@@ -110,6 +110,8 @@ class SessionHomes:
         self._programs = programs
         self._histories = histories
         self._metrics = metrics
+        for why in Why:
+            metrics.session_moves.labels(why.value)  # from 0
         self._moves: dict[str, asyncio.Task[None]] = {}  # under way, by program
         self._seen: Lru[tuple[Home, int]] = Lru(SEEN)  # by program: its home, and tokens as its record or clients know
         self._background = Background()

@@ -210,5 +210,5 @@ class Router:
             sample.labels["reason"]: sample.value
             for family in self.registry.collect()
             for sample in family.samples
-            if sample.name == "holdfast_session_moves_total"
+            if sample.name == "holdfast_session_moves_total" and sample.value
         }

@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def measured(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def measured(start: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     server = start(tmp_path_factory.mktemp("server"), json.dumps(SETTINGS))
     try:
         polite, rude = rude_clients.beside(server.url, "polite", "limited", 2.0, IDLE)
@@ -30,10 +30,14 @@ def measured(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
             httpx.post(url, json={}, headers={"Authorization": "Bearer limited"}, timeout=60.0, trust_env=False)
             for url in [f"{server.url}/v1/chat/completions"] * 70
         ]
-        headers = {"Authorization": "Bearer polite"}
-        status = httpx.get(f"{server.url}/v1/cluster/status", headers=headers, timeout=60.0, trust_env=False).json()
-        running = {each["name"]: each["running"] for each in status["tenants"]}
-        yield {"polite": polite, "rude": rude, "limited": {each.status_code for each in limited}, "running": running}
+
+        def running() -> dict[str, int]:
+            headers = {"Authorization": "Bearer polite"}
+            status = httpx.get(f"{server.url}/v1/cluster/status", headers=headers, timeout=60.0, trust_env=False).json()
+            return {each["name"]: each["running"] for each in status["tenants"]}
+
+        eventually(lambda: not any(running().values()), 60.0)  # the last long bodies are parsed to their ends
+        yield {"polite": polite, "rude": rude, "limited": {each.status_code for each in limited}, "running": running()}
         server.stop(signal.SIGINT)
     finally:
         server.process.kill()

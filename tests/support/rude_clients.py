@@ -255,9 +255,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "rude":
+    if sys.argv[1:2] == ["rude"]:
         asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4])))
-    elif sys.argv[1] == "nowhere":
+    elif sys.argv[1:2] == ["nowhere"]:
         asyncio.run(nowhere())
     else:
         main()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from calls_heard import Closed, heard, watch
+from calls_heard import Closed, heard, watch, weather
 from fake_backend import CALL, DONE, FakeBackend, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -549,16 +549,6 @@ TWO: tuple[tuple[Piece, ...], ...] = (
     (ToolCallDelta(1, arguments='"Rome"}', closed=True),),
     (Completed("tool_calls", DONE.usage, DONE.timing),),
 )
-
-
-def weather() -> Toolbox:
-    tools = Toolbox()
-
-    @tools.tool
-    async def get_weather(city: str) -> str:
-        return f"sunny in {city}"
-
-    return tools
 
 
 def served(backend: FakeBackend, **options: Any) -> Run:

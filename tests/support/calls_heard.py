@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -24,20 +22,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import replicas_in_serve
 from aiohttp.client_proto import ResponseHandler
+from replicas_in_serve import note, noting
 
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, Told
-from holdfast.loadgen.serving import serving
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS
 from holdfast.replicas.events import Event, Tokens
 from holdfast.replicas.requests import Piece, ToolCallDelta
 from holdfast.replicas.service import Service
 
-NOTES = "CLOSED_CALLS_FILE"  # in the environment
 ENGINE = {"threads": 1, "kv_memory": 0.1}
 WARM = 20  # calls before those that are measured
 
@@ -103,12 +99,7 @@ class NotingReplica(EngineReplica):
 
     async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
         await super().__init__(*told)
-        watch(self._replica.service, note)
-
-
-def note(closed: Closed) -> None:
-    with open(os.environ[NOTES], "a") as notes:
-        notes.write(f"{json.dumps(astuple(closed))}\n")
+        watch(self._replica.service, lambda closed: note(astuple(closed)))
 
 
 def noted(notes: Path) -> dict[str, Closed]:
@@ -171,14 +162,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--calls", type=int, default=200, help="(default: 200)")
     calls = parser.parse_args().calls
-    with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder) / "notes"
-        notes.touch()
-        os.environ[NOTES] = str(notes)
-        program = (replicas_in_serve.__file__, "calls_heard:NotingReplica")
-        with serving("pocket", ENGINE, program) as url:
-            told, _ = asyncio.run(heard(url, WARM + calls))
-        closed = noted(notes)  # once the server is down: a line is written behind its batch
+    with noting("calls_heard:NotingReplica", ENGINE) as (url, notes):
+        told, _ = asyncio.run(heard(url, WARM + calls))
+        while len(closed := noted(notes)) < len(told):
+            time.sleep(0.01)  # a line is written behind its batch
     pairs = [(closed[call_id], each) for call_id, each in told.items()][WARM:]
     print(f"from the draw of the token that closes a call, ms, {len(pairs)} calls, one run at a time")
     for what, times in (

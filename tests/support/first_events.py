@@ -15,7 +15,6 @@ import json
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -26,15 +25,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
-import replicas_in_serve
+from replicas_in_serve import note, noting
 
 from holdfast.cluster.early import EarlySender
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.loadgen.serving import serving
 from holdfast.replicas.requests import Completed, EarlyTo, GenerateRequest
 from holdfast.router.backend import Batch
 
-NOTES = "FIRST_TOKENS_FILE"  # in the environment
 ENGINE = {"threads": 1, "kv_memory": 0.1}
 WARM, TOKENS = 20, 32
 
@@ -53,7 +50,7 @@ class NotingReplica(EngineReplica):
                 yield batch
         last = batch.pieces[-1]
         if isinstance(last, Completed):
-            note(f"{json.dumps([last.timing.first_token, self._noting.ready])}\n")
+            note([last.timing.first_token, self._noting.ready])
 
 
 class NotingSender(EarlySender):
@@ -64,11 +61,6 @@ class NotingSender(EarlySender):
     def tell(self, to: EarlyTo | None, batch: Batch) -> bool:
         self.ready = self.ready or time.monotonic()
         return super().tell(to, batch)
-
-
-def note(line: str) -> None:
-    with open(os.environ[NOTES], "a") as notes:
-        notes.write(line)
 
 
 @dataclass(frozen=True)
@@ -126,13 +118,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=200, help="of each format (default: 200)")
     streams = parser.parse_args().streams
-    with tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder) / "notes"
-        notes.touch()
-        os.environ[NOTES] = str(notes)
-        program = (replicas_in_serve.__file__, "first_events:NotingReplica")
-        with serving("pocket", ENGINE, program) as url:
-            found = measured(url, notes, streams)
+    with noting("first_events:NotingReplica", ENGINE) as (url, notes):
+        found = measured(url, notes, streams)
     print(f"from the engine's first token, ms, {streams} streams of each format, one at a time")
     for name, pairs in found.items():
         for what, times in zip(("text in the replica", "event at the client"), zip(*pairs, strict=True), strict=True):

@@ -2,16 +2,43 @@
 
     python tests/support/replicas_in_serve.py MODULE:CLASS serve ...
 
-MODULE is imported where Ray may be, once its environment is set: in what deploys, and in each replica.
+MODULE is imported where Ray may be, once its environment is set: in what deploys, and in each replica. What such a
+replica is to tell the test of is `note`d: there is a file for it while a server of `noting` runs.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from holdfast.cluster import cli, serve
+from holdfast.loadgen.serving import serving
+
+NOTES = "REPLICA_NOTES_FILE"  # in the environment
+
+
+def note(row: Sequence[Any]) -> None:
+    """In a replica: a line of JSON."""
+    with open(os.environ[NOTES], "a") as notes:
+        notes.write(f"{json.dumps(row)}\n")
+
+
+@contextmanager
+def noting(replica: str, engine: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """The address of a server of Pocket with such a replica, and the file of what that notes. Ends with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        notes.touch()
+        os.environ[NOTES] = str(notes)
+        with serving("pocket", engine, (__file__, replica)) as url:
+            yield url, notes
 
 
 def main(replica: str, *arguments: str) -> int:

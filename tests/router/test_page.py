@@ -341,6 +341,7 @@ def test_a_thousand_programs_fit_and_can_be_found(browser: Browser, width: int, 
         page.open(address)
         page.until(f"document.getElementById('chips').innerText.startsWith('{MANY} programs')")
         page.until("document.getElementById('height').style.height != ''")
+        page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")  # painted by then
         assert painted(page) > 200
         assert page.run("document.documentElement.scrollWidth") <= width  # nothing to be pushed about sideways
         frames = page.run(

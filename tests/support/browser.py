@@ -113,9 +113,18 @@ class Page:
         return told["result"].get("value")
 
     def until(self, script: str) -> None:
-        """Wait until an expression is true. On a page that is being loaded it may raise."""
+        """Wait until an expression is true. While another page is loaded it may raise, or end with the one before."""
+
+        def found() -> bool:
+            try:
+                return bool(self.run(f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()"))
+            except AssertionError as error:
+                if "Inspected target navigated" in str(error):
+                    return False
+                raise
+
         deadline = time.monotonic() + PATIENT_S
-        while not self.run(f"(() => {{ try {{ return Boolean({script}); }} catch {{ return false; }} }})()"):
+        while not found():
             assert time.monotonic() < deadline, f"{script}\n{self.run('document.body.innerText')}\n{self.faults}"
             time.sleep(0.05)
 

@@ -16,8 +16,8 @@
 // Work. A block is VECTORS * LANES outputs; its weights lie together in the order in which they are read. A thread
 // draws blocks from a counter and multiplies each with all rows, up to ROWS at a time, whose sums stay in registers.
 // Where blocks are too few to keep all threads busy and rows are many, rows are cut into pieces as well.
-// Few rows wait for memory, which is read once from front to back; many rows wait for the multipliers, or, with TILES,
-// for the cache: then two vectors of a block are multiplied with 32 rows at a time.
+// Few rows wait for memory, which is read once from front to back and asked for ahead; many rows wait for the
+// multipliers, or, with TILES, for the cache: then two vectors of a block are multiplied with 32 rows at a time.
 //
 // This file is compiled once for each kind of processor, each kind of weights and each dtype of x and y:
 //
@@ -57,6 +57,8 @@ enum { BLOCK = VECTORS * LANES, STEP = KIND == BYTES ? 4 : KIND == REALS ? 1 : 2
 enum { SHARE = 1 << 16 };  // bytes of weights that are drawn at once
 enum { TASKS = 4 };  // for each thread, at least, where the rows can be cut into so many
 enum { AHEAD = 1 << 12 };  // bytes from a weight to the one that is asked for when it is read
+enum { CHUNK = 1 << 13 };  // bytes of a block that few rows are multiplied with at a time
+enum { FEW = 6 * ROWS };  // rows, at most
 
 #if TILES
 enum { HIGH = 16, DEEP = 16 * STEP };  // of a tile: rows, and columns of x in 64 bytes
@@ -74,6 +76,10 @@ typedef uint16_t weight, quantum;
 #else
 typedef float weight, quantum;
 #endif
+
+// Weights of one step: that many lines of memory.
+enum { LINE = BLOCK * STEP * (int)sizeof(weight) < 64 ? BLOCK * STEP * (int)sizeof(weight) : 64 };
+enum { LINES = BLOCK * STEP * (int)sizeof(weight) / LINE };
 
 // Mirrored by product_c.py.
 typedef struct {
@@ -374,48 +380,87 @@ static void all_rows(const Job *job, int64_t block, int64_t row, int64_t end) {
     for (; row < end; row += HIGH) tiles(job, block, row + count <= end ? row : end - count, count, 0);
 }
 #else
-// One block for `count` rows from `row` on. `count` is a constant wherever this is called.
-INLINE void some_rows(const Job *job, int64_t block, int64_t row, const int count) {
-    const Matrix *matrix = job->matrix;
-    const weight *w = matrix->weights + block * BLOCK * matrix->padded;
-    const quantum *q = job->q + row * job->q_row;
+// Adds `deep` columns of a block to the sums of `count` rows, which is a constant wherever this is called. In each step
+// `lines` of what is read later are asked for.
+INLINE void some_rows(const weight *w, const quantum *q, int64_t q_row, int64_t deep, sum (*of_rows)[VECTORS],
+                      const int count, const char *ahead, const int64_t lines) {
     sum sums[ROWS][VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-#if INTEGERS
-        const sum first = *(const vi_at *)(matrix->offset + block * BLOCK + v * LANES);
-#else
-        const sum first = {0};
-#endif
-        for (int r = 0; r < count; r++) sums[r][v] = first;
-    }
-    for (int64_t k = 0; k < matrix->padded; k += STEP, w += BLOCK * STEP) {
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = of_rows[r][v];
+    for (int64_t k = 0; k < deep; k += STEP, w += BLOCK * STEP) {
         some part[VECTORS];
-        // The processor's own prefetching begins anew with each page of memory; with more rows there is time for that.
-        if (count == 1 && !row)
-            for (int i = 0; i < BLOCK * STEP * (int)sizeof(weight); i += 64)
-                __builtin_prefetch((const char *)w + AHEAD + i, 0, 2);
+        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(ahead + i * LINE, 0, 2);
+        ahead += lines * LINE;
         for (int v = 0; v < VECTORS; v++) part[v] = widen(w + v * LANES * STEP);
         for (int r = 0; r < count; r++) {
             int32_t together;
-            memcpy(&together, q + r * job->q_row + k, 4);
+            memcpy(&together, q + r * q_row + k, 4);
             const some each = spread(together);
             for (int v = 0; v < VECTORS; v++) sums[r][v] = dot(sums[r][v], each, part[v]);
         }
     }
-    for (int r = 0; r < count; r++) finish(job, block, row + r, sums[r]);
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) of_rows[r][v] = sums[r][v];
+}
+
+INLINE void begin_sums(const Job *job, int64_t block, sum (*sums)[VECTORS], int64_t rows) {
+    for (int v = 0; v < VECTORS; v++) {
+#if INTEGERS
+        const sum first = *(const vi_at *)(job->matrix->offset + block * BLOCK + v * LANES);
+#else
+        const sum first = {0};
+#endif
+        for (int64_t r = 0; r < rows; r++) sums[r][v] = first;
+    }
+}
+
+// One block for at most FEW rows: its weights come CHUNK bytes at a time, which stay in the nearest cache while all
+// tiles are multiplied with them; these share in asking for the next ones, so that memory never waits for the sums. One
+// tile reads its weights once anyway, and asks for those AHEAD, as the processor does that anew in each page only.
+static void few_rows(const Job *job, int64_t block, int64_t row, int64_t rows) {
+    const Matrix *matrix = job->matrix;
+    const weight *w = matrix->weights + block * BLOCK * matrix->padded;
+    const int64_t tiles = (rows + ROWS - 1) / ROWS, lines = (LINES + tiles - 1) / tiles;
+    const int64_t chunk = tiles > 1 ? CHUNK / (BLOCK * (int64_t)sizeof(weight)) : matrix->padded;
+    sum sums[FEW][VECTORS];
+    begin_sums(job, block, sums, rows);
+    for (int64_t k = 0; k < matrix->padded; k += chunk, w += BLOCK * chunk) {
+        const int64_t deep = matrix->padded - k < chunk ? matrix->padded - k : chunk;
+        const char *ahead = (const char *)w + (tiles > 1 ? CHUNK : AHEAD);
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t r = rows * t / tiles, asked = t * lines < LINES ? lines : 0;
+            const quantum *q = job->q + (row + r) * job->q_row + k;
+#define SOME(count, lines) some_rows(w, q, job->q_row, deep, sums + r, count, ahead, lines)
+#define CASE(count) case count: if (tiles > 1) SOME(count, asked); else SOME(count, LINES); break
+            switch (rows * (t + 1) / tiles - r) {
+                CASE(1);
+                CASE(2);
+                CASE(3);
+                CASE(4);
+#if ROWS > 4
+                CASE(5);
+                CASE(6);
+#endif
+            }
+#undef CASE
+#undef SOME
+            ahead += asked * LINE * (deep / STEP);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) finish(job, block, row + r, sums[r]);
 }
 
 static void all_rows(const Job *job, int64_t block, int64_t row, int64_t end) {
-    for (; row + ROWS <= end; row += ROWS) some_rows(job, block, row, ROWS);
-    switch (end - row) {
-        case 1: some_rows(job, block, row, 1); break;
-        case 2: some_rows(job, block, row, 2); break;
-        case 3: some_rows(job, block, row, 3); break;
-#if ROWS > 4
-        case 4: some_rows(job, block, row, 4); break;
-        case 5: some_rows(job, block, row, 5); break;
-#endif
+    const Matrix *matrix = job->matrix;
+    const weight *w = matrix->weights + block * BLOCK * matrix->padded;
+    const int many = end - row > FEW;
+    for (; many && end - row >= ROWS; row += ROWS) {
+        sum sums[ROWS][VECTORS];
+        begin_sums(job, block, sums, ROWS);
+        some_rows(w, job->q + row * job->q_row, job->q_row, matrix->padded, sums, ROWS, 0, 0);
+        for (int64_t r = 0; r < ROWS; r++) finish(job, block, row + r, sums[r]);
     }
+    if (row < end) few_rows(job, block, row, end - row);
 }
 #endif
 

@@ -46,7 +46,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @FIXTURE
 @given(
-    rows=st.integers(0, 20),
+    rows=st.integers(0, 80),
     size=st.tuples(st.integers(1, 150), st.integers(1, 45)) | st.sampled_from([(192, 288), (130, 511)]),
     gated=st.booleans(),
     bias=st.booleans(),

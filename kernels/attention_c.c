@@ -391,20 +391,36 @@ typedef struct Task {
     const struct Task *then;  // what the thread does next, or null
 } Task;
 
-// Asks for the keys or the values of `n` positions, which are taken to be neighbours, to be in the second level of cache
-// when they are read. Behind the task's last position begins what comes then.
-INLINE void ahead(const Task *t, int keys, int position, int n) {
+// Lines of memory that are to be in the second level of cache when they are read. They are asked for a few at a time,
+// between products: many at once would wait for each other, and what is read meanwhile for them.
+typedef struct {
+    const char *at;
+    int left, of_cell, in_cell;  // lines: all, and of this cell
+    int64_t skip;                // bytes from a cell's last line to the next cell
+} Lines;
+
+// Those of the keys, or the values, of `n` positions, which are taken to be neighbours. Behind the task's last position
+// begins what comes then.
+INLINE Lines ahead(const Task *t, int keys, int position, int n) {
     if (position >= t->high) {
-        if (!t->then) return;
+        if (!t->then) return (Lines){0};
         position += t->then->low - t->high;
         t = t->then;
     }
-    if (position + n > t->high) return;
+    if (position + n > t->high) return (Lines){0};
     const Plan *plan = t->store.plan;
     const char *cell = (keys ? t->store.k : t->store.v) + cell_of(plan, t->store.pages, position) * plan->cell_stride;
-    const int together = plan->cell_stride == plan->stored ? n : 1;
-    for (int i = 0; i < n; i += together, cell += plan->cell_stride)
-        for (int d = 0; d < plan->stored * together; d += 64) __builtin_prefetch(cell + d, 0, 2);
+    if (plan->cell_stride == plan->stored) return (Lines){cell, (n * plan->stored + 63) / 64, INT32_MAX, INT32_MAX, 0};
+    const int lines = (plan->stored + 63) / 64;
+    return (Lines){cell, n * lines, lines, lines, plan->cell_stride - 64 * (int64_t)lines};
+}
+
+INLINE void ask(Lines *lines, int n) {
+    for (; n && lines->left; n--, lines->left--) {
+        __builtin_prefetch(lines->at, 0, 2);
+        lines->at += 64;
+        if (!--lines->in_cell) lines->at += lines->skip, lines->in_cell = lines->of_cell;
+    }
 }
 
 // A row's query, `width` values: as it lies, or in `room` with zeros behind it.
@@ -484,8 +500,9 @@ INLINE void few_scores(const Task *t, int low, const value *k, const unit *q, vf
     const int words = width / WORD, units = width / UNIT;
     vf kt[3 * MAX_DIM];  // [KT][words]: of LANES keys, turned
     for (int key = 0; key < keys; key += KT * LANES) {
+        Lines lines[3];
         for (int g = 0; g < KT; g++) {
-            ahead(t, 0, low + key + g * LANES, LANES);
+            lines[g] = ahead(t, 0, low + key + g * LANES, LANES);
             for (int w = 0; w < words; w += LANES) {
                 vf turned[LANES];
 #pragma clang loop unroll(full)
@@ -504,14 +521,17 @@ INLINE void few_scores(const Task *t, int low, const value *k, const unit *q, vf
             for (int g = 0; g < KT; g++) {
                 const vu word = (vu)kt[g * words + w];
                 const vf x = (vf)(u & LANES ? word & HIGH : word << 16);
+                ask(lines + g, 1);
                 for (int r = 0; r < ROWS; r++) acc[r * KT + g] = mac(acc[r * KT + g], x, splat(q[r * units + u]));
             }
         }
 #else
         for (int u = 0; u < units; u++)
-            for (int g = 0; g < KT; g++)
+            for (int g = 0; g < KT; g++) {
+                ask(lines + g, 1);
                 for (int r = 0; r < ROWS; r++)
                     acc[r * KT + g] = mac(acc[r * KT + g], kt[g * words + u], splat(q[r * units + u]));
+            }
 #endif
         for (int r = 0; r < ROWS; r++)
             for (int g = 0; g < KT; g++) s[r * (MAX_KEYS / LANES) + key / LANES + g] = acc[r * KT + g] * scale;
@@ -529,8 +549,14 @@ INLINE void few_values(const Task *t, int next, const value *v, const unit *weig
                 sum[r] = splat(0.f);
                 for (int c = 0; c < 2 * COLS; c++) acc[r * 2 * COLS + c] = splat(0.f);
             }
+            Lines lines = {0};
+            int each = 0;  // lines, so that eight keys are asked for evenly
             for (int key = 0; key < keys; key += KEYS) {
-                if (!d && !row && key % 8 == 0) ahead(t, 1, next + key, 8);
+                if (!d && !row && key % 8 == 0) {
+                    lines = ahead(t, 1, next + key, 8);
+                    each = (lines.left * KEYS + 7) / 8;
+                }
+                ask(&lines, each);
                 for (int c = 0; c < COLS; c++) {
                     vf x[2];
 #if PAIRS
@@ -640,7 +666,10 @@ INLINE void few(const Task *t, const int width, const int ROWS) {
 INLINE void many_scores(const Task *t, int next, const unit *k, const vf *q, vf *s, vf *most, int keys, vf scale, int units,
                         const int NV, const int KT) {
     for (int key = 0; key < keys; key += KT) {
-        if (next) ahead(t, 1, next + key, KT), ahead(t, 0, next + key, KT);
+        if (next) {
+            Lines k_lines = ahead(t, 1, next + key, KT), v_lines = ahead(t, 0, next + key, KT);
+            ask(&k_lines, k_lines.left), ask(&v_lines, v_lines.left);
+        }
         vf acc[2 * LANES];
         for (int i = 0; i < KT * NV; i++) acc[i] = splat(0.f);
 #pragma clang loop unroll_count(2)

@@ -14,17 +14,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import httpx
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.loadgen.chat import PATH, ChatClient
 from holdfast.loadgen.lag import LoopLag
 from holdfast.loadgen.schedule import sleep_until
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.table import WIDTH
 
-PATH = "/v1/chat/completions"
 DEADLINE = "x-stainless-timeout"
 CODE = "deadline_unmet"
 REFUSALS = (429, 503)  # statuses of what was not let in, whatever for
@@ -62,7 +61,7 @@ class Found:
 class Crowd:
     """Clients of one server."""
 
-    def __init__(self, options: Options, client: httpx.AsyncClient, model: str) -> None:
+    def __init__(self, options: Options, client: ChatClient, model: str) -> None:
         self._options = options
         self._client = client
         self._model = model
@@ -84,16 +83,16 @@ class Crowd:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(within_s):
-                answer = await self._client.post(PATH, json=body, headers=headers)
+                status, said = await self._client.call("POST", PATH, body, headers)
         except TimeoutError:
             return "left", time.perf_counter() - began
         took = time.perf_counter() - began
-        if answer.status_code == 200:
+        if status == 200:
             return "in time", took
-        code = answer.json().get("error", {}).get("code")
-        if code == CODE or answer.status_code in REFUSALS:
+        code = said.get("error", {}).get("code") if isinstance(said, dict) else said
+        if code == CODE or status in REFUSALS:
             return ("refused" if took < (within_s or took) / 2 else "dropped"), took
-        return f"{answer.status_code} {code}", took
+        return f"{status} {code}", took
 
     async def capacity(self) -> float:
         """Requests a second, with twice as many clients as there are rows, without a pause."""
@@ -148,9 +147,8 @@ class Crowd:
 
 async def measure(options: Options, url: str) -> list[tuple[float, bool, Found]]:
     """Every load, told and not, in turns; before them a line with the capacity."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    async with ChatClient(url, PATIENCE_S) as client:
+        model = (await client.get("/v1/models"))["data"][0]["id"]
         crowd = Crowd(options, client, model)
         most = await crowd.capacity()
         print(f"capacity: {most:.2f} requests a second")

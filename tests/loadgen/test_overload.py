@@ -5,7 +5,8 @@ from itertools import cycle
 
 from fake_backend import HELLO, FakeBackend, World
 
-from holdfast.loadgen.overload import Options, measure, show
+from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.overload import Crowd, Options, measure, show
 from holdfast.replicas.errors import DeadlineError, OverloadedError
 
 QUICK = Options(loads=(1.0, 2.0), seconds=0.2, warm_s=0.1, sequences=2, words=3)
@@ -44,11 +45,7 @@ def test_clients_leave_when_their_time_is_over():
     with World(backend).served() as url:
 
         async def scenario():
-            import httpx
-
-            from holdfast.loadgen.overload import Crowd
-
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with ChatClient(url, 60.0) as client:
                 backend.stall = 0
                 return await Crowd(quick, client, "pocket").ask(0.1, told=True)
 

@@ -397,6 +397,7 @@ class Call:
                 raise
             raise ActorUnavailableError("another server has the replica's port", self._actor.binary()) from None
         finally:
+            self._bound = None  # it holds the task, whose result holds the call
             if self._look_again is not None:
                 self._look_again.cancel()
                 self._look_again = None
@@ -478,8 +479,18 @@ class Watched:
             fleet.FLEET.pass_by(self._call.replica_id, silent_s)
             raise
 
+    async def get_async(self) -> Any:
+        try:
+            return await self._result.get_async()
+        finally:
+            let_go(self._result)
+
     async def __anext__(self) -> Any:
-        return await self._call.heard(self._result.__anext__)
+        try:
+            return await self._call.heard(self._result.__anext__)
+        except StopAsyncIteration:
+            let_go(self._result)
+            raise
 
     def _acceptance_s(self) -> float:
         """For how long it may yet go unaccepted: as long as nothing at all is heard of its replica, or `silent_s`.
@@ -490,6 +501,20 @@ class Watched:
         accept_s, now = self._config.accept_s, time.monotonic()
         heard = max(self._call.at, now - fleet.FLEET.quiet_s(self._call.replica_id))
         return min(heard + accept_s, self._call.at + max(accept_s, self._config.silent_s)) - now
+
+
+def let_go(result: ReplicaResult) -> None:
+    """Take apart what a call that is over was made of, so that it leaves no garbage to be collected.
+
+    Trap: a call of gRPC that goes through interceptors, as those of Serve do, holds the call within, which holds who
+    waits for its end, and so the outer one. Of fifty such objects a request, collections took 60 ms, with all waiting.
+    """
+    call: Any = getattr(result, "_call", None)
+    if hasattr(call, "_interceptors_task") and call.done():
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.set_exception(asyncio.InvalidStateError("the call is over"))
+        over.exception()  # somebody has looked at it
+        call._interceptors_task = over
 
 
 def _of_another(error: AioRpcError | RuntimeError) -> bool:

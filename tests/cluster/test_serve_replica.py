@@ -1,11 +1,14 @@
 """That Serve's replica still is what is changed of it. What a whole cluster listens on: `test_serving`."""
 
 import asyncio
+import gc
 import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import grpc
 import pytest
@@ -20,12 +23,12 @@ from ray.serve._private.common import (
     ReplicaQueueLengthInfo,
     RequestMetadata,
 )
-from ray.serve.generated.serve_pb2_grpc import add_ASGIServiceServicer_to_server
+from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub, add_ASGIServiceServicer_to_server
 from ray.serve.request_router import PendingRequest, RunningReplica
 
 from holdfast.cluster import serve_replica
 from holdfast.router import fleet
-from holdfast.router.affinity import AffinityRouter, address
+from holdfast.router.affinity import Addressed, AffinityRouter, address
 from holdfast.router.fleet import Fleet
 
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
@@ -39,7 +42,7 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(replica, "add_port_to_grpc_server", serve_replica._serves_address)
     monkeypatch.setattr(replica.Replica, "_perform_graceful_shutdown", serve_replica._serves_stop)
     for name, served in serve_replica._SERVES.items():
@@ -48,6 +51,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     serve_replica.install()
     serve_replica.install()
+    yield
+    gc.callbacks.remove(serve_replica.leave_what_stays)
+    assert serve_replica.leave_what_stays not in gc.callbacks
+    gc.unfreeze()
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, node: str, address: str) -> Any:
@@ -132,7 +139,8 @@ def sent(known: RunningReplica, *, stream: bool) -> Any:
     router.initialize_state()
     router._replicas[known.replica_id] = known
     router.replicas_changed()
-    metadata = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=stream, _by_reference=False)
+    ways = {"_by_reference": False, "_on_separate_loop": False}  # as a router's
+    metadata = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=stream, **ways)
     request = PendingRequest(args=["x"], kwargs={}, metadata=metadata)
     return router._watched(known).try_send_request(request, with_rejection=True)
 
@@ -173,6 +181,79 @@ def test_a_replica_serves_the_calls_that_are_meant_for_it(heard: Fleet, stream: 
             assert not heard.silent("a")
 
     asyncio.run(work())
+
+
+async def all_of(call: Any) -> AsyncIterator[Any]:
+    with suppress(StopAsyncIteration):
+        while True:
+            yield await call.__anext__()
+
+
+class PassingOne(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """In the place of what sends the cluster's token."""
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(details, request)
+
+
+class PassingMany(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(details, request)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_that_is_over_is_gone_and_no_garbage(heard: Fleet, stream: bool) -> None:
+    async def serve(known: RunningReplica) -> list[ref[Any]]:
+        async def routed() -> Any:
+            call = sent(known, stream=stream)
+            call.add_done_callback(lambda _: None)
+            assert (await call.get_rejection_response()).accepted
+            return call
+
+        call = await asyncio.create_task(routed())
+        assert ([each async for each in all_of(call)] if stream else [await call.get_async()]) == ["by a"]
+        assert not call.cancel()
+        return [ref(call), ref(call._result), ref(call._result._call)]
+
+    async def work() -> list[Any]:
+        async with listening(name="a") as known:
+            await known._channel.close()
+            at = f"127.0.0.1:{known._replica_info.port}"
+            known._channel = grpc.aio.insecure_channel(at, interceptors=[PassingOne(), PassingMany()])
+            known._stub = Addressed(ASGIServiceStub(known._channel), "a")
+            gc.disable()
+            try:
+                left = await serve(known)
+                await asyncio.sleep(0.05)
+                return [each() for each in left]
+            finally:
+                gc.enable()
+
+    assert asyncio.run(work()) == [None, None, None]
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_collections_leave_alone_what_stays_until_they_look_through_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_replica, "LOOKS", 3)
+    monkeypatch.setattr(serve_replica, "_looks", itertools.count(1))
+    stays, new = Cycle(), Cycle()
+    of_old, of_new = ref(stays), ref(new)
+    del new
+    gc.collect()
+    assert of_new() is None
+    assert gc.get_freeze_count() > 0
+    del stays
+    gc.collect()
+    assert of_old() is not None, "it was there at the collection before"
+    gc.collect()  # the third: the next one has all before it
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert of_old() is None
+    assert gc.get_freeze_count() > 0
 
 
 def test_serve_has_no_other_calls_of_replicas_than_those_that_are_looked_at() -> None:

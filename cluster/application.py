@@ -79,6 +79,7 @@ class Ingress:
     ) -> None:
         loop, drain = asyncio.get_running_loop(), Drain()
         serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
+        serve_replica.freeze_what_stays()
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
         self._early = await EarlyPieces.listen(ray.util.get_node_ip_address())

@@ -10,9 +10,9 @@ another cluster with the same key. Here a call that names another replica is ref
 A router that Serve stops by itself, for an upgrade or because its machine is drained, is not told of it, and what is
 not over in time is cut off. Here it is told first, so that it can end what runs with an error that says so.
 
-Garbage is looked for in what is new. What Serve has frozen at its start is left alone by Python's collections, but not
-what comes later and stays, as a hundred thousand programs do: looking through that takes tenths of a second, again and
-again, with all requests waiting.
+A router looks for garbage in what is new. What Serve has frozen at its start is left alone by Python's collections, but
+not what comes later and stays, as a hundred thousand programs do: looking through that takes tenths of a second, again
+and again, with all requests waiting.
 
 No other file uses these private names; `tests/cluster/test_serve_replica.py` checks that they are still there.
 """
@@ -45,18 +45,21 @@ def install(on_stop: Callable[[], object] | None = None) -> None:
         setattr(replica.Replica, name, handler)
     if on_stop is not None:
         TOLD.append(on_stop)
-    if leave_what_stays not in gc.callbacks:
-        gc.callbacks.append(leave_what_stays)
+
+
+def freeze_what_stays() -> None:
+    """From now on what outlives a whole collection of garbage is in none of the next `LOOKS`.
+
+    A cycle of it that nobody needs any more stays as long, so this is for a process whose requests leave none.
+    """
+    if _freeze not in gc.callbacks:
+        gc.callbacks.append(_freeze)
 
 
 _looks = itertools.count(1)
 
 
-def leave_what_stays(phase: str, info: Mapping[str, int]) -> None:
-    """One of `gc.callbacks`: what outlives a whole collection is in none of the next `LOOKS`.
-
-    A cycle of it that nobody needs any more stays as long, so requests are to leave none.
-    """
+def _freeze(phase: str, info: Mapping[str, int]) -> None:
     if phase == "stop" and info["generation"] == 2:
         if next(_looks) % LOOKS:
             gc.freeze()

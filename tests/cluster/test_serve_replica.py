@@ -42,7 +42,7 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "add_port_to_grpc_server", serve_replica._serves_address)
     monkeypatch.setattr(replica.Replica, "_perform_graceful_shutdown", serve_replica._serves_stop)
     for name, served in serve_replica._SERVES.items():
@@ -51,10 +51,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     serve_replica.install()
     serve_replica.install()
-    yield
-    gc.callbacks.remove(serve_replica.leave_what_stays)
-    assert serve_replica.leave_what_stays not in gc.callbacks
-    gc.unfreeze()
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, node: str, address: str) -> Any:
@@ -237,9 +233,19 @@ class Cycle:
         self.own = self
 
 
-def test_collections_leave_alone_what_stays_until_they_look_through_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(serve_replica, "LOOKS", 3)
     monkeypatch.setattr(serve_replica, "_looks", itertools.count(1))
+    serve_replica.freeze_what_stays()
+    serve_replica.freeze_what_stays()
+    yield
+    gc.callbacks.remove(serve_replica._freeze)
+    assert serve_replica._freeze not in gc.callbacks
+    gc.unfreeze()
+
+
+def test_collections_leave_alone_what_stays_until_they_look_through_everything(frozen: None) -> None:
     stays, new = Cycle(), Cycle()
     of_old, of_new = ref(stays), ref(new)
     del new

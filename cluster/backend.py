@@ -35,6 +35,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.fleet import FLEET
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ServeBackend:
             try:
                 routed: Routed = await call
                 if not _stopped(routed.reply):
+                    _heard(routed.replica_id, _now(request, began), routed.reply)
                     return routed
                 log.warning("attempt %d of request %s came to a replica that stops", attempt, request.request_id)
             except LOST as error:
@@ -109,6 +111,7 @@ class ServeBackend:
                             log.warning(message, attempt, request.request_id)
                             break
                         replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
+                        _heard(replica_id, _now(request, began), batch.pieces[-1])
                         drawing.merge(batch.drawn)
                         yield batch
             except LOST as error:
@@ -217,6 +220,12 @@ async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mappin
 def _stopped(last: object) -> bool:
     """Whether a reply has ended because its replica stops, or its engine's thread has died."""
     return isinstance(last, Errored) and last.error.kind is ErrorKind.UNAVAILABLE
+
+
+def _heard(replica_id: str, request: GenerateRequest, last: object) -> None:
+    """A reply has come so far, to what is left of a request."""
+    if isinstance(last, Errored):
+        FLEET.refused(replica_id, request, last.error)
 
 
 def _now(request: GenerateRequest, began: float) -> GenerateRequest:

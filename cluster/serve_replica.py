@@ -31,6 +31,7 @@ from ray.serve._private import replica
 from holdfast.router.affinity import MEANT
 
 EVERYWHERE = "[::]:"
+YOUNG = 2  # collections of what is not quite new, between two whole ones; 10 is Python's own
 LOOKS = 1000  # whole collections of what is new, between two that look through everything
 TOLD: list[Callable[[], object]] = []  # called when Serve begins to stop this process's replica
 REPLIES = ("HandleRequest", "HandleRequestWithRejection")  # Serve's calls with one answer
@@ -48,10 +49,12 @@ def install(on_stop: Callable[[], object] | None = None) -> None:
 
 
 def freeze_what_stays() -> None:
-    """From now on what outlives a whole collection of garbage is in none of the next `LOOKS`.
+    """From now on what outlives a whole collection of garbage is in none of the next `LOOKS`. These come often, so that
+    each has little to look through.
 
     A cycle of it that nobody needs any more stays as long, so this is for a process whose requests leave none.
     """
+    gc.set_threshold(*gc.get_threshold()[:2], YOUNG)
     if _freeze not in gc.callbacks:
         gc.callbacks.append(_freeze)
 

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 PREFILLS = "/v1/prefills"
 END_S = 5.0  # what a run that ends waits at most for its tools to stop, and for the server to hear that it is over
+SPLIT_AFTER_S = 0.01  # in which a tool that takes no time is back
 _TRIES = 3  # of telling it, where a replica does not answer, and how much longer each waits
 _AGAIN_S = 0.2
 _SPARE_S = 10.0  # that a prefill may outlive the tools it is sent beside
@@ -104,7 +105,8 @@ class Orchestrator:
     `fields` (`temperature`, `max_tokens`, `chat_template_kwargs`) and `headers` go into every turn. `prompt` makes of
     the conversation what the model is asked with, where that is not the conversation itself; it is asked before all
     results are there, too. `dispatch` false: tools wait for the end of the answer. `split` false: nothing is sent
-    ahead; so it becomes where a server has no such path. While a run goes on the server hears so every `heartbeat_s`
+    ahead; so it becomes where a server has no such path. Nor is it where a tool is back within `split_after_s`: what
+    was sent would be in the way of the turn itself. While a run goes on the server hears so every `heartbeat_s`
     seconds: it ends a program whose client has gone without a word. 0: it does not, as with `keep`. Raises ConfigError
     for less than one turn.
     """
@@ -118,6 +120,7 @@ class Orchestrator:
     max_turns: int = 50
     dispatch: bool = True
     split: bool = True
+    split_after_s: float = SPLIT_AFTER_S
     heartbeat_s: float = 10.0
     _callbacks: list[Callable[[Told], None]] = field(default_factory=list)
 
@@ -279,6 +282,8 @@ class _Running:
             about["chat_template_kwargs"] = self._agent.fields["chat_template_kwargs"]
         self._ahead = ahead = _Ahead(self._agent, about)
         for tool in tools:
+            if self._agent.split and self._agent.split_after_s > 0:
+                await asyncio.wait([tool], timeout=self._agent.split_after_s)
             if self._agent.split and not tool.done() and ahead.want(self._request()):
                 self._begin(self._send(ahead), "a prefill")
             outcome = await tool

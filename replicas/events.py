@@ -197,7 +197,7 @@ class Submit:
     router's digests of what it begins with. `background`: it is work ahead, with `sampling.max_tokens` 0; it ends
     sooner, with reason "stop", where the turn comes that it is for, or no cells are free for it. `labels` say what its
     tokens are, a session's excepted: they have none. Its answer is wanted within `within_s` seconds of its arrival,
-    with `begins` only the beginning of it.
+    with `begins` only the beginning of it; `foreseen`: that it is expected by then was settled when it came.
     """
 
     request_id: str
@@ -218,6 +218,7 @@ class Submit:
     priority: Priority = Priority.INTERACTIVE
     within_s: float = inf
     begins: bool = False
+    foreseen: bool = False
     root: str = ""
     cache_salt: str = ""
     prefixes: tuple[str, ...] = ()

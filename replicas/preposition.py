@@ -37,9 +37,9 @@ class PrePositioning:
         self._compute = compute
         self._tasks: dict[Program, asyncio.Task[None]] = {}
 
-    def turn_comes(self, request: GenerateRequest) -> None:
-        """What has not begun for its program is not needed any more. What has, the engine knows how to end."""
-        if (task := self._tasks.pop((request.scope, request.program_id), None)) is not None:
+    def needless(self, program: Program) -> None:
+        """Its next turn is there, or there is none: nothing begins any more. What has, the engine knows how to end."""
+        if (task := self._tasks.pop(program, None)) is not None:
             task.cancel()
 
     def turn_ended(self, request: GenerateRequest, answer: Answer | None) -> None:
@@ -65,8 +65,8 @@ class PrePositioning:
             background=OWN,
             trace={},
         )
-        self.turn_comes(request)
-        program = (request.scope, request.program_id)
+        program = request.scope, request.program_id
+        self.needless(program)
         task = self._tasks[program] = asyncio.create_task(self._run(coming))
         task.add_done_callback(lambda done: self._forget(program, done))
 

@@ -180,6 +180,12 @@ class GenerateRequest:
     drawn: ReplyTokens | None = None
     early: EarlyTo | None = None
 
+    @property
+    def foretellable(self) -> bool:
+        """Whether it has a deadline, and comes behind all that wait, so that before it is read its time can be told."""
+        goes_on = self.program_turns or self.session is not None or self.drawn is not None
+        return self.within_s < inf and not goes_on and self.background is None
+
 
 @dataclass(frozen=True, slots=True)
 class LogprobText:

@@ -12,9 +12,9 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -52,6 +52,7 @@ from holdfast.replicas.events import (
     Notice,
     OpenSession,
     Past,
+    ProgramEnded,
     Rejected,
     Request,
     Sampling,
@@ -120,6 +121,7 @@ class Service:
         self._compiling = CompilerThreads()
         self._session_operations = count()
         config = engine.config
+        self._n_coming = 0  # requests that are being read
         self._preposition: PrePositioning | None = None
         if config.preposition and (config.prefix_cache or config.sessions):
             self._preposition = PrePositioning(config.preposition_after_s, engine.occupancy, self.generate)
@@ -176,6 +178,8 @@ class Service:
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine what the cluster knows of programs and tools."""
+        if self._preposition is not None and isinstance(notice, ProgramEnded):
+            self._preposition.needless((notice.scope, notice.program_id))
         self._bridge.notice(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
@@ -216,22 +220,21 @@ class Service:
             if request.background is not None:
                 yield (await _ahead(self._text, self._bridge, request),)
                 return
-            _foresee(self.engine, self._bridge, request)
-            built = AnswerBuilder()
-            if self._preposition is not None:
-                self._preposition.turn_comes(request)
-            began = time.perf_counter()
-            if request.session is None:
-                encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
-                closing = NO_TOKENS
-            else:
-                encoded, closing = await self.sessions.part(request, request.session)
-            spent.render_s = time.perf_counter() - began
-            begun = request.drawn is not None
-            echo = None
-            if not begun:
-                echo = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded, spent)
-            first = await self._first(request, encoded, closing, spent, drawing or Drawing())
+            built, begun, echo = AnswerBuilder(), request.drawn is not None, None
+            with self._coming(request) as foreseen:
+                if self._preposition is not None:
+                    self._preposition.needless((request.scope, request.program_id))
+                began = time.perf_counter()
+                if request.session is None:
+                    encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
+                    closing = NO_TOKENS
+                else:
+                    encoded, closing = await self.sessions.part(request, request.session)
+                spent.render_s = time.perf_counter() - began
+                if not begun:
+                    echo = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded, spent)
+                first = await self._first(request, encoded, closing, spent, drawing or Drawing())
+                first = replace(first, submit=replace(first.submit, foreseen=foreseen))
             if request.drawn is not None:
                 first, pieces = first.resumed(request.drawn)
                 built.add(pieces)
@@ -253,6 +256,24 @@ class Service:
                 attempt = self._second(request, encoded, attempt, events[-1])
         except HoldfastError as error:
             yield (_errored(request, error.info, Usage(work=spent.work)),)
+
+    @contextmanager
+    def _coming(self, request: GenerateRequest) -> Iterator[bool]:
+        """The request is read, and counts as one that comes. Whether that its answer will be in time is settled.
+
+        Raises DeadlineError for what would be refused once it were read, and the step before it over.
+        """
+        foreseen = False
+        if request.foretellable:
+            asked = Submit("", NO_TOKENS, priority=request.priority, within_s=request.within_s, begins=request.begins)
+            max_tokens = request.sampling.max_tokens if request.sampling.max_tokens >= 0 else inf
+            coming = self._bridge.unread + self._n_coming
+            foreseen = self.engine.scheduler.admission.foresee(asked, max_tokens, coming)
+        self._n_coming += 1
+        try:
+            yield foreseen
+        finally:
+            self._n_coming -= 1
 
     # ---- the attempts of a request ----
 
@@ -359,16 +380,6 @@ class Service:
         if request.program_id:
             self.notice(_turn_ended(request, found))
         return (*tail, Completed(reason, attempt.usage(ended), attempt.timing(ended), found, reply.stop))
-
-
-def _foresee(engine: Engine, bridge: Bridge, request: GenerateRequest) -> None:
-    """Raises DeadlineError for what would be refused once it were read, and the step before it over."""
-    if request.within_s < inf and not request.program_turns and request.session is None and request.drawn is None:
-        asked = Submit("", NO_TOKENS, priority=request.priority, within_s=request.within_s, begins=request.begins)
-        max_tokens = request.sampling.max_tokens if request.sampling.max_tokens >= 0 else inf
-        error = engine.scheduler.admission.foresee(asked, max_tokens, bridge.unread)
-        if error is not None:
-            raise error
 
 
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:

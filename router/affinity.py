@@ -145,9 +145,21 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             if taken is None:
                 continue
             if (replica := self._by_id.get(taken.replica_id)) is not None:
+                self._foretell(taken.replica_id, pending_request)
                 self._tally = self._tally.placed_for(taken.reason)
                 return self._watched(replica)
             self._gate.give_back(taken.replica_id, request_id)
+
+    def _foretell(self, replica_id: str, pending_request: PendingRequest) -> None:
+        """Raises DeadlineError where the replica would refuse the request, as it has just refused one like it."""
+        if (turn := _turn(pending_request)) is None:
+            return
+        expected_s = fleet.FLEET.expected_s(replica_id, turn, self._config.foretold_s)
+        if expected_s > (given_s := _left(pending_request, turn) if expected_s else math.inf):
+            self._gate.give_back(replica_id, pending_request.metadata.internal_request_id)
+            self._tally = replace(self._tally, foretold=self._tally.foretold + 1)
+            told = f"an answer is expected in {expected_s:.1f} s, and the request gives it {given_s:.1f} s"
+            raise DeadlineError(told, "timeout", retry_after_s=expected_s - given_s)
 
     def _take(self, ask: Ask, choice: Choice, pending_request: PendingRequest) -> Choice | None:
         """A slot where the request is to go, or where a new program may go instead; None: it has to wait."""

@@ -15,13 +15,16 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Protocol
 from weakref import WeakSet
 
 import orjson
 
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
+from holdfast.replicas.types import Priority
 from holdfast.router.background import Background
 from holdfast.router.store import RedisStore
 
@@ -41,6 +44,15 @@ class Watcher(Protocol):
         """A replica has fallen silent, or is heard again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """When a replica refused a request of at most so many tokens, and in how many seconds it expected the answer."""
+
+    at: float
+    seconds: float
+    tokens: float
+
+
 class Fleet:
     """Times are of the monotonic clock. Used on one event loop."""
 
@@ -50,6 +62,7 @@ class Fleet:
         self._reports: dict[str, tuple[float, LoadReport]] = {}
         self._silent: set[str] = set()
         self._passed_by: dict[str, float] = {}  # until when
+        self._expected: dict[tuple[str, Priority, bool], Expected] = {}
         self.expect: Callable[[str, str, str, float], None] = lambda replica_id, scope, program_id, seconds: None
 
     def watch(self, watcher: Watcher) -> None:
@@ -75,11 +88,31 @@ class Fleet:
         known = self._reports.get(replica_id)
         return self._clock() - known[0] if known else math.inf
 
+    def refused(self, replica_id: str, request: GenerateRequest, error: ErrorInfo) -> None:
+        """A replica has refused a request, of whose time so much is left, perhaps because its answer would be late."""
+        if request.foretellable and error.kind is ErrorKind.DEADLINE and error.retry_after_s is not None:
+            expected = Expected(self._clock(), request.within_s + error.retry_after_s, _most(request))
+            self._expected[replica_id, request.priority, request.begins] = expected
+
+    def expected_s(self, replica_id: str, request: GenerateRequest, lasts_s: float) -> float:
+        """In how many seconds at least a request's answer is to be expected, as its replica has refused another within
+        the last `lasts_s`; 0 where it has refused none that asked for as little.
+
+        What was before that one is before this one, but for what there has been time for.
+        """
+        known = self._expected.get((replica_id, request.priority, request.begins))
+        if known is None or not request.foretellable or _most(request) < known.tokens:
+            return 0.0
+        since = self._clock() - known.at
+        return max(known.seconds - since, 0.0) if since <= lasts_s else 0.0
+
     def keep(self, replica_ids: set[str]) -> None:
         """These are the replicas there are: what others told is forgotten."""
         for gone in self._reports.keys() - replica_ids:
             del self._reports[gone]
             self._silent.discard(gone)
+        for key in [key for key in self._expected if key[0] not in replica_ids]:
+            del self._expected[key]
         for gone in self._passed_by.keys() - replica_ids:
             del self._passed_by[gone]
 
@@ -111,6 +144,11 @@ class Fleet:
     def _changed(self) -> None:
         for watcher in list(self._watchers):
             watcher.replicas_changed()
+
+
+def _most(request: GenerateRequest) -> float:
+    """Tokens that it may have."""
+    return request.sampling.max_tokens if request.sampling.max_tokens >= 0 else math.inf
 
 
 # Trap: Serve copies the module of its request router into the process by value, so this stands in another one.

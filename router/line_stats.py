@@ -28,6 +28,7 @@ class LineStats:
     replicas: int = 0
     joined: int = 0
     lost: int = 0
+    foretold: int = 0  # refused here, for their replica had just refused others like them
     balance: float = 1.0
     placed: Mapping[Reason, int] = field(default_factory=dict)
 

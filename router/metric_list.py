@@ -242,6 +242,13 @@ LINE_WAITS = _counter(
 LINE_SECONDS = _counter(
     "line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait", "for"
 )
+FORETOLD = _counter(
+    "requests_foretold",
+    "",
+    "Requests refused by the router as its replica would have: that had just refused others by their deadlines, which "
+    "left it as long or longer",
+    "As `foreseen` of `holdfast_requests_not_begun_total`: more replicas",
+)
 PLACED = _counter(
     "placements",
     "",
@@ -350,6 +357,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         LINE_TOKENS,
         LINE_WAITS,
         LINE_SECONDS,
+        FORETOLD,
         PLACED,
         SESSION_MOVES,
         BALANCE,

@@ -48,6 +48,7 @@ class PlacementConfig:
     max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused, or one of a lower class
     max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
+    foretold_s: float = 1.0  # when a replica refuses a request by its deadline, so are others like it for so long
 
     def __post_init__(self) -> None:
         for name in ("pins", "turn_tokens", "max_waiting", "max_waiting_tokens"):
@@ -55,7 +56,7 @@ class PlacementConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
         if self.crowded_load < 1:
             raise ConfigError(f"crowded_load must be at least 1, not {self.crowded_load}", "crowded_load")
-        for name in ("shared_turns", "patience_s", "move_factor", "no_replica_s", "queue_timeout_s"):
+        for name in ("shared_turns", "patience_s", "move_factor", "no_replica_s", "queue_timeout_s", "foretold_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
         if self.report_s <= 0:

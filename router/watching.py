@@ -79,6 +79,7 @@ def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
     metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
     metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
     metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
+    metrics.watch(listed.FORETOLD, lambda: read().foretold)
     metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
     metrics.watch(listed.BALANCE, lambda: read().balance)
     metrics.watch(listed.REPLICAS, lambda: read().replicas)

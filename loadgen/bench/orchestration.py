@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
+from holdfast.loadgen.orchestrator import SPLIT_AFTER_S
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
@@ -226,6 +227,8 @@ class Client:
         sending: asyncio.Task[Answer | Errored] | None = None
         handle = f"{request.request_id}/ahead"
         for number, (call, tool) in enumerate(zip(calls, running, strict=True)):
+            if self.row.split:
+                await asyncio.wait([tool], timeout=SPLIT_AFTER_S)
             if self.row.split and not tool.done() and (sending is None or sending.done()):
                 ahead = replace(
                     request,

@@ -29,7 +29,7 @@ from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.loadgen.table import WIDTH
 from holdfast.replicas.config import DraftConfig, EngineConfig, OrderName
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.errors import EngineError, ErrorKind
+from holdfast.replicas.errors import DeadlineError, EngineError, ErrorKind
 from holdfast.replicas.events import Abort, Aborted, Event, Finished, Rejected, Sampling, Submit, Terminal
 from holdfast.replicas.types import Priority
 
@@ -164,13 +164,12 @@ class Run:
                 priority=asked.priority,
                 within_s=asked.within_s if self._told else inf,
             )
-            foreseen = self._engine.scheduler.admission.foresee(
-                submit, asked.reply, 0
-            )  # those before it are in the queue by now
-            if foreseen is None:
-                events += self._engine.handle(submit, now, asked.at)
+            try:  # those before it are in the queue
+                foreseen = self._engine.scheduler.admission.foresee(submit, asked.reply, 0)
+            except DeadlineError as unmet:
+                self._ended(Rejected(name, unmet.info), asked.at)
             else:
-                self._ended(Rejected(name, foreseen.info), asked.at)
+                events += self._engine.handle(replace(submit, foreseen=foreseen), now, asked.at)
             self._next = next(self._coming, None)
         return events
 

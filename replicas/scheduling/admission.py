@@ -164,7 +164,7 @@ class Admission:
         if sequence.expected_s * forecast.correction > within_s:  # were all of them before it
             sequence.expected_s = forecast.answer_s(*wants, self._waiting.before(sequence))
         expected_s = sequence.expected_s * forecast.correction
-        if expected_s > within_s:
+        if expected_s > within_s and not sequence.submit.foreseen:
             self._stats.not_begun["refused"] += 1
             raise _unmet(expected_s, within_s)
 
@@ -172,19 +172,22 @@ class Admission:
     def _half_full(self) -> bool:
         return 2 * len(self._running) >= self._config.max_sequences
 
-    def foresee(self, submit: Submit, max_tokens: float, coming: int) -> DeadlineError | None:
+    def foresee(self, submit: Submit, max_tokens: float, coming: int) -> bool:
         """`judge` from outside of a step, for a new program's request, which comes behind all that wait and are not of
         a lower class. `coming`: others that are not in the queue yet. Any thread may ask.
+
+        Whether there was anything to judge by. Then its being let in stands: for a hair's breadth it would be refused
+        after a step, when its client might have gone elsewhere.
         """
         waiting = self._waiting.up_to(submit.rank)
         if submit.within_s == inf or not (waiting or self._half_full):
-            return None
+            return False
         before = waiting + coming if waiting else 0
         expected_s = self.forecast.answer_s(max_tokens, submit.begins, before) * self.forecast.correction
-        if expected_s <= submit.within_s:
-            return None
-        self._stats.not_begun["foreseen"] += 1  # the caller's thread alone counts these
-        return _unmet(expected_s, submit.within_s)
+        if expected_s > submit.within_s:
+            self._stats.not_begun["foreseen"] += 1  # the caller's thread alone counts these
+            raise _unmet(expected_s, submit.within_s)
+        return True
 
     def leads(self, sequence: Sequence) -> bool:
         """Whether somebody waits for what this sequence computes."""

@@ -21,11 +21,27 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+
+from holdfast.loadgen.pocket.inflate import inflate
 
 SETTINGS = """
-engine: {threads: 1, kv_memory: 0.1, hung_s: 5, hung_factor: 1}
+engine: {threads: 1, kv_memory: 0.5, hung_s: 5, hung_factor: 1, speculation: {enabled: false}}
 placement: {move_factor: 1000}  # programs move where their engine is lost, not where it has more to do
 """
+# Of a larger model than Pocket: its answers last until they have been seen on both engines.
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1536,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_CONT = 0x4206, 0x4207, 7
 ANY_THREAD = 0x40000000  # __WALL
 PY_SPY = Path(sys.executable).with_name("py-spy")
@@ -86,7 +102,10 @@ def test_a_step_that_never_ends_costs_its_requests_one_move(
 ) -> None:
     if not may_trace():
         pytest.skip("other processes cannot be traced here")
-    server = start(tmp_path, SETTINGS, "--replicas", "2")
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(SHAPE))
+    model = inflate("pocket", str(shape), tmp_path / "large", dtype=torch.float32)
+    server = start(tmp_path, SETTINGS, "--replicas", "2", "--model", str(model))
 
     def running() -> dict[str, float]:
         """Sequences of each engine."""
@@ -95,7 +114,7 @@ def test_a_step_that_never_ends_costs_its_requests_one_move(
         return {replica: float(value) for replica, value in found}
 
     def turn(i: int, tokens: int) -> str:
-        body = {"model": "pocket", "max_tokens": tokens, "ignore_eos": True, "program_id": f"program-{i}"}
+        body = {"model": "large", "max_tokens": tokens, "ignore_eos": True, "program_id": f"program-{i}"}
         body["messages"] = [{"role": "user", "content": f"a long answer, number {i} of {tokens} tokens"}]
         response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENT, trust_env=False)
         assert response.status_code == 200, response.text

@@ -237,9 +237,12 @@ class Cycle:
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(serve_replica, "LOOKS", 3)
     monkeypatch.setattr(serve_replica, "_looks", itertools.count(1))
+    thresholds = gc.get_threshold()
     serve_replica.freeze_what_stays()
     serve_replica.freeze_what_stays()
+    assert gc.get_threshold() == (*thresholds[:2], serve_replica.YOUNG)
     yield
+    gc.set_threshold(*thresholds)
     gc.callbacks.remove(serve_replica._freeze)
     assert serve_replica._freeze not in gc.callbacks
     gc.unfreeze()

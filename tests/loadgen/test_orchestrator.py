@@ -102,7 +102,7 @@ class FakeClient:
 def agent(client: Any, work: Callable[..., Any], **options: Any) -> Orchestrator:
     tools = Toolbox()
     tools.tool(name="work", **options.pop("limits", {}))(work)
-    return Orchestrator(client, "m", tools, **options)
+    return Orchestrator(client, "m", tools, **{"split_after_s": 0.0, **options})
 
 
 def finished(run: Coroutine[Any, Any, Run]) -> Run:
@@ -409,6 +409,15 @@ def test_without_split_nothing_goes_ahead_and_tools_that_are_back_need_nothing()
 
     client = TakesPrefills([*marked(call_events(2)), until_back], TEXT)
     assert finished(agent(client, number).run("go")).ahead == 0
+
+
+def test_for_a_tool_that_is_soon_back_nothing_goes_ahead() -> None:
+    async def quick(number: int) -> None:
+        await asyncio.sleep(0.01)
+
+    for after_s, ahead in ((PATIENT, 0), (0.0, 1)):
+        client = TakesPrefills(marked(call_events(1)), TEXT)
+        assert finished(agent(client, quick, split_after_s=after_s).run("go")).ahead == ahead
 
 
 # ---- ends ----

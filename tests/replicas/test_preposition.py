@@ -95,6 +95,23 @@ def test_its_program_ends_and_nothing_of_it_is_left() -> None:
     asyncio.run(main())
 
 
+def test_for_a_program_that_is_over_nothing_begins() -> None:
+    async def main() -> None:
+        service = Service.load(replace(CONFIG, preposition_after_s=0.02))
+        try:
+            await conversation(service, 1, 0.001)
+            service.notice(ProgramEnded("", "p"))
+            await asyncio.sleep(0.2)
+            await service.generate(
+                GenerateRequest("behind", ChatPrompt([{"role": "user", "content": "x"}]), Sampling(1))
+            )
+            assert service.engine.stats.ahead_computed == 0
+        finally:
+            await service.close()
+
+    asyncio.run(main())
+
+
 EMPTY = Occupancy(0, 0, 0, 0, 0, 0, 0)
 CALLED = Answer(None, (), (), "tool_calls", None, None)  # type: ignore[arg-type]
 
@@ -110,7 +127,7 @@ def test_it_waits_a_moment_and_is_left_where_others_wait(busy: bool) -> None:
         ahead = PrePositioning(0.01, lambda: replace(EMPTY, waiting=int(busy)), compute)
         answer = replace(CALLED, tool_calls=(ToolCall("c", "get_weather", "{}"),))
         ahead.turn_ended(turn("one", [{"role": "user", "content": "x"}]), answer)
-        ahead.turn_comes(turn("two", [{"role": "user", "content": "x"}]))  # the turn was faster
+        ahead.needless(("", "p"))  # the turn was faster
         await asyncio.sleep(0.05)
         ahead.turn_ended(turn("three", [{"role": "user", "content": "x"}]), answer)
         ahead.turn_ended(turn("last", [{"role": "user", "content": "x"}], program_end=True), answer)

@@ -1,10 +1,12 @@
 """Text and engine together, over the shipped model: conversations, streams, stops, and what they leave behind."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Abort, Command, Sampling
 from holdfast.replicas.requests import (
+    Answer,
     AnswerBuilder,
     ChatPrompt,
     Completed,
@@ -390,6 +393,98 @@ def loaded() -> list[int]:
     """Of a process of its own that has loaded a model: objects that collections look at, others, new threads."""
     told = subprocess.run([sys.executable, "-c", LOADED_SCRIPT], capture_output=True, text=True, check=True)
     return [int(each) for each in told.stdout.split()[-3:]]
+
+
+def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
+    """Refused after a step, its client would have waited in vain; and those that are read count as those that wait."""
+
+    async def main():
+        async with serving(replace(CONFIG, max_sequences=1, session_rows=0, preposition=False)) as service:
+            admission, encoded = service.engine.scheduler.admission, service._text.encoded
+            admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
+            goes_on = asyncio.Event()
+
+            async def slowly(*asked):
+                await goes_on.wait()
+                return await encoded(*asked)
+
+            async with asyncio.timeout(20.0):
+                running = asyncio.create_task(service.generate(request("a", "Once", 400, ignore_eos=True)))
+                await until(lambda: service.engine.stats.completion)
+                waiting = asyncio.create_task(service.generate(request("b", "x", 1)))
+                await until(lambda: service.engine.occupancy().waiting == 1)
+                service._text.encoded = slowly
+                let_in = asyncio.create_task(service.generate(replace(request("c", "x", 1), within_s=25.0)))
+                await until(lambda: service._n_coming == 1)
+                refused = await service.generate(replace(request("d", "x", 1), within_s=25.0))
+                assert isinstance(refused, Errored)
+                assert refused.error.kind is ErrorKind.DEADLINE
+                admission.forecast.answer_s = lambda max_tokens, begins, before: 30.0
+                goes_on.set()
+                assert isinstance(await let_in, Answer)
+                await asyncio.gather(running, waiting)
+            assert (service._n_coming, service.engine.stats.not_begun["refused"]) == (0, 0)
+
+    asyncio.run(main())
+
+
+async def late(service: Service, name: str) -> None:
+    """Refused, since it is expected to take longer than it gives."""
+    answer = await service.generate(replace(request(name, "x", 4), within_s=0.0))
+    assert isinstance(answer, Errored)
+    assert answer.error.kind is ErrorKind.DEADLINE
+
+
+async def left(service: Service, name: str) -> None:
+    """Its client leaves while it is answered."""
+    answer = asyncio.create_task(service.generate(request(name, "x", 4000, ignore_eos=True)))
+    await until(lambda: service.engine.occupancy().running)
+    answer.cancel()
+    await asyncio.wait([answer])
+    del answer
+    await until(lambda: not service.engine.occupancy().running and not service.n_live)
+
+
+async def wrong(service: Service, name: str) -> None:
+    assert isinstance(await service.generate(request(name, "x", 10**9)), Errored)
+
+
+async def whole(service: Service, name: str) -> None:
+    await service.generate(request(name, ChatPrompt([{"role": "user", "content": "Weather in Oslo?"}], TOOLS), 20))
+
+
+async def stream(service: Service, name: str) -> None:
+    await streamed(service, request(name, "Once", 20, ignore_eos=True))
+
+
+@pytest.mark.parametrize("serve", [whole, stream, late, wrong, left])
+def test_what_was_served_leaves_no_cycles(serve):
+    """The collector would have to look for them, and hold every stream up meanwhile."""
+
+    async def main():
+        async with serving(replace(CONFIG, preposition=False)) as service:
+            admission = service.engine.scheduler.admission
+            admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0
+            admission._waiting.up_to = lambda rank: 1  # as if somebody waited
+            for number in range(3):  # the first ones make what stays
+                await serve(service, f"before {number}")
+            gc.collect()
+            gc.freeze()  # what others have left goes when it likes
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                for number in range(3):
+                    await serve(service, str(number))
+                await asyncio.sleep(0.05)  # the engine's thread lets go of its last step
+                gc.collect()
+                return Counter(f"{type(each).__qualname__} {getattr(each, '__qualname__', '')}" for each in gc.garbage)
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+                gc.unfreeze()
+
+    assert asyncio.run(main()) == {}
 
 
 def test_loading_leaves_no_team_of_threads_beside_the_engines(loaded: list[int]) -> None:

@@ -18,11 +18,19 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.context import _get_serve_request_context
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from holdfast.replicas.errors import DeadlineError, OverloadedError, SessionLostError, UnavailableError
+from holdfast.replicas.errors import (
+    DeadlineError,
+    ErrorInfo,
+    ErrorKind,
+    OverloadedError,
+    SessionLostError,
+    UnavailableError,
+)
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
+from holdfast.replicas.types import Priority
 from holdfast.router.affinity import ENTERED, HINT, AffinityRouter, Pins, own_request
 from holdfast.router.backend import Place
 from holdfast.router.elsewhere import Lines
@@ -513,6 +521,43 @@ def test_a_new_program_that_would_wait_too_long_is_refused_at_once() -> None:
             task.cancel()
 
     asyncio.run(live())
+
+
+def test_what_a_replica_has_just_refused_is_not_sent_to_it_again() -> None:
+    """By what it said its answers were expected in 6 s at least; a second later that is no news."""
+    now = [100.0]
+    fleet = fleet_of(now)
+    refused = ErrorInfo(ErrorKind.DEADLINE, "late", "timeout", 2.0)
+
+    async def live() -> None:
+        made, (a, _) = waiting_for("a", "b")
+        fleet.refused("a", within(turn("x", 1.0), 4.0).args[0], refused)
+
+        async def goes_to(request: PendingRequest, home: str = "a") -> str:
+            request.kwargs[HINT] = Place(home)
+            chosen = await made._choose_replica_for_request(request)
+            made.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
+            return str(chosen.replica_id.unique_id)
+
+        with pytest.raises(DeadlineError) as told:
+            await goes_to(within(turn("x", 1.0), 5.0))
+        assert told.value.retry_after_s == pytest.approx(1.0, abs=0.5)
+        assert made.line_stats.foretold == 1
+        assert await goes_to(within(turn("x", 1.0), 7.0)) == "a", "and its slot was given back"
+        assert await goes_to(within(turn("x", 1.0), 5.0, turns_before=1)) == "a", "it comes before those that wait"
+        assert await goes_to(turn("y", 1.0)) == "a", "it has no deadline"
+        assert await goes_to(within(turn("x2", 1.0), 5.0), "b") == "b", "another replica's"
+        batch = within(turn("x", 1.0), 5.0)
+        batch.args[0] = replace(batch.args[0], priority=Priority.BATCH)
+        assert await goes_to(batch) == "a", "another class's"
+        now[0] += 1.1
+        assert await goes_to(within(turn("x", 1.0), 5.0)) == "a"
+        fleet.refused("a", within(turn("x", 1.0), 4.0).args[0], refused)
+        made.on_replica_actor_died(a.replica_id)
+        assert not fleet._expected
+
+    with using(fleet):
+        asyncio.run(live())
 
 
 def test_a_replica_is_told_what_is_left_of_a_requests_time() -> None:

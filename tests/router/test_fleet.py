@@ -3,10 +3,18 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis_server import RedisServer
 
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Sampling
+from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
+from holdfast.replicas.types import Priority
 from holdfast.router.fleet import Fleet, Listener, Reporter, decode, encode
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
@@ -114,3 +122,31 @@ def test_what_has_gone_is_forgotten() -> None:
     assert fleet.latest("a") == LoadReport(running=1)
     fleet.keep(set())
     assert fleet.latest("a") is None
+
+
+@given(
+    st.floats(0, 50),
+    st.floats(0, 50),
+    st.floats(0, 2),
+    st.integers(-1, 9),
+    st.integers(-1, 9),
+    st.sampled_from(Priority),
+)
+def test_what_is_expected_shrinks_as_time_goes_on_and_holds_for_as_long_answers(
+    within_s: float, more_s: float, since: float, first: int, second: int, priority: Priority
+) -> None:
+    now = [0.0]
+    fleet = Fleet(lambda: now[0])
+
+    def asked(tokens: int, **more: Any) -> GenerateRequest:
+        return GenerateRequest("r", RawPrompt("x"), Sampling(tokens), within_s=within_s, **more)
+
+    fleet.refused("a", asked(first), ErrorInfo(ErrorKind.DEADLINE, "late", "timeout", more_s))
+    fleet.refused("a", asked(first), ErrorInfo(ErrorKind.DEADLINE, "over"))  # it says nothing of the others
+    fleet.refused("a", asked(first), ErrorInfo(ErrorKind.OVERLOADED, "full", retry_after_s=99.0))
+    now[0] = since
+    found = fleet.expected_s("a", asked(second, priority=priority), 1.0)
+    as_long = second % 10 >= first % 10  # -1: as many as there is room for
+    known = since <= 1.0 and priority is Priority.INTERACTIVE and (as_long or first == second)
+    assert found == (pytest.approx(max(within_s + more_s - since, 0)) if known else 0.0)
+    assert fleet.expected_s("b", asked(second), 1.0) == 0.0

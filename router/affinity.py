@@ -152,10 +152,10 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def _foretell(self, replica_id: str, pending_request: PendingRequest) -> None:
         """Raises DeadlineError where the replica would refuse the request, as it has just refused one like it."""
-        if (turn := _turn(pending_request)) is None:
+        turn = _turn(pending_request)
+        if turn is None or not (expected_s := fleet.FLEET.expected_s(replica_id, turn, self._config.foretold_s)):
             return
-        expected_s = fleet.FLEET.expected_s(replica_id, turn, self._config.foretold_s)
-        if expected_s > (given_s := _left(pending_request, turn) if expected_s else math.inf):
+        if expected_s > (given_s := _left(pending_request, turn)):
             self._gate.give_back(replica_id, pending_request.metadata.internal_request_id)
             self._tally = replace(self._tally, foretold=self._tally.foretold + 1)
             told = f"an answer is expected in {expected_s:.1f} s, and the request gives it {given_s:.1f} s"

@@ -29,6 +29,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.affinity import HINT
 from holdfast.router.backend import Batch, Place, Routed
+from holdfast.router.fleet import Fleet
 
 REQUEST = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id="t/p")
 TIMING = Timing(0.0)
@@ -104,6 +105,25 @@ def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     assert run(lambda: ServeBackend(handle).generate(REQUEST, Place("a"))) == ANSWER  # type: ignore[arg-type]
     assert {"session_id": "t/p"} in handle.options_given
     assert handle.kwargs == [{HINT: Place("a")}]
+
+
+@pytest.mark.parametrize("way", ["whole", "stream"])
+def test_by_what_a_replica_refuses_others_like_it_are_judged(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet()
+    monkeypatch.setattr(backend_module, "FLEET", fleet)
+    late = Errored(ErrorInfo(ErrorKind.DEADLINE, "late", "timeout", 3.0))
+    request = replace(REQUEST, within_s=5.0)
+
+    async def ask() -> None:
+        backend = ServeBackend(Handle([Routed("b", late) if way == "whole" else Batch("b", (late,))]))  # type: ignore[arg-type]
+        if way == "whole":
+            await backend.generate(request)
+        else:
+            _ = [batch async for batch in backend.stream(request)]
+
+    asyncio.run(ask())
+    assert 0.0 < fleet.expected_s("b", request, 60.0) <= 8.0
+    assert fleet.expected_s("a", request, 60.0) == 0.0
 
 
 def test_what_is_asked_of_a_session_is_sent_once() -> None:

@@ -1,16 +1,15 @@
 """Text and engine together, over the shipped model: conversations, streams, stops, and what they leave behind."""
 
 import asyncio
-import gc
 import json
 import subprocess
 import sys
 import threading
-from collections import Counter
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from cycles import left_in_cycles
 
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
@@ -468,21 +467,11 @@ def test_what_was_served_leaves_no_cycles(serve):
             admission._waiting.up_to = lambda rank: 1  # as if somebody waited
             for number in range(3):  # the first ones make what stays
                 await serve(service, f"before {number}")
-            gc.collect()
-            gc.freeze()  # what others have left goes when it likes
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            try:
+            with left_in_cycles() as found:
                 for number in range(3):
                     await serve(service, str(number))
                 await asyncio.sleep(0.05)  # the engine's thread lets go of its last step
-                gc.collect()
-                return Counter(f"{type(each).__qualname__} {getattr(each, '__qualname__', '')}" for each in gc.garbage)
-            finally:
-                gc.set_debug(0)
-                gc.garbage.clear()
-                gc.enable()
-                gc.unfreeze()
+            return found
 
     assert asyncio.run(main()) == {}
 

@@ -3,11 +3,10 @@ look through everything that there is, and hold every stream up meanwhile.
 """
 
 import asyncio
-import gc
-from collections import Counter
 
 import orjson
 import pytest
+from cycles import left_in_cycles
 from fake_backend import CALL, FORMATS, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import DeadlineError, UnavailableError
@@ -90,19 +89,10 @@ def test_what_was_served_leaves_no_cycles(case):
         world = make()
         for _ in range(3):  # the first ones make what stays
             await serve(world, path, body)
-        gc.collect()
-        gc.freeze()  # what others have left goes when it likes
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
+        with left_in_cycles() as found:
             for _ in range(3):
                 await serve(world, path, body)
             await asyncio.sleep(0)
-            gc.collect()
-            return Counter(f"{type(each).__qualname__} {getattr(each, '__qualname__', '')}" for each in gc.garbage)
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
+        return found
 
     assert asyncio.run(scenario()) == {}

@@ -134,9 +134,12 @@ STEPS = Row(
         ),
         Panel(
             "Not begun",
-            "foreseen is how an overload is to look; many dropped or refused: forecasts are too late.",
+            "foreseen and foretold are how an overload is to look; many dropped or refused: forecasts are too late.",
             Unit.PER_SECOND,
-            (Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),),
+            (
+                Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),
+                Query(LINES.rate("holdfast_requests_foretold_total"), "foretold by routers"),
+            ),
             Kind.STACKED,
             width=12,
         ),

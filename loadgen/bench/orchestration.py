@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
-from holdfast.loadgen.orchestrator import SPLIT_AFTER_S
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
@@ -45,6 +44,7 @@ CITIES, TURNS = 3, 3  # calls that a fan-out's question asks for; calls of an ap
 SYSTEMS = 4  # that a prompt after the first may have
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # that a tool takes
 KEEP_S = 60.0
+SPLIT_AFTER_S = 0.01  # the orchestrator's, which needs more than a bare clone has
 WHOLE = 2**13  # tokens: more than a prompt here has
 TTL_S = 6.0
 _WARM = 2 * SYSTEMS  # rounds before the measured ones

@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from holdfast.loadgen.bench import orchestration
 from holdfast.loadgen.bench.orchestration import ROWS, Agent, Row, Run, Sizes, measured, report, rows_named
 from holdfast.loadgen.bench.orchestration import main as bench
+from holdfast.loadgen.orchestrator import SPLIT_AFTER_S
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ToolCall
 
@@ -24,6 +26,10 @@ def test_every_row_gives_the_same_answers(workload: str, rows: tuple[Row, ...]) 
     told = report(found, sizes)
     assert "1 of them with the same answers" in told[0]
     assert len(told) == 2 + len(rows)
+
+
+def test_it_sends_ahead_when_the_orchestrator_does() -> None:
+    assert orchestration.SPLIT_AFTER_S == SPLIT_AFTER_S
 
 
 def test_gains_are_over_the_first_row() -> None:

@@ -85,9 +85,11 @@ def watch(service: Service, tell: Callable[[Closed], None]) -> None:
                 calls, now = [piece for piece in pieces if isinstance(piece, ToolCallDelta)], time.monotonic()
                 ids |= {call.index: call.call_id for call in calls if call.call_id}
                 closed = [Closed(ids[call.index], closing, now) for call in calls if call.closed]
-                yield pieces
-                for each in closed:  # behind, so that it holds nothing up
-                    tell(each)
+                try:
+                    yield pieces
+                finally:  # behind, so that it holds nothing up, and where nobody reads on
+                    for each in closed:
+                        tell(each)
 
     patched: Any = service
     patched.engine.scheduler.commit, patched.engine.step = committed, stepped

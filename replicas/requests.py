@@ -181,6 +181,11 @@ class GenerateRequest:
     early: EarlyTo | None = None
 
     @property
+    def most_tokens(self) -> float:
+        """That its answer may have."""
+        return self.sampling.max_tokens if self.sampling.max_tokens >= 0 else inf
+
+    @property
     def foretellable(self) -> bool:
         """Whether it has a deadline, and comes behind all that wait, so that before it is read its time can be told."""
         goes_on = self.program_turns or self.session is not None or self.drawn is not None

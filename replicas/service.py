@@ -266,9 +266,8 @@ class Service:
         foreseen = False
         if request.foretellable:
             asked = Submit("", NO_TOKENS, priority=request.priority, within_s=request.within_s, begins=request.begins)
-            max_tokens = request.sampling.max_tokens if request.sampling.max_tokens >= 0 else inf
             coming = self._bridge.unread + self._n_coming
-            foreseen = self.engine.scheduler.admission.foresee(asked, max_tokens, coming)
+            foreseen = self.engine.scheduler.admission.foresee(asked, request.most_tokens, coming)
         self._n_coming += 1
         try:
             yield foreseen

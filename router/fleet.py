@@ -91,7 +91,7 @@ class Fleet:
     def refused(self, replica_id: str, request: GenerateRequest, error: ErrorInfo) -> None:
         """A replica has refused a request, of whose time so much is left, perhaps because its answer would be late."""
         if request.foretellable and error.kind is ErrorKind.DEADLINE and error.retry_after_s is not None:
-            expected = Expected(self._clock(), request.within_s + error.retry_after_s, _most(request))
+            expected = Expected(self._clock(), request.within_s + error.retry_after_s, request.most_tokens)
             self._expected[replica_id, request.priority, request.begins] = expected
 
     def expected_s(self, replica_id: str, request: GenerateRequest, lasts_s: float) -> float:
@@ -101,7 +101,7 @@ class Fleet:
         What was before that one is before this one, but for what there has been time for.
         """
         known = self._expected.get((replica_id, request.priority, request.begins))
-        if known is None or not request.foretellable or _most(request) < known.tokens:
+        if known is None or not request.foretellable or request.most_tokens < known.tokens:
             return 0.0
         since = self._clock() - known.at
         return max(known.seconds - since, 0.0) if since <= lasts_s else 0.0
@@ -144,11 +144,6 @@ class Fleet:
     def _changed(self) -> None:
         for watcher in list(self._watchers):
             watcher.replicas_changed()
-
-
-def _most(request: GenerateRequest) -> float:
-    """Tokens that it may have."""
-    return request.sampling.max_tokens if request.sampling.max_tokens >= 0 else math.inf
 
 
 # Trap: Serve copies the module of its request router into the process by value, so this stands in another one.

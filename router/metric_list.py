@@ -245,8 +245,7 @@ LINE_SECONDS = _counter(
 FORETOLD = _counter(
     "requests_foretold",
     "",
-    "Requests refused by the router as its replica would have: that had just refused others by their deadlines, which "
-    "left it as long or longer",
+    "Requests that the router refused for a replica, which had just refused others like them by their deadlines",
     "As `foreseen` of `holdfast_requests_not_begun_total`: more replicas",
 )
 PLACED = _counter(

@@ -18,6 +18,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
 _LEAST = 64  # different tokens that counts have room for at first
+_COMPARED = 1 << 15  # ids that are compared at once: what differs early is found early, and the flags stay in cache
 
 
 class Priority(StrEnum):
@@ -60,9 +61,13 @@ class CellLimits:
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
     """How many leading ids `a` and `b` have in common."""
     n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    for at in range(0, n, _COMPARED):
+        end = min(at + _COMPARED, n)
+        differs = a[at:end] != b[at:end]
+        first = int(differs.argmax())
+        if differs[first]:
+            return at + first
+    return n
 
 
 class TokenCounts:

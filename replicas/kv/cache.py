@@ -339,7 +339,7 @@ class KVCache:
             return
         row = np.empty(self.pool.pages_for(known.node.end), np.int32)
         self.tree.fill(row, known.node)
-        node = self.tree.alias(prefix, tokens[:length].copy(), row[: length // self.page_size])
+        node = self.tree.alias(prefix, tokens[:length], row[: length // self.page_size])
         self.tree.lease(node, now)
         self.tree.release(node)
 
@@ -398,7 +398,7 @@ class KVCache:
         """Lease the end of `prefix`, with a fresh page where it lies inside one, or cut it to whole pages."""
         node = self.tree.lease_at(prefix, now)
         tail = prefix.length % self.page_size
-        fresh = self._take(1 if tail else 0, tenant)
+        fresh = self._take(1, tenant) if tail else NO_PAGES
         if fresh is not None:
             return node, prefix, fresh
         self.tree.release(node)

@@ -43,7 +43,10 @@ class Holding:
 
     @property
     def pages(self) -> PageIds:
-        """The page row, int32 `[n_pages]`: a view that stays right until the next call with this holding."""
+        """The page row, int32 `[n_pages]`: a view whose entries are never written again, so whoever has it may keep it.
+
+        It lacks the pages that come later.
+        """
         return self.row[: self.n_pages]
 
     @property
@@ -134,6 +137,7 @@ def _audit_node(node: Node, pool: PagePool) -> None:
     assert parent is not None
     assert len(node.tokens) > 0, "a node without tokens"
     assert parent.children[int(node.tokens[0])] is node, "a node that its parent does not know"
+    assert node.raw.startswith(node.tokens.data), "a node is found by other tokens than it has"
     assert node.start == parent.end, "a gap between parent and child"
     assert len(node.pages) == pool.pages_for(node.end) - node.start // pool.page_size, "pages do not cover the tokens"
     inside = node.start % pool.page_size != 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,8 @@ from holdfast.replicas.kv.pages import PageIds, PageMoves
 
 log = logging.getLogger(__name__)
 
-STAGED = 16 << 20  # bytes of pages that are on their way between the tiers at once
+STAGED = 32 << 20  # bytes of pages that are on their way between the tiers at once
+_LANES = 2  # that share these
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,15 @@ class HostPages:
 
     In each step: `save`, then `load`, then `wait`.
 
-        step    |-- save --|--------- forward ---------|- wait -|
-        side        |-- out --|------ in ------|
+        step      |-- save --|--------- forward ---------|- wait -|
+        lane 0       |- out -|  |-- in --|  |-- in --|
+        lane 1           |- out -|  |-- in --|  |-- in --|
 
-    What leaves the store is gathered before the forward may write over it; the rest runs on the side. Both ways go
-    through one buffer of `staged` bytes, or one page, allocated once: what is more goes slice by slice, and the forward
-    waits for all but the last slice that leaves. A copy that fails is logged, and told by `wait`.
+    What leaves the store is gathered before the forward may write over it; the rest runs on the side. Pages go slice by
+    slice, in two lanes by turns, so that one is gathered or put in its place while another crosses the bus. Each lane
+    has a buffer of half of `staged` bytes, or of one page, allocated once; however much moves, a move allocates its
+    pages' numbers alone. The forward waits for all but the last two slices that leave. A copy that fails is logged, and
+    told by `wait`.
     """
 
     def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED) -> None:
@@ -154,14 +159,15 @@ class HostPages:
         self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
         page, page_bytes = self._pages.shape[1:], kv.page_size * kv.cell_bytes
         cuda = device.type == "cuda"
-        slice_pages = min(max(staged // page_bytes, 1), pages)
+        slice_pages = min(max(staged // _LANES // page_bytes, 1), pages)
         try:
             self.data = torch.zeros(pages, *page, dtype=dtype, pin_memory=cuda)
-            self._buffer = torch.empty(slice_pages, *page, dtype=dtype, device=device)
+            self._buffers = torch.empty(_LANES, slice_pages, *page, dtype=dtype, device=device)
         except RuntimeError as error:
             wanted = pages * page_bytes / 2**30
             raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
-        self._side: _Side = _Stream(device) if cuda else _Thread()
+        self._side: _Side = _Streams(device) if cuda else _Thread()
+        self._indices: list[Tensor] = []  # that the side may be reading
         self._loads = False
         self._failed = False
 
@@ -175,44 +181,52 @@ class HostPages:
         self._loads = len(moves) > 0
         if self._loads:
             what = f"copying {len(moves)} pages of KV from the host"
-            self._try(what, lambda: self._side.do(lambda: self._try(what, lambda: self._load(moves))))
+            self._try(what, lambda: self._load(moves, what))
 
     def wait(self) -> Moved:
         """Wait until everything that was begun is done, or has failed."""
-        seconds: list[float] = []
+        seconds = 0.0
         try:
             seconds = self._side.wait()
         except Exception:
             self._fail("waiting for copies of KV")
+        self._indices.clear()
         ok, self._failed = not self._failed, False
-        return Moved(ok, seconds[-1] if ok and self._loads else 0.0)
+        return Moved(ok, seconds if ok and self._loads else 0.0)
 
     def _save(self, moves: PageMoves) -> None:
         index = self._index(moves.device)
-        for some in self._slices(len(moves)):
-            staged = self._buffer[: some.stop - some.start]
-            self._side.join()  # the buffer's last slice is on the host
+        for lane, some, staged in self._slices(len(moves)):
+            self._side.join(lane)  # what the buffer held is on the host
             with torch.no_grad():
                 torch.index_select(self._pages, 0, index[some], out=staged)
             out = partial(self._copy_out, moves.host[some], staged)
-            self._side.do(partial(self._try, f"copying {len(staged)} staged pages of KV to the host", out))
+            self._side.do(lane, partial(self._try, f"copying {len(staged)} staged pages of KV to the host", out))
 
     def _copy_out(self, host: PageIds, staged: Tensor) -> None:
         for at, first, n in _runs(host):
             self.data[first : first + n].copy_(staged[at : at + n], non_blocking=True)
 
-    def _load(self, moves: PageMoves) -> None:
+    def _load(self, moves: PageMoves, what: str) -> None:
         index = self._index(moves.device)
-        for some in self._slices(len(moves)):
-            staged = self._buffer[: some.stop - some.start]
-            for at, first, n in _runs(moves.host[some]):
-                staged[at : at + n].copy_(self.data[first : first + n], non_blocking=True)
-            self._pages.index_copy_(0, index[some], staged)
+        self._indices.append(index)
+        self._side.meet()  # a page that comes in may be one that has just gone out, by the other lane
+        for lane, some, staged in self._slices(len(moves)):
+            into = partial(self._copy_in, moves.host[some], index[some], staged)
+            self._side.do(lane, partial(self._try, what, into))
+        self._side.meet()
 
-    def _slices(self, n: int) -> Iterator[slice]:
-        """`n` pages, as many at a time as the buffer holds."""
-        most = len(self._buffer)
-        return (slice(at, min(at + most, n)) for at in range(0, n, most))
+    def _copy_in(self, host: PageIds, index: Tensor, staged: Tensor) -> None:
+        for at, first, n in _runs(host):
+            staged[at : at + n].copy_(self.data[first : first + n], non_blocking=True)
+        self._pages.index_copy_(0, index, staged)
+
+    def _slices(self, n: int) -> Iterator[tuple[int, slice, Tensor]]:
+        """`n` pages, as many at a time as a buffer holds: the lane they take, which of them, and room for these."""
+        most = self._buffers.shape[1]
+        for number, at in enumerate(range(0, n, most)):
+            lane, end = number % _LANES, min(at + most, n)
+            yield lane, slice(at, end), self._buffers[lane, : end - at]
 
     def _index(self, pages: PageIds) -> Tensor:
         return sent(pages.astype(np.int64), self._pages.device)
@@ -238,73 +252,96 @@ def _runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
 
 
 class _Side(Protocol):
-    """Does things in order, beside what the caller does."""
+    """Does things beside what the caller does: in each lane in order, and in one while it does others in another."""
 
-    def do(self, work: Callable[[], None]) -> None:
+    def do(self, lane: int, work: Callable[[], None]) -> None:
         """Begin something that raises nothing. What the caller has begun before is done by then."""
         ...
 
-    def join(self) -> None:
-        """What the caller begins from now on comes after all that was begun here."""
+    def join(self, lane: int) -> None:
+        """What the caller begins from now on comes after all that was begun in this lane."""
         ...
 
-    def wait(self) -> list[float]:
-        """Wait until all is done; seconds that each took."""
+    def meet(self) -> None:
+        """What is begun in any lane from now on comes after all that was begun in any, and by the caller."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until all is done; seconds between the last two times that the lanes met, 0 where they have not."""
         ...
 
 
 class _Thread:
-    """A thread, for a store in host memory. It copies alone: a second team of threads would slow the engine's down."""
+    """A thread, for a store in host memory. It copies alone: a second team of threads would slow the engine's down.
+
+    So it does one thing at a time, in the order of the calls, whichever lane they are for.
+    """
 
     def __init__(self) -> None:
         threads = torch.get_num_threads()
         self._executor = futures.ThreadPoolExecutor(1, "host-tier", self._alone)
         self._executor.submit(int).result()
         torch.set_num_threads(threads)  # for this thread and later ones; that one's stays
-        self._begun: list[futures.Future[float]] = []
+        self._begun: list[list[futures.Future[None]]] = [[] for _ in range(_LANES)]
+        self._met: list[futures.Future[float]] = []
 
     @staticmethod
     def _alone() -> None:
         torch.get_num_threads()  # a thread that asks for the first time takes what was set last
         torch.set_num_threads(1)
 
-    def do(self, work: Callable[[], None]) -> None:
-        def timed() -> float:
-            begin = time.perf_counter()
-            with torch.no_grad():
-                work()
-            return time.perf_counter() - begin
+    @staticmethod
+    def _run(work: Callable[[], None]) -> None:
+        with torch.no_grad():
+            work()
 
-        self._begun.append(self._executor.submit(timed))
+    def do(self, lane: int, work: Callable[[], None]) -> None:
+        self._begun[lane].append(self._executor.submit(self._run, work))
 
-    def join(self) -> None:
-        futures.wait(self._begun)
+    def join(self, lane: int) -> None:
+        futures.wait(self._begun[lane])
 
-    def wait(self) -> list[float]:
-        begun, self._begun = self._begun, []
-        return [each.result() for each in begun]
+    def meet(self) -> None:
+        self._met.append(self._executor.submit(time.perf_counter))
+
+    def wait(self) -> float:
+        begun, self._begun = self._begun, [[] for _ in range(_LANES)]
+        met, self._met = self._met, []
+        for work in chain.from_iterable(begun):
+            work.result()
+        times = [each.result() for each in met]
+        return times[-1] - times[-2] if len(times) > 1 else 0.0
 
 
-class _Stream:
-    """A CUDA stream, for a store on a GPU: the stream waits, and not the caller."""
+class _Streams:
+    """A CUDA stream a lane, for a store on a GPU: the streams wait, and not the caller."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._begun: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(_LANES)]  # type: ignore[no-untyped-call]
+        self._met: list[torch.cuda.Event] = []
 
-    def do(self, work: Callable[[], None]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            begin.record(self._stream)
+    def do(self, lane: int, work: Callable[[], None]) -> None:
+        stream = self._streams[lane]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), torch.no_grad():
             work()
-            end.record(self._stream)
-        self._begun.append((begin, end))
 
-    def join(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+    def join(self, lane: int) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._streams[lane])
 
-    def wait(self) -> list[float]:
-        begun, self._begun = self._begun, []
-        self._stream.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in begun]
+    def meet(self) -> None:
+        first, *others = self._streams
+        for stream in (torch.cuda.current_stream(self._device), *others):
+            first.wait_stream(stream)
+        met = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        met.record(first)
+        for stream in others:
+            stream.wait_stream(first)
+        self._met.append(met)
+
+    def wait(self) -> float:
+        met, self._met = self._met, []
+        for stream in self._streams:
+            stream.synchronize()
+        return met[-2].elapsed_time(met[-1]) / 1e3 if len(met) > 1 else 0.0

@@ -11,7 +11,7 @@ from pinned_pages import pinned_pages
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Holding
-from holdfast.replicas.kv.pages import PageCopy
+from holdfast.replicas.kv.pages import PageCopy, PageIds
 from holdfast.replicas.kv.tags import PLAIN, Label, Labels
 from holdfast.replicas.types import TokenIds
 
@@ -51,6 +51,24 @@ def test_next_turn_aliases_all_of_the_last_one() -> None:
     assert acquired.holding.pages.tolist() == pages, "the same pages, nothing copied"
     assert acquired.copies == ()
     assert len(acquired.holding.own) == 0
+
+
+def test_a_row_that_was_handed_out_stays_as_it_was() -> None:
+    """So the row of a long alias can go to the device as it is, while its sequence grows and ends."""
+    cache = KVCache(64, 4)
+    _run(cache, _count(0, 15))
+    seen: list[tuple[PageIds, list[int]]] = []
+    for now, continues in ((1.0, False), (2.0, True)):
+        text = _count(0, 90)
+        holding = cache.acquire("", text[:17], now, continues=continues).holding
+        for length in range(17, 90, 7):
+            assert cache.grow(holding, length) is not None
+            seen.append((holding.pages, holding.pages.tolist()))
+            cache.publish(holding, text, length - 3, now)
+        cache.finish(holding, text, length, now)
+        _run(cache, _count(500, 60), now)
+        for pages, before in seen:
+            assert pages.tolist() == before
 
 
 def test_prefix_that_ends_inside_a_page_is_copied_into_an_own_page() -> None:

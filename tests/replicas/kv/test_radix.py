@@ -4,7 +4,7 @@ At the end: the order of eviction, on nodes built by hand.
 """
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.kv.pages import PagePool
@@ -57,6 +57,35 @@ def test_walk_finds_the_longest_prefix_of_anything_put_in(put: list[TokenIds], q
     assert grove.tree.pages == len({tuple(t[: i + 1]) for t in put for i in range(len(t))}), (
         "one cell a distinct prefix"
     )
+
+
+@given(st.integers(1, 100_000), st.data())
+@settings(max_examples=50, deadline=None)
+def test_walk_of_a_long_edge_finds_where_a_text_leaves_it(length: int, data: st.DataObject) -> None:
+    """Cut in two and shortened at its end like others: neither what was below nor what was cut off is found by it."""
+    grove = _Grove(n_pages=25_000)
+    text = np.arange(length, dtype=np.int32)
+    leaf = grove.put(text)
+    known = length
+    if length > 1 and data.draw(st.booleans()):
+        grove.use(grove.tree.node_at(Prefix(leaf, data.draw(st.integers(1, length - 1)))))
+    if data.draw(st.booleans()):
+        grove.tree.evict(data.draw(st.integers(1, 25_000)))
+        known = leaf.end if leaf in grove.tree.queue else leaf.start
+    query = np.concatenate((text, text))[: data.draw(st.integers(0, 2 * length))]
+    at = data.draw(st.integers(0, 2 * length))
+    query[at : at + 1] = -1
+    assert grove.known(query) == min(known, at, len(query))
+    assert leaf.raw.startswith(leaf.tokens)
+
+
+def test_a_node_keeps_its_tokens_though_whoever_brought_them_writes_others() -> None:
+    grove = _Grove()
+    text = _ids(1, 2, 3, 4, 5, 6)
+    leaf = grove.put(text)
+    text[:] = 9
+    assert leaf.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (grove.known(_ids(1, 2, 3, 4, 5, 6)), grove.known(text)) == (6, 0)
 
 
 def test_walk_changes_nothing_and_ends_inside_an_edge() -> None:
@@ -236,9 +265,9 @@ def test_what_was_cut_off_a_long_leaf_is_not_held_on_to() -> None:
     leaf = grove.put(np.arange(4096, dtype=np.int32))
     for left in range(4095, 0, -1):
         assert grove.tree.evict(1) == 1
-        for ids in (leaf.tokens, leaf.pages):
-            assert len(ids) == left
-            assert len(ids if ids.base is None else ids.base) <= 2 * left
+        assert len(leaf.tokens) == len(leaf.pages) == left
+        assert len(leaf.raw) <= 2 * leaf.tokens.nbytes
+        assert len(leaf.pages if leaf.pages.base is None else leaf.pages.base) <= 2 * left
 
 
 @given(

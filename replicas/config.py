@@ -25,7 +25,7 @@ PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "rest
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
-_STEP_MS_CPU, _STEP_MS_GPU = 200.0, 100.0  # docs/scheduling.md, how long a step is
+_STEP_MS_CPU, _STEP_MS_GPU = 200.0, 50.0  # docs/scheduling.md, how long a step is
 _INT8_ON_GPU = "int8 products are computed on a CPU: set another dtype, or device to cpu"
 _INT8_KV_ON_GPU = "KV in int8 is read on a CPU: set kv_dtype to auto, or device to cpu"
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
@@ -153,7 +153,7 @@ class EngineConfig:
     high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
-    step_ms: float = 0.0  # milliseconds that prompts add to a step in which others decode; 0: 200 on a CPU, else 100
+    step_ms: float = 0.0  # milliseconds that prompts add to a step in which others decode; 0: 200 on a CPU, else 50
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
     chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
@@ -199,7 +199,8 @@ class EngineConfig:
 
     overlap_steps: Overlap = "auto"  # the next step is planned while one runs; auto: on a GPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, steps and KV together may take
-    cuda_graphs: bool = True  # decoding and verifying replay graphs on a GPU, captured at the start
+    cuda_graphs: bool = True  # steps of few tokens replay graphs on a GPU, captured at the start
+    batch_invariant: bool = False  # on a GPU, too, no bit of an answer depends on what else is in the batch
 
     def __post_init__(self) -> None:
         self._check_each()

@@ -387,7 +387,9 @@ class Engine:
                         if isinstance(event, Finished):
                             self._events[i] = replace(event, past=session.past, start=sequence.n_history)
                         self._begin_next(session, now)
-        events = [event for event in self._events if not self._is_own(event, now)]
+        events = self._events[:]
+        if self._preambles:
+            events = [event for event in events if not self._is_own(event, now)]
         self._events.clear()
         return events
 
@@ -435,6 +437,7 @@ class Pipeline:
     Overlapped, a call of `advance` plans a step and begins it, and then takes in what the step before drew: planning,
     commit and everything that the caller does with events pass while the model computes. Results are one step late and
     never different. After a step whose tokens are needed first (`Step.open`) the next call only takes them in.
+    What planning need not wait for (`Drafts.catch_up`) is done once a step has begun.
 
     This is the supervisor of a step: whatever a model or a kernel raises fails the requests in that step, no others.
     Raises only BooksError, from the books.
@@ -474,9 +477,11 @@ class Pipeline:
             if before is not None:
                 self._land(before, scheduler, now, clock)
         begun = self._flying
-        if before is None and begun is not None and not (self._pipelined and begun.step.open):
-            self._flying = None
-            self._land(begun, scheduler, now, clock)
+        if begun is not None:
+            scheduler.drafts.catch_up(begun.step)
+            if before is None and not (self._pipelined and begun.step.open):
+                self._flying = None
+                self._land(begun, scheduler, now, clock)
         expect_sound(cache)
 
     def forget(self) -> None:

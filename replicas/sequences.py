@@ -103,7 +103,8 @@ class Sequence:
     pinned: bool = False  # its program's cells are pinned while it waits; who changes it tells the queue (`reorder`)
     attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
     turn: tuple[float, float] = (0.0, 0.0)  # its turn among its tenant's programs, where the order gives them turns
-    draw: Draw | None = None  # how its tokens are drawn, where that is the same in every step; set by the first one
+    # How its tokens are drawn, by the number of drafts, where that is the same in every step; set by the first of each.
+    draws: dict[int, Draw] = field(default_factory=dict)
     # While the step after one in flight is planned, else 0 and None: how many tokens that one computes, and which of
     # its chunks draws this sequence's next token.
     in_flight: int = 0
@@ -213,10 +214,11 @@ class Sequence:
         if self.first_token is None:
             self.first_token = now
         kept, room = drawn, len(self.buffer) - self.length
-        if not self.stop_ids.isdisjoint(drawn):
+        stops = not self.stop_ids.isdisjoint(drawn)
+        if stops:
             kept = drawn[: next(i for i, token in enumerate(drawn) if token in self.stop_ids) + 1]
+            stops = len(kept) <= room
         kept = kept[:room]
-        stops = not self.stop_ids.isdisjoint(kept[-1:])
         refused = False
         if (matcher := self.matcher) is not None:
             content = kept[:-1] if stops else kept  # a token that ends the reply is none of a grammar's while it binds
@@ -225,8 +227,9 @@ class Sequence:
                 kept, stops = kept[:stand], True
             elif stand < len(content) or (stops and not matcher.binding and not matcher.advance(kept[stand:])):
                 kept, stops, refused = kept[:stand], False, True
-                self.draw = None
-        self.buffer[self.length : self.length + len(kept)] = kept
+                self.draws.clear()
+        for at, token in enumerate(kept, self.length):  # a few: sooner done than one array in another
+            self.buffer[at] = token
         self.length += len(kept)
         if stops:
             return kept, "stop"

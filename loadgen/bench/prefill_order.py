@@ -1,7 +1,8 @@
 """When prompts have their first token and how long replies stand still, by how prefills share a step.
 
 ``python -m holdfast.loadgen.bench.prefill_order [--machine 8b-h200]``: the real engine over the simulator's cost model
-(8B on an A100 where nothing else is said), so it takes seconds and no GPU. `equal` is `engine.equal_chunks`, the rule
+(8B on an A100 where nothing else is said), so it takes seconds and no GPU. Programs with tools, `--programs`, take a
+minute. `equal` is `engine.equal_chunks`, the rule
 of stateful inference, section 3.2; `floor` spends a step in program order, with that many tokens for everybody behind
 (`engine.chunk_floor`); `ms` lets prompts add so much to a step in which others decode (`engine.step_ms`), here 0 any.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +20,13 @@ import numpy.typing as npt
 from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.policies import PAGE, engine_config
 from holdfast.loadgen.simulator.profile import Profile
+from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.runner import CostRunner
+from holdfast.loadgen.simulator.simulation import Simulation
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Sampling, Submit, Tokens
+from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
 
 PROFILE = machines.profile("8b-a100")
 CPU = Profile(  # 253 M in bfloat16 on two cores with AVX512-BF16; docs/performance.md, forwards on a CPU
@@ -36,8 +40,24 @@ CPU = Profile(  # 253 M in bfloat16 on two cores with AVX512-BF16; docs/performa
     cells=60_000,
     host_cells=0,
 )
+H100 = Profile(  # 8B in bfloat16: 4,096 tokens take 101 ms, 512 behind 3,000 14.2, 32 sequences that decode 7 to 8
+    "h100",
+    1.2e-3,
+    weights_s=6e-3,
+    token_s=21.5e-6,
+    pair_s=1.3e-9,
+    cell_s=44e-9,
+    reload_s=2.6e-6,
+    cells=427_000,
+    host_cells=0,
+)
+MEASURED = {"cpu": CPU, "h100": H100}
 FLOORS = (16, 64, 256)
-BUDGETS = (0, 20, 50, 100, 200, 400)  # milliseconds
+BUDGETS = (0, 25, 50, 100, 200, 400)  # milliseconds
+WORKLOADS = {"swe": (40, 0.12, 1.0), "bfcl": (60, 0.15, 1.0), "mixed": (30, 0.12, 1.0), "coding": (30, 0.3, 0.1)}
+"""Programs, those that begin in a second on an A100, and the scale of their lengths."""
+
+COLUMNS = ("mean", "median", "p99", "longest", "whole", "median", "p99", "longest", "wall")
 
 Floats = npt.NDArray[np.float64]
 
@@ -54,9 +74,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Seconds: from each prompt's arrival to its first token, between the tokens of replies, and until all was said."""
+    """Seconds: from each prompt's arrival to its first token and to its last, between the tokens of replies, and until
+    all was said.
+    """
 
     first: Floats
+    whole: Floats
     gaps: Floats
     wall: float
 
@@ -103,33 +126,85 @@ def play(load: Load, config: EngineConfig, profile: Profile = PROFILE) -> Played
                 else:
                     first[event.request_id] = now
                 latest[event.request_id] = now
-    return Played(np.array([first[str(i)] for i in range(n)]) - load.came, np.array(gaps), now)
+    answered, over = (np.array([when[str(i)] for i in range(n)]) - load.came for when in (first, latest))
+    return Played(answered, over, np.array(gaps), now)
+
+
+class TimedRunner(CostRunner):
+    """Notes the seconds of each step and how many sequences have their next token from it."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile, PAGE)
+        self.took: list[tuple[float, int]] = []
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        output = super().run(plan)
+        decoding = sum(chunk.decodes for chunk in plan.chunks)
+        self.took.append((self.seconds / self.steps, decoding * self.steps))
+        return output
+
+    @property
+    def gaps(self) -> Floats:
+        """Seconds between tokens, of all replies."""
+        seconds, times = zip(*self.took, strict=True)
+        return np.repeat(seconds, times)
+
+
+def work(name: str, config: EngineConfig, profile: Profile, seed: int) -> tuple[Played, float]:
+    """Programs of the workload of that name, as many in a second as make an A100 as busy; and how many end in one.
+
+    `first` is of each turn, `whole` of each program.
+    """
+    programs, rate, scale = WORKLOADS[name]
+    workload = Workload(name, programs, rate * PROFILE.token_s / profile.token_s, scale=scale).within(profile.cells)
+    runner, first = TimedRunner(profile), list[float]()
+    simulation = Simulation(profile, config, machine=lambda: runner, served=lambda turn: first.append(turn.first_s))
+    outcome = simulation.run(workload.draw(seed))
+    whole = np.array([program.seconds for program in outcome.programs])
+    return Played(np.array(first), whole, runner.gaps, outcome.wall_s), outcome.programs_per_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print seconds to first tokens, milliseconds between tokens, and seconds in all, of each load under each rule."""
+    """Print seconds to first tokens and to last ones (`whole`, the mean), milliseconds between tokens, and seconds in
+    all, of each load under each rule.
+    """
     parser = argparse.ArgumentParser(prog="bench prefill_order", description="How prefills share a step.")
-    parser.add_argument("--machine", choices=("cpu", *machines.names()), default=PROFILE.name)
+    parser.add_argument("--machine", choices=(*MEASURED, *machines.names()), default=PROFILE.name)
+    parser.add_argument("--programs", action="store_true", help="programs with tools, under each `step_ms`; 3 seeds")
     options = parser.parse_args(argv)
-    machine = CPU if options.machine == "cpu" else machines.profile(options.machine)
+    machine = MEASURED.get(options.machine) or machines.profile(options.machine)
     base = engine_config("default", machine, host=False)
     rules = {"equal": replace(base, equal_chunks=True)}
     rules |= {f"in order, floor {floor}": replace(base, chunk_floor=floor) for floor in FLOORS}
     rules |= {f"in order, {budget} ms": replace(base, step_ms=budget) for budget in BUDGETS}
-    columns = ("mean", "median", "p99", "longest", "median", "p99", "longest", "wall")
+    if options.programs:
+        _compare_programs(base, machine)
+        return 0
     for load in loads(PROFILE.token_s / machine.token_s):
-        print(f"{load.name:<28} " + " ".join(f"{column:>8}" for column in columns))
+        print(f"{load.name:<28} " + " ".join(f"{column:>8}" for column in COLUMNS))
         for rule, config in rules.items():
-            played = play(load, config, machine)
-            waits, gaps = played.first, played.gaps * 1e3
-            figures = [
-                waits.mean(),
-                *np.percentile(waits, (50, 99, 100)),
-                *np.percentile(gaps, (50, 99, 100)),
-                played.wall,
-            ]
-            print(f"  {rule:<26} " + " ".join(f"{figure:8.3f}" for figure in figures), flush=True)
+            print(f"  {rule:<26} {_told(figures(play(load, config, machine)))}", flush=True)
     return 0
+
+
+def _compare_programs(base: EngineConfig, machine: Profile) -> None:
+    for name in WORKLOADS:
+        print(f"{name:<28} " + " ".join(f"{column:>8}" for column in (*COLUMNS, "a second")))
+        for budget in BUDGETS:
+            runs = [work(name, replace(base, step_ms=budget), machine, seed) for seed in range(3)]
+            mean = np.mean([[*figures(played), pace] for played, pace in runs], axis=0)
+            print(f"  {budget:<3} ms{'':20} {_told(mean)}", flush=True)
+
+
+def figures(played: Played) -> list[float]:
+    """Those of `COLUMNS`."""
+    waits, gaps = played.first, played.gaps * 1e3
+    spread = np.percentile(waits, (50, 99, 100)), np.percentile(gaps, (50, 99, 100))
+    return [waits.mean(), *spread[0], played.whole.mean(), *spread[1], played.wall]
+
+
+def _told(values: Iterable[float]) -> str:
+    return " ".join(f"{value:8.3f}" for value in values)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from holdfast.replicas.events import ServedElsewhere
 from holdfast.router.elsewhere import Ledger
 
 WITHIN_S = 10.0  # all programs come in this time
-STEP_MS = 100.0  # `engine.step_ms` as an engine on a GPU has it
+STEP_MS = 100.0  # `engine.step_ms`, with which the tables of docs/scheduling.md were made
 QUIET = "tenant-1"  # of a pair, the one that is looked at; of many, all but the noisy one are
 NOISY = "tenant-0"
 

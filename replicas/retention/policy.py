@@ -40,12 +40,16 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """Seconds to have `n` cells again: a n^2 + b n + c, or `reload` a cell where there is a tier to copy them from."""
+    """Seconds to have `n` cells again: a n^2 + b n + c, or `reload` a cell where there is a tier to copy them from.
+
+    `read`: what a chunk of a few tokens takes for each of the cells that it looks at.
+    """
 
     a: float = 0.0
     b: float = 0.0
     c: float = 0.0
     reload: float | None = None
+    read: float = 0.0
 
     def seconds(self, n: int) -> float:
         computed = self.computed(n)
@@ -54,6 +58,10 @@ class RestoreCost:
     def computed(self, n: int) -> float:
         """Without a tier."""
         return (self.a * n + self.b) * n + self.c if n > 0 else 0.0
+
+    def between(self, start: int, end: int) -> float:
+        """How much longer a step takes with the tokens from `start` to `end` of a prompt in it."""
+        return (self.a * (start + end) + self.b) * (end - start) + self.read * end if end > start else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,43 +485,62 @@ class Turns:
 _KEPT = 0.98  # weight of what is known already when a step is added
 
 
-_ENOUGH = 8  # steps with a prefill before the fit says anything
+_FIRST = (2, 4)  # steps with a prefill after which the fit says anything, and more
 
 
-_REFRESH = 64  # steps after which it is drawn anew
+_REFRESH = 8  # steps after which it is drawn anew
 
 
-_THOUSAND = 1e3  # tokens are counted in thousands, so that the three terms are of one size
+_EVEN = 16_384  # tokens: one behind so many is taken to need as much for attention as for all else
+
+
+_FIXED = 128  # tokens that are taken to need as much as all that a step does once
+
+
+_READ = 512  # cells that are taken to be read while a token is computed
+
+
+_DOUBT = 1e-4  # how much that counts, as a share of what all steps say of tokens
+
+
+_ALIKE = _DOUBT * np.array(((1, -1, 0, 0), (-1, 3, -1, -1), (0, -1, 1, 0), (0, -1, 0, 1)))  # (x1 - x)^2, of the others
 
 
 class PrefillFit:
     """The coefficients of `RestoreCost`, by least squares over the steps with a prefill, the older the less.
 
     A step that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c;
-    Continuum fits the same polynomial beforehand. No coefficient is negative.
+    Continuum fits the same polynomial beforehand. Sequences that decode beside it, and chunks of few tokens, take what
+    reading their cells does, `read` each. No coefficient is negative.
+
+    What is squared is the share of a step's seconds that the fit is wrong by: a step that something else held up, by
+    however much, is wrong by 1 at most. Steps that are all alike, or so short that they take what reading the weights
+    takes, say little of what each term takes. Then all take about what `_EVEN`, `_FIXED` and `_READ` say, which steps
+    that do tell soon outweigh.
     """
 
     def __init__(self) -> None:
         self._seen = 0
-        self._products = np.zeros((3, 3))
-        self._sums = np.zeros(3)
+        self._products = np.zeros((4, 4))
+        self._sums = np.zeros(4)
         self.cost = RestoreCost()
 
     def measured(self, spans: Iterable[Span], seconds: float) -> None:
         """A step that computed these took `seconds`, a part of a prompt among them."""
         if seconds <= 0:
             return
-        squares = tokens = 0.0
+        squares = tokens = cells = 0.0
         for start, end in spans:
             squares += end * end - start * start
             tokens += end - start
-        x = np.array((squares / _THOUSAND**2, tokens / _THOUSAND, 1.0))
+            cells += end
+        x = np.array((squares / (2 * _EVEN), tokens, _FIXED, cells / _READ)) / seconds
         self._products = _KEPT * self._products + x[:, None] * x
-        self._sums = _KEPT * self._sums + seconds * x
+        self._sums = _KEPT * self._sums + x
         self._seen += 1
-        if self._seen == _ENOUGH or self._seen % _REFRESH == 0:
-            a, b, c = (float(each) for each in not_negative(self._products, self._sums))
-            self.cost = RestoreCost(a / _THOUSAND**2, b / _THOUSAND, c)
+        if self._seen in _FIRST or self._seen % _REFRESH == 0:
+            a, b, c, read = not_negative(self._products + self._products[1, 1] * _ALIKE, self._sums).tolist()
+            self.cost = RestoreCost(a / (2 * _EVEN), b, c * _FIXED, read=read / _READ)
 
 
 def not_negative(products: Array, sums: Array) -> Array:

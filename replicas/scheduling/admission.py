@@ -484,13 +484,18 @@ def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, 
     """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
     tokens = sequence.tokens[:-1]
     window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
+    if len(window) < least:
+        return None
+    first = window.item(0)
     best: Following | None = None
     for leader in running:
         if leader.prompt_computed or leader.background or sequence.cache_scope is None:
             continue
         if leader.cache_scope not in (sequence.cache_scope, SHARED):
             continue
-        if not np.array_equal(leader.tokens[n_cached : n_cached + len(window)], window):
+        if leader.length <= n_cached or leader.buffer.item(n_cached) != first:
+            continue
+        if not np.array_equal(leader.tokens[n_cached : n_cached + least], window):
             continue
         shared = common_prefix(tokens, leader.tokens)
         gain = shared - n_cached

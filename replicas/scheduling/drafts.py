@@ -10,8 +10,9 @@ from collections.abc import Collection
 import numpy as np
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.scheduling.plan import StepPlan
-from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.scheduling.plan import Chunk, StepPlan
+from holdfast.replicas.scheduling.step import Step
+from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.types import TokenIds
 
@@ -32,6 +33,7 @@ class Drafts:
         self._drafter = drafter
         self._states: dict[str, DraftState | None] = {}  # None: its drafter failed
         self._drafts: dict[str, TokenIds] = {}  # of the step in the making
+        self._ended: list[tuple[DraftState, int]] = []  # not remembered yet, each with the length of its prompt
         self._blind = 0  # steps that may still be planned without asking for drafts
 
     @property
@@ -47,12 +49,12 @@ class Drafts:
         self._drafts.clear()
         if not self.active:
             return
-        if any(sequence.awaited is not None for sequence in decoding):
-            self._blind -= 1
-            return
         offered: list[tuple[DraftState, int]] = []
         requests: list[str] = []
         for sequence in decoding:
+            if sequence.awaited is not None:
+                self._blind -= 1
+                return
             # So few that the token after them still fits.
             limit = len(sequence.buffer) - sequence.length - 1
             state = self._state(sequence) if limit > 0 else None
@@ -86,34 +88,53 @@ class Drafts:
         except Exception:
             log.exception("what verifying costs could not be learned")
 
-    def learn(self, sequence: Sequence, drawn: tuple[int, ...], verified: list[int]) -> None:
-        """Tell which tokens were drawn for a sequence, once for each step that drew, and which were drafted in it."""
+    def learn(self, sequence: Sequence, chunk: Chunk, drawn: tuple[int, ...]) -> None:
+        """Tell which tokens were drawn for a sequence in its `chunk`, once for each step that drew."""
         state = self._states.get(sequence.request_id)
         if state is None:
             return
+        n, verified = chunk.draw.drafts if chunk.draw is not None else 0, None
+        if sequence.matcher is not None or n != state.proposed:  # else they are those that were proposed
+            verified = chunk.tokens[len(chunk.tokens) - n :].tolist()
         try:
             self._drafter.learn(state, drawn, verified)
         except Exception:
             self._give_up(sequence.request_id)
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence has ended; its completion is remembered for its tenant."""
+        """A sequence has ended; its completion is going to be remembered for its tenant."""
         state = self._states.pop(sequence.request_id, None)
-        if state is None:
+        if state is not None:
+            self._ended.append((state, sequence.n_prompt))
+
+    def catch_up(self, step: Step) -> None:
+        """While `step` runs: remember the completions of those that have ended, read the prompts that it ends.
+
+        Nothing is read where behind the token that it draws there is no room for drafts.
+        """
+        for state, n_prompt in self._ended:
+            try:
+                self._drafter.close(state, n_prompt)
+            except Exception:
+                log.exception("a turn could not be remembered for drafts")
+        self._ended.clear()
+        if not self.active:
             return
-        try:
-            self._drafter.close(state, sequence.n_prompt)
-        except Exception:
-            log.exception("a turn could not be remembered for drafts")
+        for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
+            room = len(sequence.buffer) - sequence.length > 2
+            if room and chunk.draw is not None and sequence.status is Status.RUNNING:
+                self._state(sequence)
 
     def _state(self, sequence: Sequence) -> DraftState | None:
-        request_id, submit = sequence.request_id, sequence.submit
-        if request_id not in self._states:
+        request_id = sequence.request_id
+        state = self._states.get(request_id)
+        if state is None and request_id not in self._states:
+            submit = sequence.submit
             try:
-                self._states[request_id] = self._drafter.open(submit.scope, sequence.tokens, submit.skeletons)
+                state = self._states[request_id] = self._drafter.open(submit.scope, sequence.tokens, submit.skeletons)
             except Exception:
                 self._give_up(request_id)
-        return self._states[request_id]
+        return state
 
     def _give_up(self, request_id: str) -> None:
         log.exception("no more drafts for %s: the drafter failed", request_id)

@@ -35,8 +35,8 @@ from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
 from holdfast.replicas.types import Priority
 
 _TENANTS = 200  # whose seconds are counted apart
-_LEAST_CHUNK = 64  # tokens of a prompt beside others: fewer take nearly as long
 _UNBOUNDED = 1 << 62
+_UNKNOWN = RestoreCost()
 
 
 class Scheduler:
@@ -70,8 +70,8 @@ class Scheduler:
         self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
         self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead, tags=config.kv_tags)
-        self._drafts = Drafts(drafter)
-        self.ends = Ends(self._running, waiting, self._drafts, order, stats, events)
+        self.drafts = Drafts(drafter)
+        self.ends = Ends(self._running, waiting, self.drafts, order, stats, events)
         self.admission = Admission(config, cache, self._running, waiting, self._classes, self.ends, order, stats)
 
     # ---- requests come and go ----
@@ -140,7 +140,7 @@ class Scheduler:
         else:
             with as_if_over(flying):
                 builder = self._build(now)
-        return builder.step(self._running.reloads.saves(), now, undrafted=self._drafts.silent)
+        return builder.step(self._running.reloads.saves(), now, undrafted=self.drafts.silent)
 
     def _build(self, now: float) -> StepBuilder:
         builder = StepBuilder()
@@ -180,7 +180,7 @@ class Scheduler:
         """
         preempted = False
         decoding = self._running.part(decoding=True)
-        self._drafts.prepare(decoding)
+        self.drafts.prepare(decoding)
         for sequence in decoding:
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
@@ -192,10 +192,12 @@ class Scheduler:
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
         drafts, end = NO_DRAFT, sequence.length + (sequence.awaited is not None)
-        if self._drafts.active or sequence.matcher is not None:
-            drafts = fitting(sequence, self._drafts.propose(sequence), self._config.forced_drafts)
+        if self.drafts.active:
+            drafts = self.drafts.propose(sequence)
+        if sequence.matcher is not None:
+            drafts = fitting(sequence, drafts, self._config.forced_drafts)
             if len(drafts):
-                self._drafts.forced()
+                self.drafts.forced()
         if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
@@ -268,24 +270,20 @@ class Scheduler:
         """Tokens of each, in order, with so many that decode `beside` them. Those of batch share what the others leave
         of the step, and may have nothing.
         """
+        config, cost = self._config, self._learned.cost
+        seconds = prompt_seconds(config, cost, beside)
         hurry = [each for each in prefilling if not each.batch or self._classes.due]
-        most = self._config.step_tokens
-        if beside and self._config.step_ms:
-            most = min(most, tokens_within(self._config.step_ms / 1e3, prefilling[0].n_computed, self._learned.cost))
-        sizes = (
-            chunk_sizes([s.pending for s in hurry], narrow(hurry, self._running, self._config), self._config, most)
-            if hurry
-            else []
-        )
-        batch = prefilling[len(hurry) :]
-        left = most - sum(sizes)
-        if batch and left > 0:
-            sizes = [
-                *sizes,
-                *chunk_sizes(
-                    [s.pending for s in batch], narrow(batch, self._running, self._config), self._config, left
-                ),
-            ]
+        sizes: list[int] = []
+        for part in (hurry, prefilling[len(hurry) :]):
+            left = config.step_tokens - sum(sizes)
+            pending = [(each.n_computed + each.in_flight, each.pending) for each in part]
+            if not part or left <= 0 or (sizes and tokens_within(seconds, pending[0][0], cost) < 1):
+                continue
+            more = chunk_sizes(pending, narrow(part, self._running, config), config, left, seconds, cost)
+            seconds -= _taken(pending, more, cost)
+            sizes += more
+        if config.batch_invariant:  # a prompt's last token by itself would be summed as one that is decoded
+            sizes = [size - (1 < size == each.pending - 1) for size, each in zip(sizes, prefilling, strict=False)]
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
@@ -297,17 +295,20 @@ class Scheduler:
 
     def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
         """`background_chunk` tokens of prompts that nobody waits for; one without room for more ends as it is."""
-        left = self._config.background_chunk
+        left, cost = self._config.background_chunk, self._learned.cost
+        seconds = prompt_seconds(self._config, cost, len(builder.chunks))
         for sequence in ahead:
-            size = min(sequence.pending, left)
+            start = sequence.n_computed + sequence.in_flight
+            size = min(sequence.pending, left, max(tokens_within(seconds, start, cost), int(sequence is ahead[0])))
             if size == 0 or (builder.chunks and self._cache.cells.in_use >= self._high_water):
                 return
             try:
                 if self._running.load(builder, sequence, self._config.step_tokens):
                     continue
-                if self._running.grow(builder, sequence, sequence.n_computed + sequence.in_flight + size):
+                if self._running.grow(builder, sequence, start + size):
                     builder.compute(sequence, size)
                     left -= size
+                    seconds -= cost.between(start, start + size)
                 else:
                     self.ends.give_up(builder, sequence, now)
             except Exception as failure:
@@ -330,7 +331,7 @@ class Scheduler:
             if plan.prefills:
                 self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
-                self._drafts.measured(plan, seconds)
+                self.drafts.measured(plan, seconds)
         self._order.serve(step.sequences, plan.chunks, seconds, self._waiting.waiting)
         if plan.chunks:
             self._share(step, seconds)
@@ -444,9 +445,8 @@ class Scheduler:
         if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
             self._stats.refused += reason is None
-        if self._drafts.active:
-            drafts = chunk.draw.drafts if chunk.draw else 0
-            self._drafts.learn(sequence, kept, chunk.tokens[len(chunk.tokens) - drafts :].tolist())
+        if self.drafts.active:
+            self.drafts.learn(sequence, chunk, kept)
         self._stats.completion += n
         sequence.drawn += n
         if not n:
@@ -485,39 +485,79 @@ def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -
     return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
 
+def prompt_seconds(config: EngineConfig, cost: RestoreCost, beside: int) -> float:
+    """How much longer prompts may make a step in which so many decode: `step_ms`, or as long as what a step does once,
+    and then does for both: with less of a prompt than that in each step it costs more than it gains.
+    """
+    return max(config.step_ms / 1e3, cost.c) if beside and config.step_ms else math.inf
+
+
 def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
     """How many tokens from position `start` on make a step so many seconds longer: the greatest n with
-    a ((start + n)^2 - start^2) + b n <= seconds, but never fewer than `_LEAST_CHUNK`.
+    a ((start + n)^2 - start^2) + b n + read (start + n) <= seconds.
     """
-    each = 2 * cost.a * start + cost.b
+    seconds -= cost.read * start
+    if seconds <= 0:
+        return 0
+    each = 2 * cost.a * start + cost.b + cost.read
+    if seconds == math.inf or not (each or cost.a):
+        return _UNBOUNDED
     slope = each + math.sqrt(each * each + 4 * cost.a * seconds)  # of the root that is no difference of like numbers
-    return max(int(2 * seconds / slope), _LEAST_CHUNK) if slope else _UNBOUNDED
+    return int(2 * seconds / slope)
 
 
 def chunk_sizes(
-    pending: list[int], narrow: list[bool], config: EngineConfig, step_tokens: int | None = None
+    pending: list[tuple[int, int]],
+    narrow: list[bool],
+    config: EngineConfig,
+    step_tokens: int,
+    seconds: float = math.inf,
+    cost: RestoreCost = _UNKNOWN,
 ) -> list[int]:
-    """How many prompt tokens each prefilling sequence computes in a step, first to be served first.
+    """How many prompt tokens each prefilling sequence computes in a step, first to be served first. `pending`: of each
+    the position that it has come to, and how many tokens are left.
 
-    `step_tokens` are spent in that order, a floor of `chunk_floor` each kept back for those behind, of a quarter of the
-    step at most: who began first has its first token first, and nobody stands still. With `equal_chunks` they are
-    shared equally, the paper's rule (stateful inference, section 3.2): min(pending, step_tokens // number). A `narrow`
-    chunk has at most `latency_chunk`. Never 0. `step_tokens`: where it is not the configured ones. Without
-    `adaptive_chunks` every prefill may fill a step by itself.
+    `step_tokens`, and what takes `seconds` at this `cost`, are spent in that order, a floor of `chunk_floor` each kept
+    back for those behind, of a quarter of the step at most: who began first has its first token first, and nobody
+    stands still while there is time for all. Where that quarter is too short for a floor one has all of it or nothing:
+    a chunk of few tokens reads all that is before it. With `equal_chunks` tokens and time are shared equally, the
+    paper's rule (stateful inference, section 3.2): min(pending, step_tokens // number). A `narrow` chunk has at most
+    `latency_chunk`. The first has a token in any case. Without `adaptive_chunks` each may fill a step by itself.
     """
-    most = config.step_tokens if step_tokens is None else step_tokens
     if not config.adaptive_chunks:
-        return [max(1, min(each, most)) for each in pending]
-    limits = [min(each, config.latency_chunk) if slim else each for each, slim in zip(pending, narrow, strict=True)]
-    share = max(1, most // len(pending))
+        return [max(1, min(left, step_tokens, tokens_within(seconds, start, cost))) for start, left in pending]
+    limits = [min(n, config.latency_chunk) if slim else n for (_, n), slim in zip(pending, narrow, strict=True)]
+    share = max(1, step_tokens // len(pending))
     if config.equal_chunks:
-        return [min(limit, share) for limit in limits]
+        each_s = seconds / len(pending)
+        return [
+            max(1, min(limit, share, tokens_within(each_s, start, cost)))
+            for (start, _), limit in zip(pending, limits, strict=True)
+        ]
     least = min(config.chunk_floor, max(1, share // 4))
-    floors = [min(limit, least) for limit in limits]
-    left = most - sum(floors)
+    floors: list[int] = []
+    kept = seconds / 4
+    for (start, _), limit in zip(pending, limits, strict=True):
+        floor = min(limit, least)
+        taken = cost.between(start, start + floor)
+        if taken > kept:
+            floor = 0 if floors else 1
+        floors.append(floor)
+        kept -= min(taken, kept) if floor else 0.0
+    left = step_tokens - sum(floors)
+    seconds -= _taken(pending, floors, cost)
     sizes = []
-    for limit, floor in zip(limits, floors, strict=True):
-        more = min(limit - floor, max(left, 0))
-        sizes.append(floor + more)
-        left -= more
+    for (start, _), limit, floor in zip(pending, limits, floors, strict=True):
+        here = seconds + cost.between(start, start + floor)
+        size = max(floor, min(limit, floor + max(left, 0), tokens_within(here, start, cost)))
+        if size < min(limit, least) and not floor:
+            size = 0
+        seconds = here - cost.between(start, start + size)
+        left -= size - floor
+        sizes.append(size)
     return sizes
+
+
+def _taken(pending: list[tuple[int, int]], sizes: list[int], cost: RestoreCost) -> float:
+    """How much longer chunks of these sizes make a step."""
+    return sum(cost.between(start, start + n) for (start, _), n in zip(pending, sizes, strict=True))

@@ -102,9 +102,9 @@ class StepBuilder:
             tokens = np.append(tokens[:-1], np.int32(0))
         draw = None
         if end == sequence.length + (sequence.awaited is not None) and end < len(sequence.buffer):
-            draw = sequence.draw
-            if draw is None or len(drafts):
-                draw = _draw(sequence, drafts)
+            n_drafts = len(drafts)
+            draw = sequence.draws.get(n_drafts) or _draw(sequence, drafts)
+            if n_drafts:
                 tokens = np.concatenate((tokens, drafts))
         assert sequence.row is not None, sequence.request_id
         self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
@@ -139,13 +139,13 @@ class StepBuilder:
             device = np.concatenate([load.moves.device for load in self.loads])
             loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
         plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)
-        free = plan.plain and (undrafted or all(chunk.draw is None for chunk in self.chunks))
+        free = (undrafted or all(chunk.draw is None for chunk in self.chunks)) and plan.plain
         holdings = tuple([sequence.holding for sequence in self.sequences])
         return Step(plan, tuple(self.sequences), tuple(self.loads), holdings, now, free)
 
 
 def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
-    """What to draw after a sequence's last token. Where that is the same in every step the sequence keeps it."""
+    """What to draw after a sequence's last token; kept by it where so many drafts need the same in every step."""
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None
@@ -153,8 +153,8 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
     masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None and matcher.binding else None
     least = sequence.n_prompt - sequence.submit.n_generated + sampling.min_tokens if sampling.min_tokens else 0
     draw = Draw(sampling, sequence.seed, len(drafts), counts, masks, seen, least)
-    if draw.plain:
-        sequence.draw = draw
+    if counts is None and masks is None and seen is None:
+        sequence.draws[len(drafts)] = draw
     return draw
 
 

@@ -114,11 +114,16 @@ class Drafter:
         for state, limit in sequences:
             self._draft(state, min(limit, most))
         lengths = self._lengths([state for state, _ in sequences], decoding)
-        proposals = []
+        drafts: list[int] = []
         for (state, _), length in zip(sequences, lengths, strict=True):
             state.proposed = length
             self.counts.withheld += len(state.draft) - length
-            proposals.append(np.asarray(state.draft[:length], np.int32) if length else NO_DRAFT)
+            drafts += state.draft[:length]
+        tokens, end = np.array(drafts, np.int32), 0  # one array, for each takes its time however small
+        proposals = []
+        for length in lengths:
+            end += length
+            proposals.append(tokens[end - length : end] if length else NO_DRAFT)
         return proposals
 
     def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
@@ -141,8 +146,9 @@ class Drafter:
             counted = state.proposed
             if verified is not None:
                 counted = common_prefix(state.draft[:counted], verified)
-            self.counts.drafted[state.source] += counted
-            self.counts.accepted[state.source] += min(right, counted)
+            if counted:
+                self.counts.drafted[state.source] += counted
+                self.counts.accepted[state.source] += min(right, counted)
         if state.cursor is not None:
             state.cursor.advance(drawn, state.index.window)
         state.index.extend(drawn)
@@ -165,11 +171,12 @@ class Drafter:
         if most == 0:
             return
         context = state.index.context()
-        found, source, copied = self._lookup(state, context, most)
+        own = self._own(state, context)
+        found, source, copied = self._longest(state, context, own, most)
         draft: Sequence[int] = copied
         cursor = state.cursor
         if cursor is not None and cursor.place is not None and found.length < self.config.raw_length:
-            composed = cursor.compose(draft, most, partial(self._value, state, cursor, context, most))
+            composed = cursor.compose(draft, most, partial(self._value, state, cursor, context, own, copied, most))
             if composed:
                 source, draft = DraftSource.SKELETON, composed
         if draft:
@@ -177,33 +184,44 @@ class Drafter:
             state.source, state.draft = source, draft
 
     def _value(
-        self, state: DraftState, cursor: SkeletonCursor, context: Context, most: int, so_far: list[int]
+        self,
+        state: DraftState,
+        cursor: SkeletonCursor,
+        context: Context,
+        own: Occurrence,
+        copied: array[int],
+        most: int,
+        so_far: list[int],
     ) -> array[int]:
-        """What continues a call that is drafted `so_far` and ends in a value."""
-        own_first = bool(so_far) or cursor.filled <= SHORT_VALUE
-        _, _, tokens = self._lookup(state, context.then(so_far), most, own_first)
-        return tokens
+        """What continues a call that is drafted `so_far` and ends in a value, which is rather the conversation's own.
 
-    def _lookup(
-        self, state: DraftState, context: Context, most: int, own_first: bool = False
-    ) -> tuple[Occurrence, DraftSource, array[int]]:
-        """The longest match in the sequence or the memory, of equals the sequence's; and what came after it.
-
-        `own_first`: for a value in a call, which is rather the conversation's own.
+        Before anything is drafted the sequence's match is `own`, and the longest goes on with what is `copied`.
         """
-        config, longest, source = self.config, NO_OCCURRENCE, DraftSource.PROMPT_LOOKUP
-        index = state.index
-        if config.prompt_lookup:
-            found = index.longest(context)
-            if found.length >= config.min_n:
-                longest = found
-        enough = own_first and longest.length >= config.own_value_length
-        memory = self._memory.find(state.scope) if config.memory and not enough else None
+        if so_far:
+            context = context.then(so_far)
+            own = self._own(state, context)
+        if (so_far or cursor.filled <= SHORT_VALUE) and own.length >= self.config.own_value_length:
+            return state.index.after(own, most) if own.length else array("i")
+        return self._longest(state, context, own, most)[2] if so_far else copied
+
+    def _own(self, state: DraftState, context: Context) -> Occurrence:
+        """The longest match in the sequence itself."""
+        if not self.config.prompt_lookup:
+            return NO_OCCURRENCE
+        found = state.index.longest(context)
+        return found if found.length >= self.config.min_n else NO_OCCURRENCE
+
+    def _longest(
+        self, state: DraftState, context: Context, own: Occurrence, most: int
+    ) -> tuple[Occurrence, DraftSource, array[int]]:
+        """The longest match in the sequence, which is its `own`, or the memory; and at most `most` tokens after it."""
+        config = self.config
+        memory = self._memory.find(state.scope) if config.memory else None
         if memory is not None:
-            found = memory.longest(context, above=max(longest.length, config.memory_min_n - 1))
+            found = memory.longest(context, above=max(own.length, config.memory_min_n - 1))
             if found.length:
-                index, source, longest = memory, DraftSource.MEMORY, found
-        return longest, source, index.after(longest, most) if longest.length else array("i")
+                return found, DraftSource.MEMORY, memory.after(found, most)
+        return own, DraftSource.PROMPT_LOOKUP, state.index.after(own, most) if own.length else array("i")
 
     # ---- how much of it is verified ----
 

@@ -111,7 +111,7 @@ class NGramIndex:
         long_heads, pair_heads, single_heads = self._long_heads, self._pair_heads, self._single_heads
         older_long, older_pair = self._long_older.append, self._pair_older.append
         long, pair, single = self._long, self._pair, self._single
-        for dropped, token in zip(buffer[end - LONG :], tokens, strict=False):
+        for token in tokens:
             if end > WINDOW:
                 slot = long >> shift
                 older_long(long_heads[slot])
@@ -122,7 +122,7 @@ class NGramIndex:
                 single_heads[single >> shift] = end
             # The polynomial hash rolls: the new token comes in, the one `LONG` before it drops out.
             before, single = single, token * _FINALIZER & _WORD
-            long = (long * _MULTIPLIER + single - dropped * _DROP) & _WORD
+            long = (long * _MULTIPLIER + single - buffer[end - LONG] * _DROP) & _WORD
             pair = (before * _MULTIPLIER + single) & _WORD
             end += 1
         self._long, self._pair, self._single = long, pair, single
@@ -223,7 +223,9 @@ def _slots(padded: TokenIds, n: int, shift: int) -> np.ndarray[tuple[int], np.dt
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """With how many equal tokens two texts begin: of a draft and what was drawn, how many drafts were right."""
-    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+    length = 0
+    for a, b in zip(one, other, strict=False):
         if a != b:
-            return i
-    return min(len(one), len(other))
+            break
+        length += 1
+    return length

@@ -10,6 +10,7 @@ canonical form costs only the draft. No tokenizer here: the caller encodes texts
 
 from __future__ import annotations
 
+import itertools
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -164,18 +165,24 @@ class SkeletonSet:
     full stop, a comma and the like are `breaks`: they end a short value copied from prose, but not a sentence.
     """
 
-    __slots__ = ("_inner", "_value_ends", "breaks", "closers", "flat", "openings")
+    __slots__ = ("_alike", "_inner", "_next_hole", "_value_ends", "breaks", "closers", "flat", "openings")
 
     def __init__(self, skeletons: Sequence[Skeleton], closers: Iterable[int] = (), breaks: Iterable[int] = ()) -> None:
         self.closers, self.breaks = frozenset(closers), frozenset(breaks)
         self.flat = tuple(flat for flat in map(_flat, skeletons) if flat and flat[0] != HOLE)
         self._value_ends = tuple(map(_value_ends, self.flat))
         self._inner = tuple(map(_bigrams, self.flat))
+        self._next_hole = tuple(map(_next_hole, self.flat))
+        self._alike = _alike(self.flat)
         self.openings: dict[Bigram, list[Place]] = {}  # up to each skeleton's first value
         for s, tokens in enumerate(self.flat):
             opening = tokens[: tokens.index(HOLE)] if HOLE in tokens else tokens
             for bigram, positions in _bigrams(opening).items():
                 self.openings.setdefault(bigram, []).extend(Place(s, position) for position in positions)
+
+    def knows(self, bigram: Bigram, inside: int | None) -> bool:
+        """Whether `locate` may find something."""
+        return bigram in self.openings or (inside is not None and bigram in self._inner[inside])
 
     def locate(self, bigram: Bigram, tail: array[int], inside: int | None) -> Place | None:
         """Where the tokens of `tail` lead, which ends with `bigram`.
@@ -206,7 +213,7 @@ class SkeletonSet:
     def towards(self, place: Place, draft: Sequence[int]) -> Place:
         """While several tools begin alike up to `place`, that one which `draft` goes on with for longest."""
         tokens, position = self.flat[place.skeleton], place.position
-        if HOLE in tokens[:position]:
+        if position > self._alike[place.skeleton] or self._next_hole[place.skeleton][0] < position:
             return place
         best, found = 0, place
         for s, other in enumerate(self.flat):
@@ -221,16 +228,16 @@ class SkeletonSet:
 
         At a value, `filled` tokens of it are there. The draft ends where a value does not come to its end.
         """
-        tokens, position = self.flat[place.skeleton], place.position
+        tokens, holes, position = self.flat[place.skeleton], self._next_hole[place.skeleton], place.position
         out: list[int] = []
         while len(out) < limit and position < len(tokens):
-            if tokens[position] != HOLE:
-                out.append(tokens[position])
-                position += 1
-                continue
-            if not self._value(out, fill(out), tokens[position + 1], 0 if out else filled):
+            hole = holes[position]
+            out += tokens[position:hole]
+            if len(out) >= limit or hole == len(tokens):
                 break
-            position += 1
+            if not self._value(out, fill(out), tokens[hole + 1], 0 if out else filled):
+                break
+            position = hole + 1
         return out[:limit]
 
     def _value(self, out: list[int], copied: Sequence[int], following: int, filled: int) -> bool:
@@ -259,21 +266,23 @@ class SkeletonCursor:
 
     def advance(self, drawn: Sequence[int], window: Callable[[], array[int]]) -> None:
         """Take in drawn tokens; `window` gives the `WINDOW` before them."""
-        last, openings = self._last, self.skeletons.openings
+        last, here, skeletons = self._last, self.place, self.skeletons
+        openings = skeletons.openings
         for i, token in enumerate(drawn):
-            here = self.place
-            if here is not None or (last, token) in openings:
+            bigram = last, token
+            if here is not None or bigram in openings:
                 place = self._follow(here, token) if here is not None else None
-                if place is None:
+                inside = here.skeleton if here is not None else None
+                if place is None and skeletons.knows(bigram, inside):
                     behind = (window() + array("i", drawn[: i + 1]))[-WINDOW:]
-                    place = self.skeletons.locate((last, token), behind, here.skeleton if here else None)
+                    place = skeletons.locate(bigram, behind, inside)
                 if place is not None:
-                    self.filled, self.place = 0, place
+                    self.filled, here = 0, place
                 elif here is not None:
                     self.filled += 1
-                    self.place = self._in_value(here)
+                    here = self._in_value(here)
             last = token
-        self._last = last
+        self._last, self.place = last, here
 
     def compose(self, draft: Sequence[int], limit: int, fill: Callable[[list[int]], Sequence[int]]) -> list[int]:
         """At most `limit` tokens from here on, of the tool that `draft` goes on with; `fill` as in `SkeletonSet`."""
@@ -308,6 +317,26 @@ def _flat(skeleton: Skeleton) -> tuple[int, ...]:
     while tokens and tokens[-1] == HOLE:
         tokens.pop()
     return tuple(tokens)
+
+
+def _next_hole(tokens: tuple[int, ...]) -> list[int]:
+    """By position, that of the next value from there on; behind the last one the end."""
+    holes, following = [len(tokens)] * (len(tokens) + 1), len(tokens)
+    for position in reversed(range(len(tokens))):
+        if tokens[position] == HOLE:
+            following = position
+        holes[position] = following
+    return holes
+
+
+def _alike(texts: Sequence[tuple[int, ...]]) -> list[int]:
+    """Of each, up to which position another one is the same."""
+    alike = [0] * len(texts)
+    order = sorted(range(len(texts)), key=texts.__getitem__)  # so that the likest stand side by side
+    for one, other in itertools.pairwise(order):
+        length = common_prefix(texts[one], texts[other])
+        alike[one], alike[other] = max(alike[one], length), max(alike[other], length)
+    return alike
 
 
 def _value_ends(tokens: tuple[int, ...]) -> dict[int, list[int]]:

@@ -49,9 +49,22 @@ class EngineMachine(RuleBasedStateMachine):
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
         equal_chunks=st.booleans(),
+        step_ms=st.sampled_from([0.0, 1e-3, 1e3]),
     )
     def start(
-        self, page_size, cells, rows, step_tokens, drafts, keeps, shares, order, host_cells, overlap, equal_chunks
+        self,
+        page_size,
+        cells,
+        rows,
+        step_tokens,
+        drafts,
+        keeps,
+        shares,
+        order,
+        host_cells,
+        overlap,
+        equal_chunks,
+        step_ms,
     ) -> None:
         self.world = World(
             page_size=page_size,
@@ -70,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
             host_cells=host_cells if shares else 0,
             overlap_steps=overlap,
             equal_chunks=equal_chunks,
+            step_ms=step_ms,
         )
         self.world.runner.eager = lambda n: n % 3 == 0
         self.world.step_s = 0.9

@@ -40,11 +40,52 @@ def test_few_steps_say_too_little_and_steps_without_a_clock_nothing():
     fit = PrefillFit()
     for _ in range(50):
         fit.measured(prefill(0, 100), 0.0)
-    for _ in range(7):
-        fit.measured(prefill(0, 100), 1.0)
+    fit.measured(prefill(0, 100), 1.0)
     assert fit.cost == RestoreCost()
     fit.measured(prefill(0, 100), 1.0)
     assert fit.cost.seconds(100) == pytest.approx(1.0, rel=0.01)
+
+
+def h100(start: int, n: int) -> float:
+    """8B on an H100: 4,096 tokens take 0.1 s, and up to some 280 take what reading the weights does."""
+    return 1.2e-3 + max(6e-3, n * 21.5e-6) + n * (start + n / 2) * 1.3e-9
+
+
+@given(
+    n=st.integers(512, 4096),
+    steps=st.sampled_from([2, 8, 64]),
+    held_up=st.lists(st.integers(0, 63), max_size=3),
+    start=st.integers(0, 60_000),
+)
+def test_steps_that_were_held_up_and_prompts_that_are_all_alike_mislead_nobody(n, steps, held_up, start):
+    """Of prompts of one length alone, up to three of 64 steps and one of eight a hundred times as long."""
+    fit, allowed = PrefillFit(), {2: 0, 8: 1, 64: 3}[steps]
+    late = {each % steps for each in held_up[:allowed]}
+    for i in range(steps):
+        fit.measured(prefill(0, n), h100(0, n) * (100 if i in late else 1))
+    added = h100(start, 2000) - h100(start, 0)
+    assert fit.cost.between(start, start + 2000) == pytest.approx(added + 6e-3, rel=0.35)
+
+
+def test_what_reading_cells_takes_is_no_price_of_tokens():
+    """Beside short chunks up to 64 sequences decode behind 10,000 tokens each, which takes 30 ms."""
+    fit, rng = PrefillFit(), np.random.default_rng(3)
+    for _ in range(256):
+        start, n, others = int(rng.integers(0, 4000)), int(rng.integers(300, 1000)), int(rng.integers(0, 65))
+        decoding = [(10_000, 10_001)] * others
+        fit.measured([*decoding, (start, start + n)], h100(start, n) + sum(end for _, end in decoding) * 44e-9)
+    assert fit.cost.read == pytest.approx(44e-9, rel=0.1)
+    assert fit.cost.between(2000, 3000) == pytest.approx(h100(2000, 1000) - 1.2e-3, rel=0.1)
+
+
+def test_what_short_prompts_say_of_long_ones_is_put_right_by_the_first_few():
+    """Steps of short prompts take what reading the weights does, which says nothing of what a token takes."""
+    fit, rng = PrefillFit(), np.random.default_rng(2)
+    for n in rng.integers(16, 280, 256):
+        fit.measured(prefill(0, int(n)), h100(0, int(n)))
+    for _ in range(8):
+        fit.measured(prefill(4096, 4096), h100(4096, 4096))
+    assert fit.cost.between(4096, 8192) == pytest.approx(h100(4096, 4096), rel=0.25)
 
 
 def test_steps_that_only_decode_say_nothing():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import RetentionConfig
+from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import (
     Aborted,
@@ -17,6 +17,7 @@ from holdfast.replicas.events import (
     Submit,
     TurnEnded,
 )
+from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.sequences import Owner
 
 
@@ -154,6 +155,18 @@ def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_no
     assert max(ahead for ahead, _ in steps) == 8
     assert sum(ahead for ahead, _ in steps) == 80
     assert not any(ahead and others for ahead, others in steps)
+
+
+def test_beside_those_that_decode_it_makes_a_step_no_longer_than_prompts_may():
+    world = make(step_ms=3000.0, speculation=DraftConfig(enabled=False))
+    world.engine._learned._prefill.cost = RestoreCost(b=1.0)  # a token a second
+    for i, name in enumerate("ab"):
+        world.ahead(name, words(i, 40), f"program {name}", name)
+    world.submit("decodes", words(3, 10), 60)
+    world.run()
+    beside = [plan.chunks for plan in world.runner.plans if any(chunk.draw for chunk in plan.chunks)]
+    assert max(sum(len(chunk.tokens) for chunk in chunks) for chunks in beside[1:]) == 1 + 3
+    world.assert_right("decodes")
 
 
 def test_no_step_has_more_of_it_than_a_chunk():

@@ -1,5 +1,6 @@
 """The pure rules of a step: chunk sizes, admission, and who follows whom."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -24,13 +25,17 @@ def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed:
     return made
 
 
+def begun(pending: list[int]) -> list[tuple[int, int]]:
+    return [(0, left) for left in pending]
+
+
 prompts = st.lists(st.tuples(st.integers(1, 10**5), st.booleans()), min_size=1, max_size=200)
 
 
 @given(prompts, st.booleans())
 def test_chunks_are_positive_and_within_their_bounds(prefilling, equal):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
-    sizes = chunk_sizes(pending, narrow, replace(CONFIG, equal_chunks=equal))
+    sizes = chunk_sizes(begun(pending), narrow, replace(CONFIG, equal_chunks=equal), 4096)
     for size, left, slim in zip(sizes, pending, narrow, strict=True):
         assert 1 <= size <= left
         assert size <= (1024 if slim else 4096)
@@ -40,7 +45,7 @@ def test_chunks_are_positive_and_within_their_bounds(prefilling, equal):
 @given(prompts)
 def test_who_began_first_has_what_the_floors_of_the_others_leave(prefilling):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
-    sizes = chunk_sizes(pending, narrow, CONFIG)
+    sizes = chunk_sizes(begun(pending), narrow, CONFIG, 4096)
     wants = [min(left, 1024) if slim else left for left, slim in zip(pending, narrow, strict=True)]
     floor = min(CONFIG.chunk_floor, max(1, 4096 // len(pending) // 4))
     assert all(size >= min(want, floor) for size, want in zip(sizes, wants, strict=True))
@@ -50,28 +55,122 @@ def test_who_began_first_has_what_the_floors_of_the_others_leave(prefilling):
 
 
 def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
-    assert chunk_sizes([9000], [False], CONFIG) == [4096]
-    assert chunk_sizes([9000], [True], CONFIG) == [1024]
-    assert chunk_sizes([9000] * 4, [False] * 4, CONFIG) == [4096 - 3 * CONFIG.chunk_floor] + [CONFIG.chunk_floor] * 3
-    assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, equal_chunks=True)) == [1024] * 4
-    assert chunk_sizes([9000] * 4, [False] * 4, replace(CONFIG, adaptive_chunks=False)) == [4096] * 4
+    def sizes(n, slim=False, **settings):
+        return chunk_sizes(begun([9000] * n), [slim] * n, replace(CONFIG, **settings), 4096)
+
+    assert sizes(1) == [4096]
+    assert sizes(1, slim=True) == [1024]
+    assert sizes(4) == [4096 - 3 * CONFIG.chunk_floor] + [CONFIG.chunk_floor] * 3
+    assert sizes(4, equal_chunks=True) == [1024] * 4
+    assert sizes(4, adaptive_chunks=False) == [4096] * 4
+
+
+costs = st.builds(
+    RestoreCost,
+    a=st.one_of(st.just(0.0), st.floats(1e-10, 1e-6)),
+    b=st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+    c=st.floats(0, 5),
+    read=st.one_of(st.just(0.0), st.floats(1e-9, 1e-5)),
+)
+
+
+@given(st.integers(0, 100_000), st.floats(1e-3, 10), costs)
+def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, cost):
+    n = tokens_within(seconds, start, cost)
+    assert n == 0 or cost.between(start, start + n) <= seconds * (1 + 1e-6)
+    assert cost.between(0, 1) == 0 or cost.between(start, start + n + 1) >= seconds * (1 - 1e-6)
+    assert tokens_within(0.0, start, cost) == 0
+    assert tokens_within(-seconds, start, cost) == 0
+    assert tokens_within(math.inf, start, cost) >= CONFIG.step_tokens
 
 
 @given(
-    start=st.integers(0, 100_000),
-    seconds=st.floats(1e-3, 10),
-    a=st.one_of(st.just(0.0), st.floats(1e-10, 1e-6)),
-    b=st.one_of(st.just(0.0), st.floats(1e-6, 1e-2)),
+    st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 10**5), st.booleans()), min_size=1, max_size=100),
+    st.floats(1e-3, 10),
+    costs,
+    st.sampled_from(["in order", "equal", "each a whole step"]),
 )
-def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, a, b):
-    n = tokens_within(seconds, start, RestoreCost(a, b, 5.0))
+def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost, how):
+    """But for the first one's one token; and of the time that they may take nothing is left unused that anybody who has
+    a chunk could use, or that is long enough for another floor.
+    """
+    pending, narrow = [(start, left) for start, left, _ in prefilling], [slim for _, _, slim in prefilling]
+    config = replace(CONFIG, equal_chunks=how == "equal", adaptive_chunks=how != "each a whole step")
+    sizes = chunk_sizes(pending, narrow, config, 4096, seconds, cost)
+    spans = [(start, start + n) for (start, _), n in zip(pending, sizes, strict=True)]
+    taken = [cost.between(*span) for span in spans]
+    enough = seconds * (1 + 1e-6)
+    limits = [min(left, 1024) if slim and config.adaptive_chunks else left for _, left, slim in prefilling]
+    assert sizes[0] >= 1
+    assert all(0 <= n <= limit for n, limit in zip(sizes, limits, strict=True))
+    if how == "each a whole step":
+        assert all(n == 1 or s <= enough for n, s in zip(sizes, taken, strict=True))
+    elif how == "equal":
+        assert all(n == 1 or s <= enough / len(sizes) for n, s in zip(sizes, taken, strict=True))
+    else:
+        assert sum(sizes) <= 4096
+        assert sum(taken) <= enough or (sizes[0] == 1 and sum(taken[1:]) <= enough / 4)
+        floor = min(CONFIG.chunk_floor, max(1, 4096 // len(sizes) // 4))
+        assert all(n in (0, limit) or n >= floor for n, limit in zip(sizes[1:], limits[1:], strict=True))
+        for (start, end), n, limit in zip(spans, sizes, limits, strict=True):
+            more = min(limit, n + 1 if n else floor)
+            if n < limit and sum(sizes) - n + more <= 4096:
+                assert sum(taken) - cost.between(start, end) + cost.between(start, start + more) >= seconds * (1 - 1e-6)
 
-    def taken(n):
-        return a * ((start + n) ** 2 - start**2) + b * n
 
-    assert n >= 64
-    assert n == 64 or taken(n) <= seconds * (1 + 1e-6)
-    assert not (a or b) or taken(n + 1) >= seconds * (1 - 1e-6)
+def test_what_is_too_little_for_a_floor_is_left_to_the_next_step():
+    """65 tokens behind 100,000 take 1.3 s, and each behind 50,000 takes 0.01."""
+    cost = RestoreCost(a=1e-7)
+    assert chunk_sizes([(100_000, 900), (50_000, 900)], [False] * 2, CONFIG, 4096, 1.315, cost) == [65, 0]
+    assert chunk_sizes([(100_000, 65), (50_000, 900)], [False] * 2, CONFIG, 4096, 1.495, cost) == [65, 19]
+
+
+@given(st.lists(st.integers(2, 90), min_size=2, max_size=6), st.sampled_from([1.0, 40.0, 200.0]), st.integers(1, 3))
+def test_beside_those_that_decode_a_step_is_as_long_as_prompts_may_make_it(prompts, step_ms, pace):
+    """On a machine that takes longer the more tokens there are every token is computed once, every step gets on, and
+    what prompts add is foretold to be within `step_ms`, or within what a step does once.
+    """
+    world = World(cells=2048, max_sequences=8, step_tokens=64, step_ms=step_ms, admission_ceiling=1.0)
+    foretold: list[tuple[float, float, float]] = []  # beside who decodes: what is added, by one token each, and c
+
+    def run(plan):
+        drew = {each.row for each in world.engine.live.values() if each.drawn}
+        prompts = [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks if chunk.row not in drew]
+        cost = world.engine._learned.cost
+        world.step_s = 0.02 + 0.004 * sum(len(chunk.tokens) for chunk in plan.chunks)
+        if len(prompts) < len(plan.chunks):
+            added = sum(cost.between(start, start + n) for start, n in prompts)
+            foretold.append((added, max((cost.between(start, start + 1) for start, _ in prompts), default=0.0), cost.c))
+        return False
+
+    world.runner.fail = run
+    waiting = [(f"r{i}", words(i, n)) for i, n in enumerate(prompts * 3)]
+    while waiting or world.engine.busy:
+        for name, prompt in waiting[:pace]:
+            world.submit(name, prompt, 12)
+        del waiting[:pace]
+        world.step()
+        assert world.runner.plans[-1].chunks, "somebody gets on"
+    for i in range(3 * len(prompts)):
+        world.assert_right(f"r{i}")
+    stats = world.engine.stats
+    assert stats.prompt_computed + stats.prompt_cached == 3 * sum(prompts)
+    for added, least, once in foretold:
+        assert added <= max(step_ms / 1e3, once) * (1 + 1e-6) + least
+
+
+def test_where_nobody_decodes_a_prompt_fills_steps():
+    world = World(cells=4096, context_length=2048, step_tokens=512, step_ms=1.0, admission_ceiling=1.0)
+
+    def run(plan):
+        world.step_s = 0.001 * sum(len(chunk.tokens) for chunk in plan.chunks)
+        return False
+
+    world.runner.fail = run
+    for i in range(10):
+        world.submit(f"r{i}", words(i, 1024), 1)
+        world.run()
+    assert len(world.runner.plans) == 10 * 1024 / 512
 
 
 def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion():
@@ -140,3 +239,15 @@ def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
     for i in range(n):
         world.assert_right(f"r{i}")
         assert world.end(f"r{i}").timing.scheduled == 1.0, "requests were admitted at once"
+
+
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(2, 40), st.booleans())
+def test_no_cut_leaves_a_prompts_last_token_by_itself_where_that_would_move_bits(lengths, step_tokens, adaptive):
+    world = World(cells=1024, step_tokens=step_tokens, adaptive_chunks=adaptive, batch_invariant=True)
+    for i, length in enumerate(lengths):
+        world.submit(f"{i}", words(i, length), max_tokens=2)
+    world.run()
+    last = {(length - 1, words(i, length)[-1]) for i, length in enumerate(lengths)}
+    if step_tokens // len(lengths) > 2:  # else there is no other way
+        chunks = [chunk for plan in world.runner.plans for chunk in plan.chunks]
+        assert not last.intersection((chunk.start, int(chunk.tokens[0])) for chunk in chunks if len(chunk.tokens) == 1)

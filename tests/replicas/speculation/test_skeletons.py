@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.ngrams import NGramIndex
+from holdfast.replicas.speculation.ngrams import NGramIndex, common_prefix
 from holdfast.replicas.speculation.skeletons import (
     HOLE,
     CallFormat,
@@ -180,6 +180,49 @@ def test_any_text_can_be_followed_at_any_cut(steps: list[list[int]]) -> None:
             assert len(draft) <= 5
             assert HOLE not in draft
     assert cursor.place == place_after([token for drawn in steps for token in drawn])
+
+
+segments = st.lists(st.lists(st.integers(1, 3), max_size=4).map(tuple), min_size=1, max_size=3).map(tuple)
+toolsets = st.lists(segments.map(Skeleton), min_size=1, max_size=4).map(SkeletonSet).filter(lambda tools: tools.flat)
+
+
+@settings(deadline=None)
+@given(toolsets, st.data())
+def test_a_draft_leads_to_the_tool_that_it_goes_on_with_for_longest(tools: SkeletonSet, data: st.DataObject) -> None:
+    here = data.draw(st.integers(0, len(tools.flat) - 1))
+    before = tools.flat[here][: data.draw(st.integers(0, len(tools.flat[here])))]
+    draft = data.draw(st.lists(st.integers(1, 3), max_size=4))
+    goes_on = {
+        s: common_prefix(draft, tokens[len(before) :])
+        for s, tokens in enumerate(tools.flat)
+        if tokens[: len(before)] == before and HOLE not in before
+    }
+    found = tools.towards(Place(here, len(before)), draft)
+    assert found.position == len(before)
+    if any(goes_on.values()):
+        assert goes_on[found.skeleton] == max(goes_on.values())
+    else:
+        assert found.skeleton == here
+
+
+@settings(deadline=None)
+@given(toolsets, st.integers(0, 9), st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_a_draft_is_the_text_token_by_token(
+    tools: SkeletonSet, limit: int, copied: list[int], data: st.DataObject
+) -> None:
+    here = data.draw(st.integers(0, len(tools.flat) - 1))
+    tokens = tools.flat[here]
+    position = data.draw(st.integers(0, len(tokens)))
+    wanted: list[int] = []
+    for at in range(position, len(tokens)):
+        if tokens[at] != HOLE:
+            wanted.append(tokens[at])
+        elif tokens[at + 1] in copied:  # the value ends where the text after it is found
+            wanted += copied[: copied.index(tokens[at + 1])]
+        else:
+            wanted += copied
+            break
+    assert tools.compose(Place(here, position), 0, limit, lambda _: copied) == wanted[:limit]
 
 
 def test_a_draft_alternates_between_fixed_text_and_values() -> None:

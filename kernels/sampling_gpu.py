@@ -2,8 +2,10 @@
 
 Maths and noise are those of `sampling`: argmax of z / temperature + g, g a counter-based hash of (row key, token),
 temperature 0 meaning no noise. Filters keep what is at or above a row's cutoff, which `cutoffs` finds without a sort:
-top_k, top_p and min_p each are a threshold that a function of the values passes once, so it is found by bisection over
-the order of float32 bits, 32 passes at most, the same to the bit wherever it runs.
+top_k, top_p and min_p each are a threshold that a function of the values passes once. The row's values are counted or
+weighed in bins, by how far they lie below the largest; the few of the bin that the threshold lies in are set apart, and
+among these it is found by bisection over the order of float32 bits. Weights are whole numbers: their sums are exact in
+any order, so a cutoff is the same to the bit however the programs take turns.
 
 Verification: rows of a sequence with d drafts follow one another; draft i is right when row i drew it. Accepted is how
 many are from the first on; the token after them is the sequence's next. Only ids and counts leave the device.
@@ -15,6 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096
+
+# Of `cutoffs`: values of a row that a program reads, bins of a row, and values of a row that can be set apart.
+_PART, _BINS, _CANDIDATES = 2048, 2048, 8192
 
 
 @triton.jit
@@ -185,65 +190,167 @@ def _ordered(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row_sums(scaled, floor, threshold, VOCABULARY: tl.constexpr, TILE: tl.constexpr, top):  # type: ignore[no-untyped-def]
-    """How many values of a row lie at or above `floor` and above `threshold`, and what they weigh."""
-    count = 0
-    mass = 0.0
-    for start in tl.range(0, VOCABULARY, TILE):
+def _weight(value, top):  # type: ignore[no-untyped-def]
+    """What a value weighs against the row's largest: exp(value - top) in whole units of 2^-40, int64."""
+    return (tl.exp(value - top) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def _bin_of(below, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bin of a value that lies `below` under its row's largest: 128 to an octave from 2^-8 on, 16 octaves."""
+    return tl.minimum(tl.maximum((below.to(tl.int32, bitcast=True) >> 16) - 15232, 0), BINS - 1)
+
+
+@triton.jit
+def _part_tops(  # type: ignore[no-untyped-def]
+    scaled, tops, sums, VOCABULARY: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr
+):
+    """The largest value of one part of a row; and the row's sums are set to zero."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * TILE + tl.arange(0, TILE)
+    value = tl.load(scaled + row * VOCABULARY + token, mask=token < VOCABULARY, other=float("-inf"))
+    tl.store(tops + row * PARTS + part, tl.max(value, 0))
+    if part == 0:
+        for first in tl.range(0, SUMS, TILE):
+            at = first + tl.arange(0, TILE)
+            tl.store(sums + row * SUMS + at, tl.zeros([TILE], tl.int64), mask=at < SUMS)
+
+
+@triton.jit
+def _fill_bins(  # type: ignore[no-untyped-def]
+    scaled,
+    top_k,
+    top_p,
+    tops,
+    sums,
+    VOCABULARY: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    BINS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """How many values of one part lie in each bin, in a row with a top_k; else what they weigh, and all in sum."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    if (k > 0) | (p < 1.0):
+        each = tl.arange(0, PARTS_TILE)
+        top = tl.max(tl.load(tops + row * PARTS + each, mask=each < PARTS, other=float("-inf")), 0)
+        token = part * TILE + tl.arange(0, TILE)
+        value = tl.load(scaled + row * VOCABULARY + token, mask=token < VOCABULARY, other=float("-inf"))
+        below = top - value
+        bins = sums + row * SUMS + _bin_of(below, BINS)
+        # Values that are certainly below the cutoff need no bin; in most rows these are nearly all.
+        if k > 0:
+            # The parts' largest are as many values as there are parts, so up to there the k-th is not below them all.
+            least = tl.min(tl.load(tops + row * PARTS + each, mask=each < PARTS, other=float("inf")), 0)
+            near = (value > float("-inf")) & ((k > PARTS) | (value >= least))
+            tl.atomic_add(bins, tl.full([TILE], 1, tl.int64), mask=near, sem="relaxed")
+        else:
+            weight = _weight(value, top)
+            tl.atomic_add(sums + row * SUMS + BINS, tl.sum(weight, 0), sem="relaxed")
+            # A whole vocabulary of values further below would weigh less than 1 - p of the largest alone.
+            near = below < tl.log(VOCABULARY / (1.0 - p)) + 0.01
+            tl.atomic_add(bins, weight, mask=near, sem="relaxed")
+
+
+@triton.jit
+def _mass_of(p, whole):  # type: ignore[no-untyped-def]
+    """The least weight that is a share p of the whole."""
+    return tl.ceil(p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _sum_above(values, length, threshold, top, TILE: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of `length` values lie above `threshold`, or else what they weigh."""
+    found = tl.zeros([TILE], tl.int64)
+    for start in tl.range(0, length, TILE):
         at = start + tl.arange(0, TILE)
-        value = tl.load(scaled + at, mask=at < VOCABULARY, other=float("-inf"))
-        kept = (value >= floor) & (value > threshold)
-        count += tl.sum(kept.to(tl.int32), 0)
-        mass += tl.sum(tl.where(kept, tl.exp(value - top), 0.0), 0)
-    return count, mass
+        value = tl.load(values + at, mask=at < length, other=float("-inf"))
+        found += tl.where(value > threshold, 1 if COUNT else _weight(value, top), 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _bisect(values, length, low, needed, top, TILE: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The least value from `low` to `top` that has less than `needed` above it, in number or weight, by its order."""
+    high = _ordered(top.to(tl.int32, bitcast=True)).to(tl.int64)
+    while low < high:
+        middle = low + (high - low) // 2
+        threshold = _ordered(middle.to(tl.int32)).to(tl.float32, bitcast=True)
+        if _sum_above(values, length, threshold, top, TILE, COUNT) < needed:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
+def _search(values, length, k, p, needed, top, VOCABULARY: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cutoff of top_k and top_p among `length` values. Without a top_k, the mass to be kept of them is `needed`."""
+    low = _ordered(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
+    if k > 0:
+        low = _bisect(values, length, low, k, top, TILE, True)
+        kth = _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True)
+        # Of values equal to the k-th only so many count as k leaves room for, though all of them stay.
+        equal = tl.minimum(k, VOCABULARY) - _sum_above(values, length, kth, top, TILE, True)
+        needed = _mass_of(p, _sum_above(values, length, kth, top, TILE, False) + equal * _weight(kth, top))
+    if p < 1.0:
+        low = _bisect(values, length, low, needed, top, TILE, False)
+    return _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _find_cutoff(  # type: ignore[no-untyped-def]
-    scaled, top_k, top_p, min_p, cutoff, VOCABULARY: tl.constexpr, TILE: tl.constexpr
+    scaled,
+    top_k,
+    top_p,
+    min_p,
+    tops,
+    sums,
+    candidates,
+    cutoff,
+    VOCABULARY: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    BINS: tl.constexpr,
+    SUMS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    values = scaled + row.to(tl.int64) * VOCABULARY
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    for start in tl.range(0, VOCABULARY, TILE):
-        at = start + tl.arange(0, TILE)
-        best = tl.maximum(best, tl.load(values + at, mask=at < VOCABULARY, other=float("-inf")))
-    top = tl.max(best, 0)
-    highest = _ordered(top.to(tl.int32, bitcast=True)).to(tl.int64)
-    lowest = _ordered(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
-    floor = tl.full([], float("-inf"), tl.float32)
-    k = tl.load(top_k + row)
-    if k > 0:
-        low, high = lowest, highest  # the k-th value is the least t with fewer than k values above it
-        while low < high:
-            middle = low + (high - low) // 2
-            threshold = _ordered(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-            count, _ = _row_sums(values, floor, threshold, VOCABULARY, TILE, top)
-            if count < k:
-                high = middle
-            else:
-                low = middle + 1
-        floor = _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True)
-    p = tl.load(top_p + row)
-    if p < 1.0:
-        # Of values equal to the k-th only so many count as k leaves room for, though all of them stay.
-        above, whole = _row_sums(values, floor, floor if k > 0 else float("-inf"), VOCABULARY, TILE, top)
-        if k > 0:
-            whole += (tl.minimum(k, VOCABULARY) - above) * tl.exp(floor - top)
-        low, high = lowest, highest  # a value is kept while those above it weigh less than p of the whole
-        while low < high:
-            middle = low + (high - low) // 2
-            threshold = _ordered(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-            _, mass = _row_sums(values, floor, threshold, VOCABULARY, TILE, top)
-            if mass < p * whole:
-                high = middle
-            else:
-                low = middle + 1
-        floor = tl.maximum(floor, _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True))
-    least = tl.load(min_p + row)
-    if least > 0.0:
-        floor = tl.maximum(floor, tl.minimum(top + tl.log(least), top))
-    tl.store(cutoff + row, floor)
+    """The values of one part that may be the cutoff are set apart; a row's last program to do so searches them."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    values, apart, own = scaled + row * VOCABULARY, candidates + row * CANDIDATES, sums + row * SUMS
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    each = tl.arange(0, PARTS_TILE)
+    top = tl.max(tl.load(tops + row * PARTS + each, mask=each < PARTS, other=float("-inf")), 0)
+    needed = _mass_of(p, tl.load(own + BINS)) if k <= 0 else k.to(tl.int64)
+    above = tl.full([], 0, tl.int64)
+    if (k > 0) | (p < 1.0):
+        # The cutoff lies in the first bin that, with those before it, holds k values, or p of the mass.
+        reached = tl.cumsum(tl.load(own + tl.arange(0, BINS)), 0)
+        last = tl.minimum(tl.sum((reached < needed).to(tl.int32), 0), BINS - 1)
+        above = tl.max(tl.where(reached < needed, reached, 0), 0)
+        token = part * TILE + tl.arange(0, TILE)
+        value = tl.load(values + token, mask=token < VOCABULARY, other=float("-inf"))
+        bins = _bin_of(top - value, BINS)
+        # top_p is applied to what top_k leaves, so with a top_k all that is larger is needed too.
+        taken = ((bins == last) | ((k > 0) & (bins < last))) & (value > float("-inf"))
+        place = tl.cumsum(taken.to(tl.int32), 0) - 1
+        place += tl.atomic_add(own + BINS + 1, tl.sum(taken.to(tl.int64), 0), sem="relaxed").to(tl.int32)
+        tl.store(apart + place, value, mask=taken & (place < CANDIDATES))
+    tl.debug_barrier()  # the whole program's candidates are written before it is counted
+    if tl.atomic_add(own + BINS + 2, 1, sem="acq_rel") == PARTS - 1:
+        floor = tl.full([], float("-inf"), tl.float32)
+        if (k > 0) | (p < 1.0):
+            length = tl.load(own + BINS + 1).to(tl.int32)
+            if length > CANDIDATES:  # a large k, or very many nearly equal: the whole row is searched, which is slow
+                apart, length, above = values, tl.full([], VOCABULARY, tl.int32), tl.full([], 0, tl.int64)
+            floor = _search(apart, length, k, p, needed - above, top, VOCABULARY, TILE)
+        least = tl.load(min_p + row)
+        if least > 0.0:
+            floor = tl.maximum(floor, tl.minimum(top + tl.log(least), top))
+        tl.store(cutoff + row, floor)
 
 
 def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -258,7 +365,18 @@ def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     if any(setting.shape != (rows,) for setting in (top_k, top_p, min_p)):
         raise ValueError(f"{rows} rows, but filters {[tuple(setting.shape) for setting in (top_k, top_p, min_p)]}")
     cutoff = torch.empty(rows, dtype=torch.float32, device=scaled.device)
-    if rows:
-        tile = min(_TILE, triton.next_power_of_2(vocabulary))
-        _find_cutoff[(rows,)](scaled, top_k, top_p, min_p, cutoff, VOCABULARY=vocabulary, TILE=tile, num_warps=8)
+    if not rows:
+        return cutoff
+    parts = triton.cdiv(vocabulary, _PART)
+    tops = torch.empty(rows, parts, dtype=torch.float32, device=scaled.device)
+    # Bins; after them the mass of all, the number of candidates, and of programs that have set theirs apart.
+    sums = torch.empty(rows, _BINS + 16, dtype=torch.int64, device=scaled.device)
+    candidates = torch.empty(rows, _CANDIDATES, dtype=torch.float32, device=scaled.device)
+    grid, shape = (rows, parts), {"VOCABULARY": vocabulary, "PARTS": parts, "TILE": _PART, "SUMS": sums.shape[1]}
+    _part_tops[grid](scaled, tops, sums, **shape, num_warps=4)
+    shape |= {"PARTS_TILE": triton.next_power_of_2(parts), "BINS": _BINS}
+    _fill_bins[grid](scaled, top_k, top_p, tops, sums, **shape, num_warps=4)
+    _find_cutoff[grid](
+        scaled, top_k, top_p, min_p, tops, sums, candidates, cutoff, **shape, CANDIDATES=_CANDIDATES, num_warps=4
+    )
     return cutoff

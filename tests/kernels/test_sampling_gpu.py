@@ -1,11 +1,14 @@
 """Drawing, verifying and filtering on a GPU against the maths of `sampling`."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.kernels import sampling_gpu
 from holdfast.kernels.sampling import Filters, filter_logits, gumbel_noise_reference, row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify, draw_and_verify_reference
 
@@ -55,28 +58,37 @@ def test_the_first_of_equals_is_drawn():
     assert accepted.tolist() == [1]
 
 
-@settings(max_examples=8, deadline=None, phases=PHASES)
-@given(
-    rows=st.integers(1, 4),
-    vocabulary=VOCABULARIES,
-    flat=st.booleans(),
-    settings_of=st.lists(
-        st.tuples(st.sampled_from([0, 1, 3, 40]), st.sampled_from([1.0, 0.1, 0.7, 0.95]), st.sampled_from([0.0, 0.05])),
-        min_size=4,
-        max_size=4,
-    ),
-    seed=st.integers(0, 99),
-)
-def test_cutoffs_keep_what_sorting_keeps(rows, vocabulary, flat, settings_of, seed):
+ROWS = {
+    "wide": lambda values: 3 * values,
+    "flat, many equals": lambda values: (0.1 * values).round(decimals=1),
+    "one far above": lambda values: values.index_fill(1, torch.tensor([0]), 500.0),
+    "nearly all masked": lambda values: values.where(values > 2, -torch.inf).index_fill(1, torch.tensor([1]), 0.0),
+}
+# top_k, top_p and min_p: one row for each.
+FILTERS = [
+    (0, 0.1, 0.0),
+    (0, 0.7, 0.05),
+    (0, 1.0, 0.0),
+    (8, 1.0, 0.0),
+    (400, 0.95, 0.0),
+    (6000, 0.7, 0.0),
+]
+
+
+@settings(max_examples=2, deadline=None, phases=PHASES)
+@given(kind=st.sampled_from(sorted(ROWS)), vocabulary=VOCABULARIES, seed=st.integers(0, 99))
+@example("wide", 5000, 0)
+@example("flat, many equals", 5000, 0)
+def test_cutoffs_keep_what_sorting_keeps(kind, vocabulary, seed):
+    """And are the same in any order of the values, however these are shared out, and if few can be set apart."""
     torch.manual_seed(seed)
-    scaled = torch.randn(rows, vocabulary) * (0.1 if flat else 3)
-    scaled = scaled.round(decimals=1) if flat else scaled  # many equals
-    top_k, top_p, min_p = (list(column)[:rows] for column in zip(*settings_of, strict=True))
-    expected = filter_logits(
-        scaled, Filters(torch.tensor(top_k)[:, None], torch.tensor(top_p)[:, None], torch.tensor(min_p)[:, None])
-    )
-    found = cutoffs(scaled, torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p), torch.tensor(min_p))
+    scaled = ROWS[kind](torch.randn(len(FILTERS), vocabulary))
+    top_k, top_p, min_p = map(torch.tensor, zip(*FILTERS, strict=True))
+    expected = filter_logits(scaled, Filters(top_k[:, None], top_p[:, None], min_p[:, None]))
+    found = cutoffs(scaled, top_k.int(), top_p, min_p)
     assert torch.equal(scaled.masked_fill(scaled < found[:, None], -torch.inf), expected)
+    with mock.patch.multiple(sampling_gpu, _PART=1024, _CANDIDATES=20):
+        assert torch.equal(cutoffs(scaled[:, torch.randperm(vocabulary)], top_k.int(), top_p, min_p), found)
 
 
 def test_settings_of_another_number_of_rows_are_refused():

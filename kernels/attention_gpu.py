@@ -6,10 +6,14 @@ and output o of what was seen, all in float32 and, as exp2 is what the hardware 
 
     m' = max(m, max_j s_j)     l' = l 2^(m - m') + sum_j 2^(s_j - m')     o' = o 2^(m - m') + sum_j 2^(s_j - m') v_j
 
+A multiprocessor multiplies matrices and works out powers of two at about the same pace, so long chunks do both at once:
+tile i's product with the values is begun after tile i + 1's with the keys, and runs beside the softmax of that.
+
 A head's sink joins last, over all positions: o / l / (1 + 2^(sink - m) / l).
 
-Keys are found through the page table cell by cell, so any page size will do. Cells at or behind an item's end are never
-read: what unused pages hold does not matter. The order of every sum is fixed: the same step gives the same bits.
+Keys are found through the page table cell by cell, so any page size will do; where a tile is whole pages, addresses
+cost least. What cells at or behind an item's end hold does not matter. The order of every sum is fixed: the same step
+gives the same bits.
 """
 
 import torch
@@ -41,6 +45,21 @@ def _beside_sink(lse, sink, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def _slots(pages, start, cells, PAGE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the pages of the positions from `start` on are noted."""
+    return pages + start // PAGE + cells // PAGE if ALIGNED else pages + (start + cells) // PAGE
+
+
+@triton.jit
+def _in_pages(  # type: ignore[no-untyped-def]
+    start, cells, dims, PAGE: tl.constexpr, CELL: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Where the values of the positions from `start` on lie, from the beginning of their pages."""
+    position = cells if ALIGNED else start + cells
+    return (position % PAGE * CELL)[:, None] + dims[None, :]
+
+
+@triton.jit
 def _online_softmax(  # type: ignore[no-untyped-def]
     query,
     position,
@@ -49,13 +68,14 @@ def _online_softmax(  # type: ignore[no-untyped-def]
     pages,
     low,
     high,
+    clear,  # every row sees every position before it
     scale,
     softcap,
     window,
-    cell_stride,
     top,
     total,
     mixed,
+    CELL: tl.constexpr,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     PAGE: tl.constexpr,
@@ -65,48 +85,74 @@ def _online_softmax(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
-    MASKED: tl.constexpr,  # without: whole tiles, of which every row sees every position
+    AHEAD: tl.constexpr,
 ):
     """Maximum, sum and output, not yet divided, of a tile's rows, over the positions [low, high) as well."""
-    dims = tl.arange(0, DIM_TILE)
+    dims, cells = tl.arange(0, DIM_TILE), tl.arange(0, KEYS)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
+    ALIGNED: tl.constexpr = KEYS % PAGE == 0  # then tiles begin with pages, as SPLIT is a multiple of KEYS
+    factor = 1.0 if SOFTCAP else scale  # one multiply-add then scales a score and takes the maximum off it
+    real = (dims < DIM)[None, :]
+    if AHEAD:
+        page = tl.load(_slots(pages, low, cells, PAGE, ALIGNED), mask=low + cells < high, other=0)
+        past = page * PAGE  # of the tile before; of the first tile at first, with weights of zero
+        held = tl.zeros([query.shape[0], KEYS], tl.float32)
+        fade = tl.full([query.shape[0]], 1.0, tl.float32)
     for start in tl.range(low, high, KEYS):
-        seen = start + tl.arange(0, KEYS)
-        if MASKED:
-            inside = seen < high
-            page = tl.load(pages + seen // PAGE, mask=inside, other=0)
+        seen = start + cells
+        if not AHEAD:
+            page = tl.load(_slots(pages, start, cells, PAGE, ALIGNED), mask=seen < high, other=0)
+        cell = page * PAGE
+        at = (cell.to(tl.int64) * CELL)[:, None] + _in_pages(start, cells, dims, PAGE, CELL, ALIGNED)
+        # Behind the end these are some keys or others, of the last page or of page 0; their scores are hidden below.
+        if DIM != DIM_TILE:
+            key = tl.load(keys + at, mask=real, other=0.0)
         else:
-            inside = tl.full([KEYS], True, tl.int1)
-            page = tl.load(pages + seen // PAGE)
-        cell = (page.to(tl.int64) * PAGE + seen % PAGE) * cell_stride
-        if MASKED or DIM != DIM_TILE:
-            key = tl.load(keys + cell[None, :] + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0)
-        else:
-            key = tl.load(keys + cell[None, :] + dims[:, None])
+            key = tl.load(keys + at)
         if WIDEN:
             key = key.to(tl.float32)
-        scores = tl.dot(query, key, input_precision=precision) * scale
+        scores = tl.dot(query, key.T, input_precision=precision)
+        if AHEAD:  # the tile before: its product runs beside this tile's softmax
+            before = tl.maximum(start - KEYS, low)
+            at = (past.to(tl.int64) * CELL)[:, None] + _in_pages(before, cells, dims, PAGE, CELL, ALIGNED)
+            value = tl.load(values + at, mask=(before + cells < high)[:, None] & real, other=0.0)
+            if WIDEN:
+                value = value.to(tl.float32)
+            mixed = tl.dot(held.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
+            past = cell
         if SOFTCAP:
-            scores = _bent(scores, softcap, LOG2E)
-        if MASKED:
-            visible = inside[None, :] & (seen[None, :] <= position[:, None])
+            scores = _bent(scores * scale, softcap, LOG2E)
+        if start + KEYS > clear:
+            visible = (seen < high)[None, :] & (seen[None, :] <= position[:, None])
             if WINDOW:
                 visible = visible & (seen[None, :] > position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees nothing in this tile
-        weights = tl.exp2(scores - anchor[:, None])
+        higher = tl.maximum(top, tl.max(scores, 1) * factor)
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        weights = tl.exp2(scores * factor - anchor[:, None])
         fade = tl.exp2(top - anchor)
-        if MASKED or DIM != DIM_TILE:
-            within = inside[:, None] & (dims < DIM)[None, :]
-            value = tl.load(values + cell[:, None] + dims[None, :], mask=within, other=0.0)
+        top = higher
+        if AHEAD:
+            total = total * fade + tl.sum(weights, 1)
+            held = weights
+            follows = start + KEYS
+            page = tl.load(_slots(pages, follows, cells, PAGE, ALIGNED), mask=follows + cells < high, other=0)
         else:
-            value = tl.load(values + cell[:, None] + dims[None, :])
+            value = tl.load(values + at, mask=(seen < high)[:, None] & real, other=0.0)
+            if WIDEN:
+                value = value.to(tl.float32)
+            weights = weights.to(value.dtype)
+            # By the matrix units: their order is the same in tiles of every size, the order of a reduction is not.
+            ones = tl.full([KEYS, 16], 1.0, value.dtype)
+            total = total * fade + tl.max(tl.dot(weights, ones, input_precision=precision), 1)
+            mixed = tl.dot(weights, value, mixed * fade[:, None], input_precision=precision)
+    if AHEAD:
+        before = low + tl.maximum(high - 1 - low, 0) // KEYS * KEYS
+        at = (past.to(tl.int64) * CELL)[:, None] + _in_pages(before, cells, dims, PAGE, CELL, ALIGNED)
+        value = tl.load(values + at, mask=(before + cells < high)[:, None] & real, other=0.0)
         if WIDEN:
             value = value.to(tl.float32)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
-        total = total * fade + tl.sum(weights, 1)
-        top = higher
+        mixed = tl.dot(held.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
     return top, total, mixed
 
 
@@ -128,11 +174,11 @@ def _attend_item(  # type: ignore[no-untyped-def]
     window,
     q_token,
     q_head,
-    cell_stride,
     table_stride,
     out_token,
     out_head,
     head,
+    CELL: tl.constexpr,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,13 +186,13 @@ def _attend_item(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    PLAIN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One item and one KV head, `keys` and `values` that head's: into the output, or into partial results."""
     first, count, row = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -167,17 +213,15 @@ def _attend_item(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
-    if PLAIN:  # tiles before the first of the rows' positions: nothing of them is hidden
-        before = tl.minimum(high, tl.min(tl.where(real, position, high), 0) + 1) - low
-        middle = low + tl.maximum(before, 0) // KEYS * KEYS
-        top, total, mixed = _online_softmax(
-            query, position, keys, values, pages, low, middle, scale, softcap, window, cell_stride, top, total, mixed,
-            DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=False,
-        )  # fmt: skip
-        low = middle
+    clear = low  # with a window rows see no more than some positions
+    if WINDOW:
+        if KEYS % PAGE == 0:  # tiles begin with pages
+            low = low // PAGE * PAGE
+    else:  # tokens are in order: the first of them sees least
+        clear = tl.minimum(high, tl.load(positions + tl.load(order + first)) + 1)
     top, total, mixed = _online_softmax(
-        query, position, keys, values, pages, low, high, scale, softcap, window, cell_stride, top, total, mixed,
-        DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, MASKED=True,
+        query, position, keys, values, pages, low, high, clear, scale, softcap, window, top, total, mixed, CELL,
+        DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, AHEAD,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
@@ -211,11 +255,11 @@ def _attend_items(  # type: ignore[no-untyped-def]
     window,  # of positions back, itself included; 0: all
     q_token,
     q_head,
-    cell_stride,
     head_stride,
     table_stride,
     out_token,
     out_head,
+    CELL: tl.constexpr,  # of the store: how far apart cells lie
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,  # the next power of two
     GROUP: tl.constexpr,
@@ -223,13 +267,13 @@ def _attend_items(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    PLAIN: tl.constexpr,  # tiles that nothing is hidden of are worked without masks
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     EXACT: tl.constexpr,  # float32 products without TF32
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
+    AHEAD: tl.constexpr,  # a tile's values are weighed while the next tile's softmax is worked out
     LOOP: tl.constexpr,  # a fixed number of programs share the items; else there is one program to an item
 ):
     # The heads of an item run beside each other: a cell's heads are neighbours in memory.
@@ -239,8 +283,8 @@ def _attend_items(  # type: ignore[no-untyped-def]
     for number in tl.range(first, last, tl.num_programs(0) // KV_HEADS):
         _attend_item(
             q, k, v, page_table, positions, order, items + number * 6, out, partial, partial_lse, sinks,
-            scale, softcap, window, q_token, q_head, cell_stride, table_stride, out_token, out_head, head,
-            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, PLAIN, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN,
+            scale, softcap, window, q_token, q_head, table_stride, out_token, out_head, head, CELL,
+            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN, AHEAD,
         )  # fmt: skip
 
 
@@ -304,8 +348,10 @@ def attend_gpu(
 ) -> Tensor:
     """See `attention.paged_attention`; `window` 0 and `softcap` 0 mean none. Shapes are checked there.
 
-    Raises ValueError where heads are not in one piece or pages not evenly spaced.
+    Raises ValueError where heads are not in one piece, pages not evenly spaced, or the scale is not positive.
     """
+    if scale <= 0:
+        raise ValueError(f"scale {scale} of scores")
     if q.stride(2) != 1 or kv.stride(5) != 1 or kv.stride(2) != kv.shape[3] * kv.stride(3):
         raise ValueError(f"strides {q.stride()} of the queries or {kv.stride()} of the store cannot be read in place")
     plan: GpuPlan | None = batch.plans.get(plan_key(window))
@@ -350,7 +396,7 @@ def launch_items(
             PARTS=_MERGED,
             SINKS=sinks is not None,
             LOG2E=_LOG2E,
-            num_warps=4,
+            num_warps=2,
         )
 
 
@@ -387,9 +433,10 @@ def _launch(
         q if sinks is None else sinks,
         *arguments,
         *q.stride()[:2],
-        *kv.stride()[3:5],
+        kv.stride(4),
         batch.page_table.stride(0),
         *out.stride()[:2],
+        CELL=kv.stride(3),
         DIM=dim,
         DIM_TILE=dim_tile,
         GROUP=heads // kv_heads,
@@ -397,14 +444,15 @@ def _launch(
         PAGE=batch.page_size,
         ROWS=rows,
         KEYS=tile.keys,
-        PLAIN=wide and not arguments[2],
         SOFTCAP=bool(arguments[1]),
         WINDOW=bool(arguments[2]),
         SINKS=sinks is not None,
         EXACT=exact,
         LOG2E=_LOG2E,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        AHEAD=tile.ahead,
         LOOP=count is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )

@@ -26,19 +26,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.kernels.paging import PagedBatch, PageRuns
+from holdfast.kernels.paging import PagedBatch
 from holdfast.kernels.transfer import sent_together
 
 Ints = npt.NDArray[np.int32]
 
 SPLIT = 128  # positions of the shortest narrow part
-_PARTS = ((16, 1), (64, 2), (128, 4))  # up to so many times SPLIT positions in parts of so many times SPLIT
-_LONGEST = 8  # times SPLIT, beyond
+# How many times SPLIT a sequence's parts are long, by how many times SPLIT it is: up to 16, 64, 128 times, and beyond.
+_PARTS = np.repeat(np.array([1, 2, 4, 8], np.int32), [16, 48, 64, 1])
+_CHANGES = (16 * SPLIT, 64 * SPLIT, 128 * SPLIT)  # positions from which on parts are longer
 NARROW_ROWS = 64  # query rows (tokens times the group's heads) up to which a chunk is narrow
 WIDE_ROWS = 128  # query rows of a wide or shared tile
 WIDE_SPLIT = 256  # the least positions of a wide or shared part
 PROGRAMS = 128  # programs that about fill a device
 SHARED = 512  # the least cells that are worth a tile of their own
+
+_NOWHERE = 1 << 31  # behind every page slot
 
 FIRST, COUNT, ROW, LOW, HIGH, SLOT = range(6)  # columns of an item
 
@@ -72,99 +75,162 @@ class AttentionWork:
 
 @dataclass(slots=True)
 class _Shared:
-    """A prefix that the chunks `members` have in common, and where the partial results of their tokens begin."""
+    """A prefix that the chunks `members` have in common."""
 
     members: list[int]
     cells: int
 
 
 def attention_work(
-    batch: PagedBatch, group: int, kv_heads: int, window: int = 0, cascade: bool = True
+    batch: PagedBatch, group: int, kv_heads: int, window: int = 0, cascade: bool = True, invariant: bool = False
 ) -> AttentionWork:
-    """The items of a batch for `group` query heads to each of `kv_heads`; `window` 0 means none."""
-    starts, lengths = np.array(batch.starts, np.int32), np.array(batch.lengths, np.int32)
-    rows = np.array(batch.rows, np.int32)
-    firsts = (np.cumsum(lengths) - lengths).astype(np.int32)
-    is_narrow = lengths * group <= NARROW_ROWS
-    narrow = np.flatnonzero(is_narrow)
-    prefixes = np.zeros(len(lengths), np.int32)
-    groups = _shared_prefixes(batch, narrow.tolist()) if cascade and not window else []
-    for shared in groups:
-        prefixes[shared.members] = shared.cells
-    low = np.maximum(starts - window + 1, 0) if window else prefixes
-    items, parts, bases, partials = _narrow_items(
-        firsts[narrow], lengths[narrow], rows[narrow], low[narrow], (starts + lengths)[narrow], prefixes[narrow] > 0
+    """The items of a batch for `group` query heads to each of `kv_heads`; `window` 0 means none.
+
+    `invariant`: a token's sums are cut by its own position alone, so that no other chunk, and no other cut of its own
+    prompt or of its drafts, moves a bit. Then no prefix is shared, and parts of prompts are not narrow and not cut.
+    """
+    few = NARROW_ROWS // group  # tokens of narrow chunks at most
+    chunks = (
+        _own_chunks(batch, few)
+        if invariant
+        else _Chunks(batch.rows, batch.starts, batch.lengths, [n for n, size in enumerate(batch.lengths) if size > few])
     )
-    wide: list[tuple[int, ...]] = []
-    merges = [_merges(firsts[narrow], lengths[narrow], bases, parts)]
-    for chunk in np.flatnonzero(~is_narrow).tolist():
-        shape = (int(firsts[chunk]), int(lengths[chunk]), int(rows[chunk]), int(starts[chunk]))
-        partials = _wide_items(shape, group, kv_heads, window, partials, wide, merges)
-    order = [np.arange(int(lengths.sum()), dtype=np.int32)]
-    entries = len(order[0])
+    starts, lengths = np.array(chunks.starts, np.int32), np.array(chunks.lengths, np.int32)
+    rows, long = np.array(chunks.rows, np.int32), chunks.long
+    firsts = _sums_before(lengths)
+    tokens = np.arange(sum(batch.lengths), dtype=np.int32)
+    groups = _shared_prefixes(batch, few) if cascade and not window and not invariant else []
+    low = np.maximum(starts - window + 1, 0) if window else np.zeros(len(starts), np.int32)
+    if invariant:
+        low = low // SPLIT * SPLIT
     for shared in groups:
-        tokens = np.concatenate([np.arange(firsts[c], firsts[c] + lengths[c], dtype=np.int32) for c in shared.members])
-        row = int(rows[shared.members[0]])
-        programs = max(1, PROGRAMS // (-(-len(tokens) * group // WIDE_ROWS) * kv_heads))
-        partials = _shared_items(shared, row, tokens, entries, group, programs, partials, wide, merges[0])
-        order.append(tokens)
-        entries += len(tokens)
-    most = int(lengths[narrow].max(initial=1)) * group
+        low[shared.members] = shared.cells
+    high = starts + lengths
+    narrow: list[Ints] = [firsts, lengths, rows, low, high, _part_sizes(high if invariant else high - low)]
+    if long:
+        is_narrow = np.ones(len(lengths), np.bool_)
+        is_narrow[long] = False
+        narrow = [each[is_narrow] for each in narrow]
+    most = int(narrow[COUNT].max(initial=1))
+    items, narrow_merges, partials = _narrow_items(narrow, bool(groups))
+    wide: list[tuple[int, ...]] = []
+    merges = [narrow_merges]
+    for chunk in long:
+        shape = (int(firsts[chunk]), int(lengths[chunk]), int(rows[chunk]), int(starts[chunk]))
+        partials = _wide_items(shape, group, kv_heads, window, partials, wide, merges, whole=invariant)
+    order = [tokens]
+    entries = len(tokens)
+    for shared in groups:
+        members = np.array(shared.members)
+        sizes = lengths[members]
+        own = (firsts[members] - _sums_before(sizes)).repeat(sizes)
+        own += tokens[: len(own)]
+        row = batch.rows[shared.members[0]]
+        programs = max(1, PROGRAMS // (-(-len(own) * group // WIDE_ROWS) * kv_heads))
+        partials = _shared_items(shared, row, own, entries, group, programs, partials, wide, narrow_merges)
+        order.append(own)
+        entries += len(own)
     blocks = np.array(wide, np.int32).reshape(-1, 6)
-    spans = [np.arange(s, s + n, dtype=np.int32) for s, n in zip(batch.starts, batch.lengths, strict=True)]
+    if wide:
+        blocks = blocks[np.argsort(blocks[:, LOW] - blocks[:, HIGH], kind="stable")]
     return AttentionWork(
         window=window,
         narrow=items,
-        wide=blocks[np.argsort(blocks[:, LOW] - blocks[:, HIGH], kind="stable")],
-        narrow_rows=max(16, 1 << (most - 1).bit_length()),
+        wide=blocks,
+        narrow_rows=max(16, 1 << (most * group - 1).bit_length()),
         order=np.concatenate(order),
         merges=np.concatenate(merges),
         partials=partials,
-        positions=np.concatenate(spans),
+        positions=(starts - firsts).repeat(lengths) + tokens,
     )
 
 
-def _narrow_items(
-    firsts: Ints, lengths: Ints, rows: Ints, low: Ints, high: Ints, continued: npt.NDArray[np.bool_]
-) -> tuple[Ints, Ints, Ints, int]:
-    """Items of the narrow chunks, how many parts each has, where its partial results begin, and how many there are.
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Page table rows, starts and lengths of a batch's chunks, and which of them are not narrow."""
 
-    Parts end at multiples of their length. A chunk of one part that does not continue a shared prefix writes its output
-    itself: it has no partial results.
+    rows: Sequence[int]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    long: list[int]
+
+
+def _own_chunks(batch: PagedBatch, few: int) -> _Chunks:
+    """A batch's chunks for sums that follow from a token's own position: narrow is what decodes, and nothing else.
+
+    Last tokens and their drafts are cut into pieces of up to `few` tokens that have parts of the same length.
     """
-    size = _part_sizes(high - low)
-    before = low // size
-    parts = (high + size - 1) // size - before
-    chunk = np.repeat(np.arange(len(parts), dtype=np.int32), parts)
-    part = np.arange(len(chunk), dtype=np.int32) - np.repeat(np.cumsum(parts) - parts, parts).astype(np.int32)
-    merged = (parts > 1) | continued
-    kept = parts * lengths * merged
-    bases = (np.cumsum(kept) - kept).astype(np.int32)
-    items = np.empty((len(chunk), 6), np.int32)
-    items[:, FIRST], items[:, COUNT], items[:, ROW] = firsts[chunk], lengths[chunk], rows[chunk]
-    items[:, LOW] = np.maximum((before[chunk] + part) * size[chunk], low[chunk])
-    items[:, HIGH] = np.minimum((before[chunk] + part + 1) * size[chunk], high[chunk])
-    items[:, SLOT] = np.where(merged[chunk], bases[chunk] + part * lengths[chunk], -1)
-    return items, np.where(merged, parts, 0).astype(np.int32), bases, int(kept.sum())
+    rows: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    long: list[int] = []
+    decodes = batch.decodes or [length <= few for length in batch.lengths]
+    for row, start, length, decoding in zip(batch.rows, batch.starts, batch.lengths, decodes, strict=True):
+        end = start + length
+        edges = [start, end]
+        if decoding:
+            edges = [start, *range(start + few, end, few), *(at for at in _CHANGES if start < at < end), end]
+        else:
+            long.append(len(rows))
+        for low, high in pairwise(sorted(set(edges))):
+            rows.append(row)
+            starts.append(low)
+            lengths.append(high - low)
+    return _Chunks(rows, starts, lengths, long)
 
 
 def _part_sizes(positions: Ints) -> Ints:
     """How long the parts of chunks that read so many positions are."""
-    sizes = np.full(len(positions), SPLIT * _LONGEST, np.int32)
-    for most, times in reversed(_PARTS):
-        sizes[positions <= SPLIT * most] = SPLIT * times
+    sizes: Ints = _PARTS.take((positions - 1) // SPLIT, mode="clip") * SPLIT
     return sizes
 
 
+def _narrow_items(chunks: list[Ints], continued: bool) -> tuple[Ints, Ints, int]:
+    """Items of the narrow chunks, the merges of their partial results, and how many of these there are.
+
+    `chunks`: first tokens, tokens, rows, low, high, and the length of their parts, whose ends are multiples of it. A
+    chunk of one part that does not continue a shared prefix writes its output itself: it has no partial results.
+    `continued`: those whose low is not 0 continue one.
+    """
+    firsts, lengths, rows, low, high, size = chunks
+    before = low // size
+    parts = -(-high // size) - before
+    merged = (parts > 1) | (low > 0) if continued else parts > 1
+    begin = _sums_before(parts)
+    kept = parts * merged * lengths
+    bases = _sums_before(kept)
+    # From item to item of a chunk, low rises by the size and the slot by the tokens. So the columns are a chunk's value
+    # at the batch's first item, repeated, and that much times the number of the item. HIGH holds the size until then.
+    table = (firsts, lengths, rows, (before - begin) * size, size, bases - begin * lengths)
+    items = np.array(table).T.repeat(parts, axis=0)
+    number = np.arange(len(items), dtype=np.int32)
+    items[:, LOW] += number * items[:, HIGH]
+    items[:-1, HIGH] = items[1:, LOW]
+    items[:, SLOT] += number * items[:, COUNT]
+    items[begin, LOW] = low
+    items[begin + parts - 1, HIGH] = high
+    partials = sum(kept.tolist())
+    if np.count_nonzero(merged) < len(merged):
+        items[begin[~merged], SLOT] = -1
+        firsts, lengths, bases, parts = firsts[merged], lengths[merged], bases[merged], parts[merged]
+    return items, _merges(firsts, lengths, bases, parts), partials
+
+
 def _merges(firsts: Ints, lengths: Ints, bases: Ints, parts: Ints) -> Ints:
-    """Rows of `merges` for chunks whose partial results are [parts, tokens] from `bases` on; none where parts is 0."""
-    chunk = np.repeat(np.flatnonzero(parts), lengths[parts > 0])
-    sizes = lengths[parts > 0]
-    token = np.arange(len(chunk), dtype=np.int32) - np.repeat(np.cumsum(sizes) - sizes, sizes).astype(np.int32)
-    merges = np.zeros((len(chunk), 7), np.int32)
-    merges[:, 0] = firsts[chunk] + token
-    merges[:, 1], merges[:, 2], merges[:, 3] = bases[chunk] + token, lengths[chunk], parts[chunk]
+    """Rows of `merges` for chunks whose partial results are [parts, tokens] from `bases` on."""
+    none = np.zeros(len(firsts), np.int32)
+    merges = np.array((firsts, bases, lengths, parts, none, none, none)).T.repeat(lengths, axis=0)
+    if len(merges) > len(firsts):
+        within = np.arange(len(merges), dtype=np.int32) - _sums_before(lengths).repeat(lengths)
+        merges[:, 0] += within
+        merges[:, 1] += within
     return merges
+
+
+def _sums_before(values: Ints) -> Ints:
+    """The sum of all values before each."""
+    sums: Ints = np.add.accumulate(values, dtype=np.int32) - values
+    return sums
 
 
 def _wide_items(
@@ -175,17 +241,22 @@ def _wide_items(
     partials: int,
     wide: list[tuple[int, ...]],
     merges: list[Ints],
+    whole: bool = False,
 ) -> int:
-    """Items of one long chunk (first token, tokens, row, start), appended. Returns how many partials there are."""
+    """Items of one long chunk (first token, tokens, row, start), appended. Returns how many partials there are.
+
+    `whole`: in one part, whose tiles begin at multiples of `SPLIT`.
+    """
     first, length, row, start = shape
     block = max(1, WIDE_ROWS // group)
     blocks = -(-length // block)
-    cuts = max(1, min(PROGRAMS // (blocks * kv_heads), (start + length) // WIDE_SPLIT))
-    size = -(-(start + length) // cuts)
+    cuts = 1 if whole else max(1, min(PROGRAMS // (blocks * kv_heads), (start + length) // WIDE_SPLIT))
+    size = -(-(start + length) // cuts // SPLIT) * SPLIT
     for at in range(0, length, block):
         count = min(block, length - at)
         low, high = max(0, start + at - window + 1) if window else 0, start + at + count
-        edges = [low, *range((low // size + 1) * size, high, size), high]
+        low = low // SPLIT * SPLIT if whole else low
+        edges = [low, high] if whole else [low, *range((low // size + 1) * size, high, size), high]
         base = partials if len(edges) > 2 else -1
         for part, (begin, end) in enumerate(pairwise(edges)):
             slot = base + part * count if base >= 0 else -1
@@ -222,65 +293,127 @@ def _shared_items(
             count = min(block, len(tokens) - at)
             wide.append((entries + at, count, row, begin, end, partials + part * len(tokens) + at))
     place = np.searchsorted(merges[:, 0], tokens)  # the merges of narrow chunks are in the order of tokens
-    merges[place, 4] = partials + np.arange(len(tokens))
-    merges[place, 5], merges[place, 6] = len(tokens), len(edges) - 1
+    merges[place, 4] = np.arange(partials, partials + len(tokens))
+    merges[place, 5:] = len(tokens), len(edges) - 1
     return partials + (len(edges) - 1) * len(tokens)
 
 
-def _shared_prefixes(batch: PagedBatch, chunks: list[int]) -> list[_Shared]:
-    """Groups of chunks that begin with the same pages for at least `SHARED` cells, each chunk in one group.
+def _shared_prefixes(batch: PagedBatch, few: int) -> list[_Shared]:
+    """Groups of chunks of up to `few` tokens that begin with the same pages for at least `SHARED` cells.
 
-    One level deep: chunks with the same first page share what all of them have in common. A prefix ends at a multiple
+    Each chunk is in one group at most, and the groups are those that save the most reading. A prefix ends at a multiple
     of `SPLIT`, before every member's first token.
     """
+    heads = [runs.pages[0] for runs in batch.runs]
+    if len(set(heads)) == len(heads):
+        return []
+    spans = enumerate(zip(batch.starts, batch.lengths, strict=True))
+    chunks = [chunk for chunk, (start, length) in spans if start >= SHARED and length <= few]
+    return _best_groups(batch, chunks, [0])[0].groups if len(chunks) > 1 else []
+
+
+@dataclass(slots=True)
+class _Grouping:
+    """Some chunks in groups, and the `others` in none."""
+
+    groups: list[_Shared]
+    others: list[int]
+
+    def saved(self, elsewhere: int) -> int:
+        """Cells that need not be read, when each of the others saves so many in a group with chunks from elsewhere."""
+        return sum((len(group.members) - 1) * group.cells for group in self.groups) + len(self.others) * elsewhere
+
+
+def _best_groups(batch: PagedBatch, members: list[int], elsewhere: list[int]) -> list[_Grouping]:
+    """The grouping of chunks that saves the most, for each number of cells that one may save `elsewhere`, rising.
+
+    Page table rows are a trie. At each place where it parts, the chunks that are in no group of a branch's own may form
+    a group. Which groups of its own a branch should have depends only on what its chunks would save otherwise: nothing,
+    or the cells before one of the places further up, which are what `elsewhere` lists.
+    """
+    common, alone, branches = _branches(batch, members)
+    shared = common >= SHARED and common > elsewhere[-1]
+    savings = [*elsewhere, common] if shared else elsewhere
+    best = [_Grouping([], list(alone)) for _ in savings]
+    for branch in branches:
+        for grouping, of_branch in zip(best, _best_groups(batch, branch, savings), strict=True):
+            grouping.groups += of_branch.groups
+            grouping.others += of_branch.others
+    if shared:
+        rest = best.pop()
+        if len(rest.others) > 1:
+            here = _Grouping([*rest.groups, _Shared(sorted(rest.others), common)], [])
+            pairs = zip(best, elsewhere, strict=True)
+            best = [here if here.saved(0) >= each.saved(saving) else each for each, saving in pairs]
+    return best
+
+
+def _branches(batch: PagedBatch, members: list[int]) -> tuple[int, list[int], list[list[int]]]:
+    """How many cells some chunks have in common, in whole `SPLIT`s, and which of them have more.
+
+    Returns the cells, the chunks that have no more in common with any other, and the rest by the page that follows.
+    """
+    starts, runs = [batch.starts[chunk] for chunk in members], [batch.runs[chunk] for chunk in members]
+    slots, pages = [each.slots for each in runs], [each.pages for each in runs]
+    alike = min(_common_length(slots), _common_length(pages))
+    # Where the next run begins in each. They part where the first of these does: what is no new run there goes on.
+    ends = [each[alike] if alike < len(each) else _NOWHERE for each in slots]
+    shortest, parting = min(starts), min(ends)
+    common = min(shortest, parting * batch.page_size) // SPLIT * SPLIT
+    slot = min(shortest // batch.page_size, parting)
+    following = [each[alike] if end == slot else -1 for each, end in zip(pages, ends, strict=True)]
+    if len(set(following)) == len(members):
+        return common, members, []
     by_page: dict[int, list[int]] = defaultdict(list)
-    for chunk in chunks:
-        if batch.starts[chunk] >= SHARED:
-            by_page[batch.runs[chunk].pages[0]].append(chunk)
-    groups = []
-    for members in by_page.values():
-        if len(members) < 2:
-            continue
-        leader = batch.runs[members[0]]
-        cells = min(batch.starts[chunk] for chunk in members)
-        for chunk in members[1:]:
-            cells = min(cells, _common_slots(leader, batch.runs[chunk]) * batch.page_size)
-        cells = cells // SPLIT * SPLIT
-        if cells >= SHARED:
-            groups.append(_Shared(members, cells))
-    return groups
+    alone = []
+    for chunk, start, page in zip(members, starts, following, strict=True):
+        if start < common + SPLIT:
+            alone.append(chunk)
+        else:
+            by_page[page].append(chunk)
+    for branch in by_page.values():
+        if len(branch) == 1:
+            alone += branch
+    return common, alone, [branch for branch in by_page.values() if len(branch) > 1]
 
 
-def _common_slots(a: PageRuns, b: PageRuns) -> int:
-    """How many page slots two rows have in common from the first on."""
-    for i, (slot, page) in enumerate(zip(a.slots, a.pages, strict=True)):
-        if i >= len(b.slots) or b.slots[i] != slot or b.pages[i] != page:
-            # The run before may be longer in one row than in the other.
-            return min(slot, b.slots[i] if i < len(b.slots) else b.extent)
-    ends = b.slots[len(a.slots)] if len(b.slots) > len(a.slots) else b.extent
-    return min(a.extent, ends)
+def _common_length(lists: list[list[int]]) -> int:
+    """How many elements all of some lists begin with: as many as the first and the last of them in order."""
+    first, last = min(lists), max(lists)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program walks its positions: so many at a time, by so many warps, with loads of so many tiles ahead."""
+    """How a program walks its positions: so many at a time, by so many warps, with loads of so many tiles ahead.
+
+    `ahead`: a tile's values are weighed beside the softmax of the next tile. `registers`: the most that a thread gets;
+    None: what the compiler takes.
+    """
 
     keys: int
     warps: int
     stages: int
+    ahead: bool = False
+    registers: int | None = None
 
 
 def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
     """The tile for items of so many rows; `exact`: float32, whose products are made number by number.
 
     Chosen by what compiles for Ampere and Hopper without spilling registers to speak of and fits their shared memory.
-    Pages are looked up a tile before its keys are loaded, so every two stages have one more tile of keys on its way.
+    Pages are looked up a tile before its keys are loaded, so every two stages have one more tile of keys on its way;
+    a tile that works ahead looks them up by itself, and every stage has one. With 168 registers three programs of a
+    decode share a multiprocessor of Hopper.
     """
     wide = rows > NARROW_ROWS
     if exact and rows > 16:
         return Tile(16, 8, 2) if dim_tile <= 128 or not wide else Tile(16, 16, 1)
-    deep = not exact and rows != NARROW_ROWS and dim_tile <= 128
-    return Tile(32 if dim_tile > 128 else 64, 8 if wide else 4, 5 if deep else 3)
+    if dim_tile > 128:
+        return Tile(32, 8 if wide else 4, 3)
+    if wide:
+        return Tile(64, 8, 3, ahead=True)
+    return Tile(64, 4, 3) if rows == NARROW_ROWS else Tile(64, 4, 5, registers=168 if rows == 16 else None)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,9 @@ rows may go another way, where that was measured to be faster (`stream_gpu`).
 Maths: y = x W^T + b, and a gated pair's y = silu(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in], b [out],
 y [..., out].
 
+On a GPU the order of a sum may depend on the number of rows: the libraries cut a sum into parts where rows are few.
+`Route` says which numbers of rows go another way, because it is faster or because it is the one order for all.
+
 A step streams every weight through the cores. A plain product on a CPU does that at half the memory's bandwidth: with
 one row it walks the matrix badly, with more of them it reorders the matrix in every call. Our own kernel has the order
 in which it reads (`product_c`); where that is not, oneDNN's layout is 1.4 times faster than none at one row and up to 3
@@ -13,17 +16,28 @@ cache, gain nothing by oneDNN's.
 Where int8 is asked for, all matrices are, whatever their size (`int8`).
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, pad, silu
 
 from holdfast.kernels import product_c
 from holdfast.kernels.int8 import Int8Matrix
 
 PACKED_BYTES = 1 << 20  # smaller matrices stay in a cache
 _ROWS = 4  # oneDNN asks for how many rows to pack; its answer for 4 is good from 1 to 1,024
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Which way products of so many rows take: by our kernel where they are `streamed`, in its other tiles where they
+    are `tall`, by torch's with as many rows as `filled` says, and as they are by torch's."""
+
+    streamed: Container[int] = ()
+    tall: Container[int] = ()
+    filled: Mapping[int, int] = field(default_factory=dict)
 
 
 class Matrix:
@@ -33,7 +47,7 @@ class Matrix:
     is not, because another kernel reads it.
     """
 
-    __slots__ = ("_bias", "_ours", "_outputs", "_packed", "_plain", "_streamed")
+    __slots__ = ("_bias", "_ours", "_outputs", "_packed", "_plain", "route")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False, leave: bool = False) -> None:
         """Raises ValueError for `int8` of a weight that is not on a CPU."""
@@ -41,7 +55,7 @@ class Matrix:
         self._ours = None if leave else _ours(weight, bias, int8=int8)
         self._packed = _pack(weight) if not leave and self._ours is None and can_pack(weight) else None
         self._plain = weight if self._packed is None and self._ours is None else None
-        self._streamed: Container[int] = ()
+        self.route = Route()
 
     @property
     def plain(self) -> Tensor | None:
@@ -51,10 +65,6 @@ class Matrix:
     @property
     def bias(self) -> Tensor | None:
         return self._bias
-
-    def stream(self, rows: Container[int]) -> None:
-        """Multiply so many rows by `stream_gpu`."""
-        self._streamed = rows
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         """x [..., in] in the weight's dtype -> [..., out]; `plus` [..., out] is added, in float32 where packed or int8.
@@ -67,7 +77,7 @@ class Matrix:
             added = None if plus is None else plus.reshape(-1, self._outputs)
             return self._ours(x.reshape(-1, x.shape[-1]), added).view(*x.shape[:-1], self._outputs)
         if self._plain is not None:
-            y = _by_either(x, self._plain, self._bias, self._streamed)
+            y = _routed(x, self._plain, self._bias, self.route)
             return y if plus is None else plus + y
         if plus is None:
             return _times(x, self._packed, self._bias)
@@ -80,12 +90,12 @@ class GatedMatrix:
     `int8`, `leave`: as of a `Matrix`.
     """
 
-    __slots__ = ("_gate", "_ours", "_plain", "_streamed", "_up")
+    __slots__ = ("_gate", "_ours", "_plain", "_up", "route")
 
     def __init__(self, gate_up: Tensor, int8: bool = False, leave: bool = False) -> None:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
         self._plain: Tensor | None = None
-        self._streamed: Container[int] = ()
+        self.route = Route()
         self._ours = None if leave else _ours(gate_up, gated=True, int8=int8)
         gate, up = gate_up.chunk(2)
         if self._ours is not None:
@@ -99,10 +109,6 @@ class GatedMatrix:
     def plain(self) -> Tensor | None:
         """Both weights, where they were neither packed nor quantised."""
         return self._plain
-
-    def stream(self, rows: Container[int]) -> None:
-        """Multiply so many rows by `stream_gpu`."""
-        self._streamed = rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
@@ -120,7 +126,7 @@ class GatedMatrix:
         """
         if self._plain is None:
             raise ValueError("packed and int8 matrices give no more than the product of both")
-        return _by_either(x, self._plain, None, self._streamed)
+        return _routed(x, self._plain, None, self.route)
 
 
 def matrix_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, plus: Tensor | None = None) -> Tensor:
@@ -161,13 +167,15 @@ def _ours(
     return None if way is None else product_c.Product(way, weight, bias, gated)
 
 
-def _by_either(x: Tensor, weight: Tensor, bias: Tensor | None, streamed: Container[int]) -> Tensor:
-    """x W^T + b by torch, or by our kernel for as many rows as are `streamed`."""
-    if x.shape[0] not in streamed:
-        return linear(x, weight, bias)
-    from holdfast.kernels.stream_gpu import streamed as product  # Triton comes with torch for a GPU and not for a CPU
+def _routed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
+    """x W^T + b."""
+    rows = x.shape[0]
+    if rows in route.streamed or rows in route.tall:
+        from holdfast.kernels import stream_gpu  # Triton comes with torch for a GPU and not for a CPU
 
-    return product(x, weight, bias)
+        return (stream_gpu.streamed if rows in route.streamed else stream_gpu.streamed_tall)(x, weight, bias)
+    more = route.filled.get(rows, rows) - rows
+    return linear(pad(x, (0, 0, 0, more)), weight, bias)[:rows] if more else linear(x, weight, bias)
 
 
 def _times(x: Tensor, packed: Tensor | None, bias: Tensor | None, after: str = "none") -> Tensor:

@@ -71,7 +71,8 @@ class PagedBatch:
 
     `cells` [T] int64, on the device: where each token's KV is stored. `page_table` [rows, slots] int32, on the device.
     `runs[c]`: chunk c's row as runs; only a CPU reads them. `plans` belongs to the attention kernel: what it works out
-    once a forward and uses in every layer.
+    once a forward and uses in every layer. `decodes[c]`: chunk c is a last token, or that with drafts behind it, and no
+    part of a prompt; None: not known.
     """
 
     page_size: int
@@ -82,6 +83,7 @@ class PagedBatch:
     cells: Tensor
     runs: Sequence[PageRuns]
     plans: dict[Hashable, Any] = field(default_factory=dict)
+    decodes: Sequence[bool] | None = None
 
     def cells_of(self, chunk: int, low: int, high: int) -> Tensor:
         """Cells of positions [low, high) of chunk's sequence, [high - low] int64 on the device."""

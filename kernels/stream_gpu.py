@@ -5,10 +5,14 @@ its row and so comes after the sum, (s x) W'^T = s (x W'^T) with W' the matrix t
 silu(x G^T) (x U^T) of two matrices, one above the other; and the sum with a residual, which is written back.
 
 Shapes: x [R, in], W [out, in], b [out], y [R, out]; sums in float32. A program reads some whole rows of W, in tiles
-of `_DEPTH` of their numbers with several on their way, so that memory is never waited for by all; rows of x are filled
-up to the 16 that the matrix units take, and 16 cost what one does. Whether that beats the libraries' own product is
-measured where it is used.
+with several on their way, so that memory is never waited for by all; rows of x are filled up to the 16 that the matrix
+units take, and 16 cost what one does. Whether that beats the libraries' own product is measured where it is used.
+
+A sum goes over the inputs from the first to the last, whatever the number of rows: on a Hopper GPU with the bits of the
+libraries' kernels wherever those do not cut it. So the product alone is there for more rows, too, up to `MOST_ORDERED`.
 """
+
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -19,10 +23,32 @@ from torch.nn.functional import silu
 from holdfast.kernels.attention_gpu import INTERPRETED
 
 MOST_ROWS = 16
-_DEPTH = 256
-_STAGES = 5
-_STAGES_32 = 3  # of float32, whose tiles are twice as large
+MOST_ORDERED = 128
 _WIDE = 16384  # outputs from which on a program reads twice as many rows of W
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A program's share: rows of x, rows of W, how many of their numbers at a time, and tiles on their way."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+
+
+_FEW = _Tile(MOST_ROWS, 16, 256, 5)
+_MORE = _Tile(64, 32, 128, 6)
+_MANY = _Tile(64, 64, 128, 4)
+_TALL = _Tile(MOST_ROWS, 64, 128, 6)
+
+
+def _tile_of(rows: int, outputs: int, gated: bool, exact: bool) -> _Tile:
+    """What was fastest on an H100 (docs/gpu/README.md). `exact`: float32, whose tiles are twice as large."""
+    tile = _FEW if rows <= MOST_ROWS else _MORE if rows <= _MORE.rows else _MANY
+    if tile is _FEW and outputs >= _WIDE and not gated:
+        tile = replace(tile, columns=2 * tile.columns)
+    return replace(tile, depth=tile.depth // 2) if exact else tile
 
 
 @triton.jit
@@ -61,7 +87,7 @@ def _stream(  # type: ignore[no-untyped-def]
 ):
     WHOLE: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (row < rows)[:, None]
     inside = (column < OUTPUTS)[None, :]
     at = weight + column.to(tl.int64)[None, :] * INPUTS
@@ -97,6 +123,75 @@ def _stream(  # type: ignore[no-untyped-def]
     tl.store(to, total.to(out.dtype.element_ty), mask=real & inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _stream_tall(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    x_stride,
+    out_stride,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The product alone, with rows of W where `_stream` has those of x: enough for Hopper's wider instructions."""
+    WHOLE: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    real, inside = (row < rows)[None, :], (column < OUTPUTS)[:, None]
+    at = weight + column.to(tl.int64)[:, None] * INPUTS
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in tl.range(0, INPUTS, DEPTH):
+        depth = start + tl.arange(0, DEPTH)
+        deep = depth < INPUTS
+        w = _tile(at + depth[None, :], inside & deep[None, :], WHOLE, WIDEN)
+        a = tl.load(x + row[None, :] * x_stride + depth[:, None], mask=real & deep[:, None], other=0.0)
+        if WIDEN:
+            a = a.to(tl.float32)
+        total = tl.dot(w, a, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + column, mask=column < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+    to = out + row[None, :] * out_stride + column[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=real & inside)
+
+
+def streamed_tall(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`streamed` of the product alone, by other tiles: y [R, out], the same to the bit on Hopper.
+
+    Raises ValueError for more than `MOST_ROWS` rows, or tensors that are not in one piece.
+    """
+    rows, (outputs, inputs) = len(x), weight.shape
+    if x.shape != (rows, inputs) or rows > MOST_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"rows {tuple(x.shape)}, strides {x.stride()}, and a matrix {tuple(weight.shape)} do not fit")
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows:
+        _stream_tall[(triton.cdiv(outputs, _TALL.columns),)](
+            x,
+            weight,
+            weight if bias is None else bias,
+            out,
+            rows,
+            x.stride(0),
+            out.stride(0),
+            INPUTS=inputs,
+            OUTPUTS=outputs,
+            ROWS=_TALL.rows,
+            COLUMNS=_TALL.columns,
+            DEPTH=_TALL.depth if x.element_size() == 2 else _TALL.depth // 2,
+            BIAS=bias is not None,
+            WIDEN=INTERPRETED and x.dtype == torch.bfloat16,
+            num_warps=4,
+            num_stages=_TALL.stages,
+        )
+    return out
+
+
 def streamed(
     x: Tensor,
     weight: Tensor,
@@ -108,19 +203,21 @@ def streamed(
     """y [R, out] in x's dtype: a new tensor, or `residual` [R, out] with y added to it.
 
     `norm`: weight [in] and epsilon of the norm of x before. `gated`: `weight` is [2 out, in], the gate's rows first.
-    Raises ValueError for more than `MOST_ROWS` rows, or tensors that are not in one piece.
+    Raises ValueError for more than `MOST_ROWS` rows (`MOST_ORDERED` of a product alone), or tensors that are not in one
+    piece.
     """
     rows, (outputs, inputs) = len(x), weight.shape
     outputs //= 1 + gated
-    if x.shape != (rows, inputs) or rows > MOST_ROWS or x.stride(1) != 1 or not weight.is_contiguous():
+    most = MOST_ORDERED if norm is None and residual is None and not gated else MOST_ROWS
+    if x.shape != (rows, inputs) or rows > most or x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(f"rows {tuple(x.shape)}, strides {x.stride()}, and a matrix {tuple(weight.shape)} do not fit")
     if residual is not None and (residual.shape != (rows, outputs) or residual.stride(1) != 1):
         raise ValueError(f"a residual {tuple(residual.shape)} does not fit {rows} rows of {outputs}")
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     if not rows:
         return out
-    columns = 32 if outputs >= _WIDE and not gated else 16
-    _stream[(triton.cdiv(outputs, columns),)](
+    tile = _tile_of(rows, outputs, gated, exact=x.element_size() == 4)
+    _stream[(triton.cdiv(outputs, tile.columns), triton.cdiv(rows, tile.rows))](
         x,
         weight,
         weight if bias is None else bias,
@@ -132,16 +229,16 @@ def streamed(
         0.0 if norm is None else norm[1],
         INPUTS=inputs,
         OUTPUTS=outputs,
-        ROWS=MOST_ROWS,
-        COLUMNS=columns,
-        DEPTH=_DEPTH,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
         BIAS=bias is not None,
         NORM=norm is not None,
         GATED=gated,
         ADD=residual is not None,
         WIDEN=INTERPRETED and x.dtype == torch.bfloat16,
         num_warps=4,
-        num_stages=_STAGES if x.element_size() == 2 else _STAGES_32,
+        num_stages=tile.stages,
     )
     return out
 

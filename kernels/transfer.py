@@ -7,6 +7,7 @@ CPU takes the same way without pinning.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any, TypeAlias
 
@@ -47,15 +48,20 @@ def packed(arrays: Sequence[Array]) -> tuple[list[int], int]:
 
 def view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """A part of a buffer of bytes as a tensor."""
-    size = prod(shape) * dtype.itemsize
-    return buffer[offset : offset + size].view(dtype).view(*shape)
+    part = buffer[offset : offset + prod(shape) * dtype.itemsize].view(dtype)
+    return part if len(shape) == 1 else part.view(*shape)
+
+
+@cache
+def _dtype(dtype: "np.dtype[Any]") -> torch.dtype:
+    """torch's name of it."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def views(buffer: Tensor, arrays: Sequence[Array], offsets: Sequence[int]) -> list[Tensor]:
     """What lies at `offsets` of a buffer of bytes, as tensors like `arrays`."""
-    dtypes = [torch.from_numpy(np.empty(0, array.dtype)).dtype for array in arrays]
     return [
-        view(buffer, offset, dtype, array.shape) for offset, dtype, array in zip(offsets, dtypes, arrays, strict=True)
+        view(buffer, offset, _dtype(array.dtype), array.shape) for offset, array in zip(offsets, arrays, strict=True)
     ]
 
 
@@ -74,11 +80,13 @@ class Sender:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers = [_Buffer(device.type == "cuda") for _ in range(_DEPTH)]
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        """What everything is sent in the order of: it takes longer to ask for than to use."""
+        self._buffers = [_Buffer(self.stream) for _ in range(_DEPTH)]
         self._sent = 0
 
     def send(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays on the device, each with its dtype and shape: one copy, in the order of the current stream."""
+        """The arrays on the device, each with its dtype and shape: one copy."""
         offsets, size = packed(arrays)
         target = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
         self.send_into(target, arrays, offsets, size)
@@ -97,8 +105,8 @@ class Sender:
 class _Buffer:
     """Host memory, and the copy that reads it."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
         self._host = torch.empty(0, dtype=torch.uint8)
         self._read: torch.cuda.Event | None = None
         self.bytes: npt.NDArray[np.uint8] = self._host.numpy()
@@ -110,12 +118,12 @@ class _Buffer:
             self._read = None
         if len(self._host) < size:
             room = max(_LEAST, 1 << (size - 1).bit_length())
-            self._host = torch.empty(room, dtype=torch.uint8, pin_memory=self._pinned)
+            self._host = torch.empty(room, dtype=torch.uint8, pin_memory=self._stream is not None)
             self.bytes = self._host.numpy()
         return self._host
 
     def mark_read(self) -> None:
         """A copy that reads the memory has begun."""
-        if self._pinned:
+        if self._stream is not None:
             self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._read.record()
+            self._read.record(self._stream)

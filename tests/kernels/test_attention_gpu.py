@@ -8,7 +8,8 @@ from paged_world import PagedWorld, relative_error
 
 from holdfast.kernels import attention_plan as attention_work
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
-from holdfast.kernels.attention_plan import make_plan
+from holdfast.kernels.attention_plan import Tile, make_plan
+from holdfast.kernels.paging import page_runs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))
@@ -26,7 +27,7 @@ def short_parts(monkeypatch):
 @settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span, min_size=1, max_size=4),
-    page_size=st.sampled_from([1, 16]),
+    page_size=st.sampled_from([1, 16, 24, 128]),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 3, 4, 7]),
     dim=st.sampled_from([16, 24, 64]),
@@ -47,6 +48,25 @@ def test_any_mix_of_chunks_is_the_reference(window, softcap, sink, **shape):
     assert relative_error(got, exact) < TOLERANCE[shape["dtype"]]
 
 
+@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80)), min_size=1, max_size=3),
+    page_size=st.sampled_from([1, 16, 24, 32]),
+    dim=st.sampled_from([16, 24]),
+    keys=st.sampled_from([16, 32, 64]),
+    ahead=st.booleans(),
+    window=st.sampled_from([0, 0, 40]),
+    seed=st.integers(0, 1000),
+)
+def test_tiles_of_any_form_are_the_reference(spans, page_size, dim, keys, ahead, window, seed):
+    world = PagedWorld(spans, page_size, 1, 4, dim, torch.float32, seed, scattered=1)
+    plan = make_plan(world.q, world.batch, 1, window)
+    plan.tiles = (Tile(keys, 4, 3, ahead),) * 2
+    out = torch.full_like(world.q, torch.nan)
+    launch_items(world.q, world.kv, 1, world.batch, plan, out, 0.3, window, 0.0)
+    assert relative_error(out, world.reference(window or None)) < 1e-5
+
+
 def test_a_prefix_in_common_is_read_once_and_changes_nothing():
     spans = [(130, 1), (140, 3), (97, 1), (20, 1), (70, 33)]
     world = PagedWorld(spans, 16, 1, 4, 16, torch.float32, 4, 1, common=96)
@@ -62,6 +82,18 @@ def test_a_prefix_in_common_is_read_once_and_changes_nothing():
     assert read[1] - read[0] == 96 * 2  # three chunks have it in common, and a long one keeps to itself
 
 
+def test_prefixes_that_fork_are_shared_on_each_side():
+    spans = [(130, 1), (140, 3), (150, 2), (97, 1), (100, 1), (105, 4)]
+    world = PagedWorld(spans, 16, 1, 4, 16, torch.float32, 4, 1, common=16)
+    table = world.batch.page_table.numpy()
+    for row, like, slots in ((1, 0, 6), (2, 0, 6), (4, 3, 4), (5, 3, 4)):  # all begin alike, and three each go on alike
+        table[row, :slots] = table[like, :slots]
+        world.batch.runs[row] = page_runs(table[row, : world.batch.runs[row].extent])
+    plan = make_plan(world.q, world.batch, 1, 0)
+    assert sorted({tuple(item[3:5]) for item in plan.wide.tolist()}) == [(0, 64), (0, 96)]
+    assert relative_error(attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0), world.reference()) < 1e-5
+
+
 def test_the_same_step_twice_has_the_same_bits():
     world = PagedWorld([(120, 1), (70, 5), (40, 50)], 16, 2, 3, 32, torch.bfloat16, 1, 1)
     first, second = (attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0) for _ in range(2))
@@ -75,6 +107,12 @@ def test_a_sequence_is_cut_alike_whatever_else_is_in_the_batch():
     crowd.q[0] = alone.q[0]
     outputs = [attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0)[0] for world in (alone, crowd)]
     assert torch.equal(*outputs)
+
+
+def test_a_scale_that_is_not_positive_is_refused():
+    world = PagedWorld([(3, 4)], 4, 2, 3, 16, torch.float32, 0)
+    with pytest.raises(ValueError, match="scale"):
+        attend_gpu(world.q, world.kv, 1, world.batch, 0.0, 0, 0.0)
 
 
 def test_tensors_that_cannot_be_read_in_place_are_refused():

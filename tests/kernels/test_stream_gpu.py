@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from paged_world import relative_error
 
 from holdfast.kernels.attention_gpu import INTERPRETED
-from holdfast.kernels.stream_gpu import MOST_ROWS, streamed, streamed_reference
+from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_reference, streamed_tall
 
 # The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
@@ -42,6 +42,29 @@ def test_any_few_rows_are_the_product(rows, inputs, outputs, dtype, biased, norm
     assert relative_error(twice[0], exact) < TOLERANCE[dtype] * (3 if few else 1)
 
 
+@pytest.mark.parametrize("rows", [17, 64, 65, MOST_ORDERED])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_a_product_alone_is_there_for_more_rows(rows, dtype):
+    x, weight, bias = torch.randn(rows, 256).to(dtype), torch.randn(70, 256).to(dtype), torch.randn(70).to(dtype)
+    assert relative_error(streamed(x, weight, bias), streamed_reference(x, weight, bias)) < TOLERANCE[dtype]
+    with pytest.raises(ValueError, match="do not fit"):
+        streamed(x, weight, norm=(x[0], 1e-5))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, MOST_ROWS])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (300, 70)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_tall_tiles_compute_the_same(rows, inputs, outputs, dtype):
+    x = torch.randn(rows, inputs + 8).to(dtype)[:, :inputs]
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    y = streamed_tall(x, weight, bias)
+    assert y.shape == (rows, outputs)
+    assert not rows or relative_error(y, streamed_reference(x, weight, bias)) < TOLERANCE[dtype]
+    assert not rows or relative_error(streamed_tall(x, weight), streamed_reference(x, weight)) < TOLERANCE[dtype]
+    with pytest.raises(ValueError, match="do not fit"):
+        streamed_tall(torch.zeros(MOST_ROWS + 1, inputs).to(dtype), weight)
+
+
 def test_the_sum_is_the_residual_itself():
     x, weight, residual = torch.randn(2, 32), torch.randn(16, 32), torch.randn(2, 16)
     assert streamed(x, weight, residual=residual) is residual
@@ -54,7 +77,7 @@ def test_a_wide_matrix_is_read_in_larger_pieces(monkeypatch):
     assert relative_error(streamed(x, weight), streamed_reference(x, weight)) < 1e-5
 
 
-@pytest.mark.parametrize("x", [torch.zeros(17, 32), torch.zeros(2, 16), torch.zeros(32, 2).T])
+@pytest.mark.parametrize("x", [torch.zeros(MOST_ORDERED + 1, 32), torch.zeros(2, 16), torch.zeros(32, 2).T])
 def test_what_does_not_fit_is_refused(x):
     with pytest.raises(ValueError, match="do not fit"):
         streamed(x, torch.zeros(8, 32))

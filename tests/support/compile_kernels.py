@@ -17,7 +17,7 @@ from holdfast.kernels.mlp import silu_and_mul
 from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
-from holdfast.kernels.stream_gpu import streamed
+from holdfast.kernels.stream_gpu import streamed, streamed_tall
 from holdfast.loadgen.bench.kernels.correctness import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
@@ -66,6 +66,9 @@ def products():
     streamed(x, wide)
     streamed(x, wide, norm=(norm, 1e-6), gated=True)
     streamed(x, wide[:4096], residual=torch.zeros_like(x))
+    streamed_tall(x, wide)
+    for rows in (40, 100):
+        streamed(torch.zeros(rows, 4096, dtype=torch.bfloat16), wide)
 
 
 LAUNCHES = {

@@ -22,15 +22,15 @@ _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "us
 class PagedState:
     """What the attention calls of one forward share: the store and where this forward's tokens lie in it.
 
-    `windowed`: a layer has asked for a sliding window.
+    `asked`: what layers have asked for, each (heads, KV heads, their size, window or 0).
     """
 
-    __slots__ = ("batch", "kv", "windowed")
+    __slots__ = ("asked", "batch", "kv")
 
-    def __init__(self, kv: KVTensors, batch: PagedBatch) -> None:
+    def __init__(self, kv: KVTensors, batch: PagedBatch, asked: set[tuple[int, int, int, int]]) -> None:
         self.kv = kv
         self.batch = batch
-        self.windowed = False
+        self.asked = asked
 
 
 def paged_attention_forward(
@@ -57,8 +57,8 @@ def paged_attention_forward(
     asked = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := asked - _WITHOUT_EFFECT:
         raise ValueError(f"{type(module).__name__} asks for {', '.join(sorted(unknown))}, which is not known here")
-    paged_state.windowed |= bool(sliding_window)
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    paged_state.asked.add((q.shape[1], k.shape[1], q.shape[2], sliding_window or 0))
     layer: int = module.layer_idx  # type: ignore[assignment]
     kv, batch = paged_state.kv, paged_state.batch
     kv.store(layer, k, v, batch.cells)
@@ -73,12 +73,23 @@ AttentionInterface.register(ATTENTION, paged_attention_forward)
 class AnyModel:
     """A loaded transformers model as the runner wants it: a batch in, logits of the drawn tokens out."""
 
-    attention: AttentionShape | None = None  # what its layers ask for is known when they ask
-
     def __init__(self, model: nn.Module, kv: KVTensors) -> None:
         self._model = model
         self._kv = kv
-        self.windowed = False  # whether a layer has asked for a sliding window so far
+        self._asked: set[tuple[int, int, int, int]] = set()
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer has asked for a sliding window so far."""
+        return any(window for *_, window in self._asked)
+
+    @property
+    def attention(self) -> AttentionShape | None:
+        """Known once the layers have asked for it; None where their heads differ."""
+        if len({each[:3] for each in self._asked}) != 1:
+            return None
+        (heads, kv_heads, size, _), *_ = self._asked
+        return AttentionShape(heads, kv_heads, size, tuple(sorted({window for *_, window in self._asked})))
 
     @property
     def vocabulary(self) -> int:
@@ -88,7 +99,7 @@ class AnyModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens, in the model's dtype; stores the KV of all its tokens."""
-        state = PagedState(self._kv, batch.pages)
+        state = PagedState(self._kv, batch.pages, self._asked)
         with torch.inference_mode():
             output = self._model(
                 input_ids=batch.token_ids,
@@ -97,6 +108,5 @@ class AnyModel:
                 logits_to_keep=batch.drawn,
                 paged_state=state,
             )
-        self.windowed |= state.windowed
         logits: Tensor = output.logits[0]
         return logits

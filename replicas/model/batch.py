@@ -84,7 +84,8 @@ class ForwardBatch:
 class BatchLayout:
     """Where the T tokens of a forward go, on the host. token_ids, positions, cells [T] and drawn [R] are int64.
 
-    `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk.
+    `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk; `decodes`: whether it takes
+    its sequence one token further.
     """
 
     token_ids: Int64s
@@ -94,6 +95,7 @@ class BatchLayout:
     rows: list[int]
     starts: list[int]
     lengths: list[int]
+    decodes: list[bool]
 
     @property
     def arrays(self) -> tuple[Int64s, ...]:
@@ -108,7 +110,8 @@ class BatchLayout:
     def paged(self, table: PageTable, cells: Tensor) -> PagedBatch:
         """Where the tokens lie, as attention reads it; `cells` are their own, on the table's device."""
         runs = [table.runs[row] for row in self.rows]
-        return PagedBatch(table.page_size, table.tensor, self.rows, self.starts, self.lengths, cells, runs)
+        where = (self.rows, self.starts, self.lengths)
+        return PagedBatch(table.page_size, table.tensor, *where, cells, runs, decodes=self.decodes)
 
 
 def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
@@ -124,14 +127,18 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
     offsets: Int64s = np.array(starts, dtype=np.int64) - ends + lengths
     positions = np.arange(int(ends[-1])) + np.repeat(offsets, lengths)
     cells = table.cells(np.repeat(rows, lengths), positions)
-    drawn = [
-        index
-        for end, chunk in zip(ends.tolist(), chunks, strict=True)
-        if chunk.draw is not None
-        for index in range(end - chunk.draw.drafts - 1, end)  # the last token's output, and those before its drafts
-    ]
+    decodes = [chunk.decodes for chunk in chunks]
+    drawn = np.arange(len(positions))
+    if not all(decodes):
+        indices = [
+            index
+            for end, chunk in zip(ends.tolist(), chunks, strict=True)
+            if chunk.draw is not None
+            for index in range(end - chunk.draw.drafts - 1, end)  # the last token's output, and those before its drafts
+        ]
+        drawn = np.array(indices, dtype=np.int64)
     tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
-    return BatchLayout(tokens, positions, cells, np.array(drawn, dtype=np.int64), rows, starts, lengths)
+    return BatchLayout(tokens, positions, cells, drawn, rows, starts, lengths, decodes)
 
 
 def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
@@ -142,12 +149,13 @@ def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads and their size, and the layers' windows, each once; 0: none."""
+    """Heads and their size, and the layers' windows, each once; 0: none. `invariant`: see `attention_work`."""
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int, ...]
+    invariant: bool = False
 
     @property
     def group(self) -> int:
@@ -155,7 +163,8 @@ class AttentionShape:
 
     def works(self, pages: PagedBatch) -> list[AttentionWork]:
         """A batch's attention worked out before its forward, for each of `windows`. The batch's cells are not read."""
-        return [attention_work(pages, self.group, self.kv_heads, window) for window in self.windows]
+        alone = self.invariant
+        return [attention_work(pages, self.group, self.kv_heads, window, invariant=alone) for window in self.windows]
 
 
 class Model(Protocol):

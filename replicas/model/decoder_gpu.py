@@ -9,11 +9,14 @@ Which way products of few rows take, torch's or our own, is timed when the model
 verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the size of a matrix
 and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a whole layer but
 for its attention, apart or with norms, activation and sums inside of our products.
+
+Where a row's bits must not depend on the other rows nothing is timed: every product is summed in the one order of our
+own kernel (`one_order`), by torch's wherever that gives the same bits.
 """
 
 import logging
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -21,12 +24,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.linear import GatedMatrix, Matrix
+from holdfast.kernels.linear import GatedMatrix, Matrix, Route
 from holdfast.kernels.mlp import silu_and_mul
 from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
-from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
-from holdfast.replicas.model.batch import ForwardBatch
+from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
+from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
 from holdfast.replicas.model.decoder import Decoder, Layer
 
 log = logging.getLogger(__name__)
@@ -38,6 +41,8 @@ _ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # from, up to; timed in the most
 _GAIN = 1.02  # what ours must be faster by
 _CHAIN = 8  # matrices of a size that are timed behind each other: of one alone the two events are a part of the time
 _CLOSE = 0.03  # relative error between two ways in 16 bits
+_EACH = 1024  # rows up to which every number is tried for its order of sums
+_SOME = 64  # beyond, multiples of so many; what lies between is filled up
 
 
 class GpuDecoder(Decoder):
@@ -45,10 +50,24 @@ class GpuDecoder(Decoder):
 
     leave = True
     _fused: Container[int] = ()
+    _invariant = False
 
     def fuse(self, rows: Container[int]) -> None:
         """Have steps of so many tokens take norms, activation and sums into the products."""
         self._fused = rows
+
+    def keep_order(self, rows: int, draws: int) -> None:
+        """Have a token's numbers not depend, by a bit, on what else is in a step of up to so many rows and draws.
+
+        Raises RuntimeError where the libraries cannot be had to.
+        """
+        one_order(self.matrices[:-1], rows)
+        one_order(self.matrices[-1:], draws)
+        self._invariant = True
+
+    @property
+    def attention(self) -> AttentionShape:
+        return replace(super().attention, invariant=self._invariant)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -109,17 +128,20 @@ def weight_of(matrix: Matrix | GatedMatrix) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Seconds of one product [rows, inputs] x [inputs, outputs], by our kernel and by torch: the mean of a chain."""
+    """Seconds of one product [rows, inputs] x [inputs, outputs], by our kernel, by it in tall tiles, and by torch: the
+    mean of a chain."""
 
     outputs: int
     inputs: int
     rows: int
     ours_s: float
+    tall_s: float
     torchs_s: float
 
     @property
     def ours_is_faster(self) -> bool:
-        return self.ours_s * _GAIN < self.torchs_s
+        """In one way or the other."""
+        return min(self.ours_s, self.tall_s) * _GAIN < self.torchs_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,27 +194,62 @@ def _choose_fused(model: GpuDecoder, seconds: Seconds) -> list[LayerTimes]:
 @torch.inference_mode()
 def choose_products(matrices: Sequence[Matrix | GatedMatrix], seconds: Seconds) -> list[Product]:
     """Time every size of matrix that is not packed and let its products take the faster way; what was timed."""
+    timed = []
+    for (outputs, inputs), alike in _by_size(matrices):
+        weights = [each.plain for each in alike[:_CHAIN] if each.plain is not None]
+        weight, chosen, tall = weights[0], set[int](), set[int]()
+        for least, most in _ROWS:
+            x = torch.randn(most, inputs, device=weight.device).to(weight.dtype)
+            ours, high, torchs = (
+                seconds(lambda way=way, x=x, chain=weights: [way(x, each) for each in chain]) / len(weights)  # type: ignore[misc]
+                for way in (streamed, streamed_tall, linear)
+            )
+            timed.append(Product(outputs, inputs, most, ours, high, torchs))
+            way, into = (streamed, chosen) if ours <= high else (streamed_tall, tall)
+            if timed[-1].ours_is_faster and _alike(linear(x, weight), way(x, weight)):
+                into.update(range(least, most + 1))
+        for matrix in alike:
+            matrix.route = Route(frozenset(chosen), frozenset(tall))
+        counts = (len(chosen), len(tall), MOST_ROWS)
+        log.info("products with %d x %d: %d and %d row counts of %d by our kernels", outputs, inputs, *counts)
+    return timed
+
+
+def _by_size(matrices: Sequence[Matrix | GatedMatrix]) -> Iterator[tuple[torch.Size, list[Matrix | GatedMatrix]]]:
+    """Matrices that are not packed, those of a size together."""
     sizes: dict[torch.Size, list[Matrix | GatedMatrix]] = {}
     for matrix in matrices:
         if matrix.plain is not None:
             sizes.setdefault(matrix.plain.shape, []).append(matrix)
-    timed = []
-    for (outputs, inputs), alike in sizes.items():
-        weights, chosen = [each.plain for each in alike[:_CHAIN] if each.plain is not None], set[int]()
-        weight = weights[0]
-        for least, most in _ROWS:
-            x = torch.randn(most, inputs, device=weight.device).to(weight.dtype)
-            ours, torchs = (
-                seconds(lambda way=way, x=x, chain=weights: [way(x, each) for each in chain]) / len(weights)  # type: ignore[misc]
-                for way in (streamed, linear)
-            )
-            timed.append(Product(outputs, inputs, most, ours, torchs))
-            if timed[-1].ours_is_faster and _alike(linear(x, weight), streamed(x, weight)):
-                chosen.update(range(least, most + 1))
+    yield from sizes.items()
+
+
+@torch.inference_mode()
+def one_order(matrices: Sequence[Matrix | GatedMatrix], most: int) -> dict[torch.Size, Route]:
+    """Have every product of up to `most` rows sum in the order of our own kernel; the way of each size of matrix.
+
+    Where torch's has other bits ours computes up to `MOST_ORDERED` rows, and torch's of more rows, which has them, the
+    others. Raises RuntimeError where nothing does.
+    """
+    chosen = {}
+    for size, alike in _by_size(matrices):
+        weight = alike[0].plain
+        assert weight is not None
+        highest = most if most <= _EACH else _EACH + -(-(most - _EACH) // _SOME) * _SOME
+        x = torch.randn(highest, size[1], device=weight.device).to(weight.dtype)
+        exact = torch.cat([streamed(part, weight) for part in torch.split(x, MOST_ORDERED)])
+        tried = [*range(1, min(most, _EACH) + 1), *range(_EACH + _SOME, len(x) + 1, _SOME)]
+        good = [rows for rows in tried if torch.equal(linear(x[:rows], weight), exact[:rows])]
+        others = sorted({*range(1, most + 1)}.difference(good))
+        filled = {rows: next((each for each in good if each > rows), 0) for rows in others if rows > MOST_ORDERED}
+        if lost := [rows for rows, more in filled.items() if not more]:
+            raise RuntimeError(f"torch sums {lost[-1]} rows with {size[0]} x {size[1]} in another order than fewer")
+        own = frozenset(rows for rows in others if rows <= MOST_ORDERED)
+        chosen[size] = route = Route(own, filled=filled)
         for matrix in alike:
-            matrix.stream(frozenset(chosen))
-        log.info("products with %d x %d: %d row counts of %d by our kernel", outputs, inputs, len(chosen), MOST_ROWS)
-    return timed
+            matrix.route = route
+        log.info("products with %d x %d: %d row counts by our kernel, %d filled up", *size, len(own), len(filled))
+    return chosen
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

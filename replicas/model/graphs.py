@@ -1,16 +1,17 @@
-"""CUDA graphs of the decoder's forward, for steps of few tokens, whose launches would cost more than what they launch:
-decoding, verifying, and the short chunks that a turn begins with.
+"""CUDA graphs of the decoder's forward and of its draws, for steps of few tokens, whose launches would cost more than
+what they launch: decoding, verifying, and the chunks that a turn begins with.
 
 A graph replays the same launches over the same memory. So inputs lie in one static buffer, filled by the step's one
 copy; a forward is captured for each `Bucket`, and a step runs in the smallest that holds it. What differs from step to
 step is data: attention's items are shared by a fixed number of programs (`GpuPlan.counts`), and tokens that only fill
 the bucket are written to a scratch cell, attended to by nobody, and their logits dropped.
 
-    | ids, positions, cells, drawn | per window: counts, order, positions, merges, wide items | extra | narrow items |
+    | ids, positions, cells, drawn, draws | per window: counts, order, positions, merges, wide items | extra | narrow |
 
-The part that a step uses of the last field ends its copy. `extra` carries what the step needs outside of the forward.
-Steps with more tokens or items than there is room for run without a graph. What captures and replays is handed
-in: a CPU calls the forward again over the same buffers, which is how all this is tested.
+The part that a step uses of the last field, its narrow items, ends its copy. `extra` carries what the step needs
+outside of the forward. A graph ends with greedy draws and the verification of drafts; whoever asks for other draws has
+the logits, too. Steps with more tokens, draws or items than there is room for run without a graph. What captures and
+replays is handed in: a CPU calls the forward again over the same buffers, which is how all this is tested.
 """
 
 import time
@@ -31,7 +32,8 @@ from holdfast.replicas.model.batch import AttentionShape, BatchLayout, ForwardBa
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a call whose launches are to be captured, gives what replays them."""
 
-_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+MOST_DRAWS = 256  # rows of logits; a step of more tokens has chunks, of which the last token alone is drawn from
 _AT_ONCE = 3  # programs of narrow items that a multiprocessor's registers are enough for
 _FEW = 8  # tokens, whose items about fill the device at once
 _ROUNDS = 4  # as many programs as run at once, of more tokens: what is left of the last round is little of the whole
@@ -42,24 +44,34 @@ _TILES = (16, 32, 64)  # query rows of narrow items, which follow from the longe
 class Bucket:
     """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, with wide items or without.
 
-    Wide items are prefixes in common and chunks that are too long for a narrow tile.
+    Wide items are prefixes in common and chunks that are too long for a narrow tile; steps of more than `MOST_DRAWS`
+    tokens have one of these in nearly all cases, and no graph without.
     """
 
     tokens: int
     tile: int
     wide: bool
 
+    @property
+    def draws(self) -> int:
+        """Rows that are drawn from at most."""
+        return min(self.tokens, MOST_DRAWS)
+
 
 @dataclass(frozen=True, slots=True)
 class GraphRoom:
     """Sizes of the static buffers. `partials`: results of parts of sequences, each [heads, head_dim] float32."""
 
-    tokens: int = 256
+    tokens: int = 1024
     items: int = 8192
-    wide_items: int = 512
+    wide_items: int = 1024
     partials: int = 8192
     extra: int = 1 << 16  # bytes
     programs: int = 16  # of one KV head, so that every multiprocessor has one
+
+    @property
+    def draws(self) -> int:
+        return min(self.tokens, MOST_DRAWS)
 
     def buckets(self, group: int) -> list[Bucket]:
         """Every bucket, the largest first: what it takes of the device's memory the others use again."""
@@ -68,7 +80,8 @@ class GraphRoom:
             for before, tile in zip((0, *_TILES), _TILES, strict=False):
                 # A tile of more rows than the one before needs a window of at least so many tokens.
                 if tile == _TILES[0] or tokens * group > before:
-                    found += [Bucket(tokens, tile, wide) for wide in ((False, True) if tokens > 1 else (False,))]
+                    kinds = (False,) if tokens == 1 else (True,) if tokens > MOST_DRAWS else (False, True)
+                    found += [Bucket(tokens, tile, wide) for wide in kinds]
         return sorted(found, reverse=True)
 
 
@@ -82,10 +95,27 @@ def room_for(tokens: int, shape: AttentionShape, multiprocessors: int, partial_b
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A step whose inputs are on their way to the static buffer: its bucket, and the extra arrays on the device."""
+    """A step whose inputs are on their way to the static buffer: its bucket, and arrays of it on the device.
+
+    `draws` are first rows [S + 1] and drafts [R], int32; `extra` what was sent besides.
+    """
 
     bucket: Bucket
+    draws: tuple[Tensor, Tensor]
     extra: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a step in a graph computes, all of it overwritten by the next one.
+
+    `logits` [R, vocabulary]. `greedy` int32: what is drawn from each row without noise or filters, and from `accepted`
+    on how many drafts each sequence's rows begin with.
+    """
+
+    logits: Tensor
+    greedy: Tensor
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +136,10 @@ class _Layout:
 
     def __init__(self, room: GraphRoom, windows: int) -> None:
         self.size = 0
-        tokens = [self.add(torch.int64, room.tokens) for _ in range(4)]
-        self.token_ids, self.positions, self.cells, self.drawn = tokens
+        self.token_ids, self.positions, self.cells = (self.add(torch.int64, room.tokens) for _ in range(3))
+        self.drawn = self.add(torch.int64, room.draws)
+        self.first_rows = self.add(torch.int32, room.draws + 1)
+        self.drafts = self.add(torch.int32, room.draws)
         self.windows = [_WindowFields(self, room) for _ in range(windows)]
         self.extra = self.size
         self.size += room.extra
@@ -158,7 +190,8 @@ class CudaGraphs:
         self._fields.cells.view(self._static).fill_(scratch_cell)  # while graphs are captured, too
         self._partial = torch.zeros(room.partials, shape.heads, shape.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.zeros(room.partials, shape.heads, dtype=torch.float32, device=device)
-        self._logits = torch.zeros(room.tokens, model.vocabulary, dtype=dtype, device=device)
+        self._logits = torch.zeros(room.draws, model.vocabulary, dtype=dtype, device=device)
+        self._greedy = torch.zeros(2 * _aligned(room.draws), dtype=torch.int32, device=device)
 
     def capture(self, capture: Capture, say: Callable[[str], None], most: int | None = None) -> None:
         """Capture every bucket, or the `most` largest, and tell of it."""
@@ -176,35 +209,50 @@ class CudaGraphs:
         return self._fields.token_ids.view(self._static)
 
     def load(
-        self, layout: BatchLayout, works: Sequence[AttentionWork], extra: Sequence[Array], sender: Sender
+        self,
+        layout: BatchLayout,
+        works: Sequence[AttentionWork],
+        draws: Sequence[Array],
+        extra: Sequence[Array],
+        sender: Sender,
     ) -> Loaded | None:
-        """Send a step's inputs to the static buffer, with `extra` beside them; None where no graph fits."""
+        """Send a step's inputs to the static buffer, with `extra` beside them; None where no graph fits.
+
+        `draws`: first rows [S + 1] int32 and drafts [R] int32 of what is drawn (`sampling_gpu`), or nothing.
+        """
         bucket = self._bucket_for(layout, works)
         offsets, size = packed(extra)
         if bucket is None or size > self.room.extra:
             return None
-        extra_places = [self._fields.extra + offset for offset in offsets]
+        first, drafts = draws or (_NOBODY, _NOBODY)
+        fields = self._fields
+        extra_places = [fields.extra + offset for offset in offsets]
         arrays, places = self._inputs(bucket, layout, works)
-        end = self._fields.narrow[-1].offset + works[-1].narrow.nbytes
+        # Sequences that only fill the bucket have no rows.
+        arrays += [_filled(first, bucket.draws + 1, len(layout.drawn)), drafts]
+        places += [fields.first_rows.offset, fields.drafts.offset]
+        end = fields.narrow[-1].offset + works[-1].narrow.nbytes
         sender.send_into(self._static, [*arrays, *extra], [*places, *extra_places], end)
-        return Loaded(bucket, views(self._static, extra, extra_places))
+        sent = (fields.first_rows.view(self._static, len(first)), fields.drafts.view(self._static, len(drafts)))
+        return Loaded(bucket, sent, views(self._static, extra, extra_places))
 
-    def replay(self, bucket: Bucket, drawn: int) -> Tensor:
-        """Logits [drawn, vocabulary] of the step that was loaded last; overwritten by the next replay."""
+    def replay(self, bucket: Bucket, drawn: int) -> Replayed:
+        """Compute the step that was loaded last, of which `drawn` rows are drawn from."""
         self._replays[bucket]()
-        return self._logits[:drawn]
+        accepted = _aligned(bucket.draws)
+        return Replayed(self._logits[:drawn], self._greedy[: accepted + bucket.draws], accepted)
 
     def _bucket_for(self, layout: BatchLayout, works: Sequence[AttentionWork]) -> Bucket | None:
         """The graph for a step; None where it has to run without one."""
         tokens, room = len(layout.token_ids), self.room
-        if not 0 < tokens <= room.tokens:
+        if not 0 < tokens <= room.tokens or len(layout.drawn) > room.draws:
             return None
         for work in works:
             if len(work.narrow) > room.items or len(work.wide) > room.wide_items or work.partials > room.partials:
                 return None
         wide = any(len(work.wide) for work in works)
         size = self._sizes[bisect_left(self._sizes, tokens)]
-        bucket = Bucket(size, max(work.narrow_rows for work in works), wide)
+        bucket = Bucket(size, max(work.narrow_rows for work in works), wide or size > MOST_DRAWS)
         return bucket if bucket in self._replays else None
 
     def _inputs(
@@ -216,7 +264,7 @@ class CudaGraphs:
             _filled(layout.token_ids, size),
             _filled(layout.positions, size),
             _filled(layout.cells, size, self._scratch),
-            _filled(layout.drawn, size),
+            _filled(layout.drawn, bucket.draws),
         ]
         places = [fields.token_ids.offset, fields.positions.offset, fields.cells.offset, fields.drawn.offset]
         for work, at, narrow in zip(works, fields.windows, fields.narrow, strict=True):
@@ -228,8 +276,10 @@ class CudaGraphs:
         return arrays, places
 
     def _forward(self, bucket: Bucket) -> Callable[[], None]:
-        """The model's forward over the static buffers, as one bucket sees them."""
-        size, static, fields, table = bucket.tokens, self._static, self._fields, self._table
+        """The model's forward and greedy draws over the static buffers, as one bucket sees them."""
+        from holdfast.kernels.sampling_gpu import draw_and_verify  # Triton comes with torch for a GPU alone
+
+        size, draws, static, fields, table = bucket.tokens, bucket.draws, self._static, self._fields, self._table
         pages = PagedBatch(table.page_size, table.tensor, (), (), (), fields.cells.view(static, size), ())
         for window, at, narrow in zip(self._shape.windows, fields.windows, fields.narrow, strict=True):
             pages.plans[plan_key(window)] = GpuPlan(
@@ -245,13 +295,24 @@ class CudaGraphs:
                 programs=(self.room.programs * _AT_ONCE * (1 if size <= _FEW else _ROUNDS), self.room.programs),
             )
         ids, positions = fields.token_ids.view(static, size), fields.positions.view(static, size)
-        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, size), pages)
+        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), pages)
+        first, drafts = fields.first_rows.view(static, draws + 1), fields.drafts.view(static, draws)
+        logits, out = self._logits[:draws], (self._greedy, self._greedy[_aligned(draws) :])
 
         def forward() -> None:
             with torch.inference_mode():
-                self._logits[:size].copy_(self._model.forward(batch))
+                logits.copy_(self._model.forward(batch))
+                draw_and_verify(logits, first, drafts, out=out)
 
         return forward
+
+
+_NOBODY = np.zeros(0, np.int32)
+
+
+def _aligned(draws: int) -> int:
+    """Where what follows so many int32 begins as kernels like to have it."""
+    return -(-draws // 16) * 16
 
 
 def _filled(array: Array, length: int, value: int = 0) -> Array:

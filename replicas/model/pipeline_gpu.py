@@ -20,7 +20,7 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.batch import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
-from holdfast.replicas.model.graphs import CudaGraphs
+from holdfast.replicas.model.graphs import CudaGraphs, Replayed
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepOutput, StepPlan
 
 _LONG = 256  # pages of a row write from which on it is a copy of its own
@@ -61,10 +61,10 @@ class GpuPipeline:
 
     @torch.inference_mode()
     def _begin(self, plan: StepPlan, before: "_Before | None", moved: Callable[[], Moved]) -> "GpuFlight":
-        device = self._table.device
+        stream = self._sender.stream
         if self._host is not None and plan.moves:
             self._host.save(plan.saves)
-        begin = _Mark(device)
+        begin = _Mark(stream)
         for copy in plan.copies:
             self._kv.copy_page(copy.source, copy.target, copy.cells)
         if self._host is not None and plan.moves:
@@ -72,13 +72,13 @@ class GpuPipeline:
         extra = self._extra(plan, before)
         if not plan.chunks:
             extra.apply(self._table, None, self._sender.send(extra.arrays))
-            return GpuFlight((), (begin, _Mark(device), _Mark(device)), None, moved)
-        logits, asked = self._forward(plan, extra)
-        drawing, draws = _Mark(device), None
+            return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, moved)
+        logits, asked, drawn = self._forward(plan, extra)
+        drawing, draws = _Mark(stream), None
         if extra.asked is not None:
-            draws = sampler_gpu.begin(logits, extra.asked, asked)
+            draws = sampler_gpu.begin(logits, extra.asked, asked, drawn)
             self._before = _Before(draws.drawn, _first_rows(plan.chunks))
-        return GpuFlight(plan.chunks, (begin, drawing, _Mark(device)), draws, moved)
+        return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), draws, moved)
 
     def _extra(self, plan: StepPlan, before: "_Before | None") -> "_Extra":
         """Note the row writes, and work out what goes over besides the forward's inputs."""
@@ -93,24 +93,27 @@ class GpuPipeline:
             asked=sampler_gpu.settings(plan.chunks, self._model.vocabulary) if draws else None,
         )
 
-    def _forward(self, plan: StepPlan, extra: "_Extra") -> tuple[Tensor, Sequence[Tensor]]:
-        """Logits of the drawn tokens, and the draws' settings on the device: in a graph where one fits."""
+    def _forward(self, plan: StepPlan, extra: "_Extra") -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
+        """Logits of the drawn tokens, the draws' settings on the device, and what a graph drew, where one fits."""
         layout = lay_out(plan.chunks, self._table)
         shape, graphs = self._model.attention, self.graphs
         works = shape.works(layout.paged(self._table, self._table.tensor)) if shape is not None else []
-        loaded = graphs.load(layout, works, extra.arrays, self._sender) if graphs is not None else None
-        if graphs is None or loaded is None:
-            return self._launch(layout, works, extra)
-        asked = extra.apply(self._table, graphs.token_ids, loaded.extra)
-        self.replayed += 1
-        return graphs.replay(loaded.bucket, len(layout.drawn)), asked
+        if graphs is not None:
+            draws, settings = extra.settings[:2], extra.settings[2:]
+            loaded = graphs.load(layout, works, draws, [*extra.arrays, *settings], self._sender)
+            if loaded is not None:
+                asked = extra.apply(self._table, graphs.token_ids, loaded.extra)
+                self.replayed += 1
+                replayed = graphs.replay(loaded.bucket, len(layout.drawn))
+                return replayed.logits, [*loaded.draws, *asked], replayed
+        return *self._launch(layout, works, extra), None
 
     def _launch(
         self, layout: BatchLayout, works: Sequence[AttentionWork], extra: "_Extra"
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The same without a graph."""
         inputs, work_arrays = layout.arrays, [array for work in works for array in work.arrays]
-        views = self._sender.send([*inputs, *work_arrays, *extra.arrays])
+        views = self._sender.send([*inputs, *work_arrays, *extra.arrays, *extra.settings])
         batch = layout.batch(self._table, views[: len(inputs)])
         rest = views[len(inputs) :]
         if (shape := self._model.attention) is not None:
@@ -145,11 +148,11 @@ class GpuFlight:
 class _Mark:
     """A moment on the device; on a CPU, where nothing is late, of the clock."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if stream is not None:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(stream)
         self._time = time.perf_counter()
 
     def wait(self) -> None:
@@ -183,13 +186,17 @@ class _Extra:
 
     @property
     def arrays(self) -> list[Array]:
-        asked = self.asked.arrays if self.asked is not None else ()
-        return [*(write.pages for write in self.long), *self.short, *self.follow, *asked]
+        return [*(write.pages for write in self.long), *self.short, *self.follow]
+
+    @property
+    def settings(self) -> tuple[Array, ...]:
+        """Of the draws, `sampler_gpu.Settings.arrays`; nothing where none is asked for."""
+        return self.asked.arrays if self.asked is not None else ()
 
     def apply(self, table: PageTable, token_ids: Tensor | None, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Write rows and tokens where they belong on the device; returns the views of the draws' settings.
+        """Write rows and tokens where they belong on the device; returns the views that are left.
 
-        `views` are `arrays` on the device; `token_ids` are the step's.
+        `views` begin with `arrays` on the device; `token_ids` are the step's.
         """
         rest = list(views)
         for write in self.long:

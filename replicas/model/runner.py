@@ -258,7 +258,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
     model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
-        _choose_ways(model)
+        _choose_ways(model, resolved)
     if profiled:
         resolved = fill_memory(resolved, model, kv, startup.GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
@@ -331,11 +331,22 @@ def _decoder(device: str) -> type[Decoder]:
     return GpuDecoder
 
 
-def _choose_ways(model: Model) -> None:
-    """Time products and let them take the faster way, or torch's where ours fails."""
+def _choose_ways(model: Model, config: EngineConfig) -> None:
+    """Time products and let them take the faster way, or torch's where ours fails; or have all keep one order of sums.
+
+    Raises ConfigError where that cannot be had.
+    """
     from holdfast.kernels.ceilings import Clock
     from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 
+    if config.batch_invariant:
+        if not isinstance(model, GpuDecoder):
+            raise ConfigError("batch_invariant on a GPU needs our own decoder", "batch_invariant")
+        try:
+            model.keep_order(startup.most_rows(config), startup.most_draws(config))
+        except STEP_ERRORS as error:
+            raise ConfigError(f"batch_invariant cannot be had with this model: {error}", "batch_invariant") from error
+        return
     if not isinstance(model, GpuDecoder):
         return
     try:
@@ -351,7 +362,7 @@ def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: start
     """
     runner = ModelRunner(model, kv, config.max_sequences, config.context_length, config.device_sampling)
     use = startup.measure(source, kv.data.nbytes, lambda: runner.run(startup.largest_step(config)))
-    reserve = startup.graph_bytes(config, model.vocabulary)
+    reserve = startup.graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
     cells = startup.cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
     kv.resize(cells // kv.page_size)
     log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)

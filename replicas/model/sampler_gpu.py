@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.transfer import Array
+from holdfast.replicas.model.graphs import Replayed
 from holdfast.replicas.model.sampler import LogitRows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
 from holdfast.replicas.scheduling.plan import Chunk, Drawn
 
@@ -45,7 +46,8 @@ def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
     np.cumsum(counts, out=first[1:])
     drafts = np.zeros(int(first[-1]), np.int32)
     for chunk, at, count in zip(drawing, first.tolist(), counts, strict=False):
-        drafts[at : at + count - 1] = chunk.tokens[len(chunk.tokens) - count + 1 :]
+        if count > 1:
+            drafts[at : at + count - 1] = chunk.tokens[len(chunk.tokens) - count + 1 :]
     arrays: tuple[Array, ...] = (first, drafts)
     filtered = False
     if rows.sampled:
@@ -68,12 +70,13 @@ def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
 class Draws:
     """Tokens that are being drawn. `drawn` [R] int32 is on the device, for the step after this one.
 
-    `results` is on the host: drawn tokens, and at the end a count of accepted drafts for each of `sequences`. Valid
-    once the device has got so far.
+    `results` is on the host: drawn tokens, and from `accepted` on a count of accepted drafts for each of `sequences`.
+    Valid once the device has got so far.
     """
 
     drawn: Tensor
     results: Tensor
+    accepted: int
     sequences: int
     rows: LogitRows
     logprobs: tuple[Tensor, Tensor, Tensor] | None
@@ -81,16 +84,19 @@ class Draws:
     def finish(self, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
         """What was drawn for each chunk."""
         values = self.results.tolist()
-        tokens, accepted = values[: len(self.drawn)], values[-self.sequences :]
+        tokens, accepted = values[: len(self.drawn)], values[self.accepted : self.accepted + self.sequences]
         found = logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}
         return by_chunk(chunks, tokens, accepted, found)
 
 
 @torch.inference_mode()
-def begin(logits: Tensor, asked: Settings, views: Sequence[Tensor]) -> Draws:
-    """Draw from `logits` [R, vocabulary]. `views` are `asked.arrays` on the device."""
-    first, drafts, *noise = views
-    rows = asked.rows
+def begin(logits: Tensor, asked: Settings, views: Sequence[Tensor], drawn: Replayed | None = None) -> Draws:
+    """Draw from `logits` [R, vocabulary]. `views` are `asked.arrays` on the device; `drawn`: what a graph has drawn."""
+    rows, (first, drafts, *noise) = asked.rows, views
+    if drawn is not None and not asked.sampled and not rows.adjusted:
+        greedy = drawn.greedy
+        found = row_logprobs(logits, greedy[: len(drafts)], rows) if rows.logprobs else None
+        return Draws(greedy[: len(drafts)], to_host(greedy), drawn.accepted, len(first) - 1, rows, found)
     scores = adjusted(logits, rows) if rows.adjusted else logits
     temperatures, keys = (noise[0], noise[1]) if asked.sampled else (None, None)
     cutoff = None
@@ -101,9 +107,9 @@ def begin(logits: Tensor, asked: Settings, views: Sequence[Tensor]) -> Draws:
     sequences, ahead = len(first) - 1, -(-len(drafts) // _ALIGNED) * _ALIGNED
     results = torch.empty(ahead + sequences, dtype=torch.int32, device=logits.device)
     out = (results[: len(drafts)], results[ahead:])
-    drawn, _ = draw_and_verify(scores, first, drafts, temperatures, keys, cutoff, out)
-    found = row_logprobs(logits, drawn, rows) if rows.logprobs else None
-    return Draws(drawn, to_host(results), sequences, rows, found)
+    tokens, _ = draw_and_verify(scores, first, drafts, temperatures, keys, cutoff, out)
+    found = row_logprobs(logits, tokens, rows) if rows.logprobs else None
+    return Draws(tokens, to_host(results), ahead, sequences, rows, found)
 
 
 def to_host(results: Tensor) -> Tensor:

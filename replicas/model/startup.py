@@ -26,6 +26,7 @@ from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.folder import cannot_serve
+from holdfast.replicas.model.graphs import MOST_DRAWS
 from holdfast.replicas.model.weights import LoadedModel
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -40,7 +41,7 @@ _PROBE = 8  # tokens of the prompt
 _LIKENESS = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99, torch.int8: 0.98}
 """Least cosine between the two ways' logits, by how KV is computed and how it is stored."""
 # graphs
-_GRAPH_TOKENS = 256  # more in one step is no decoding; such steps are worth a launch
+_GRAPH_TOKENS = 1024  # more take the device longer than the host to launch
 _PARTIALS = 256 << 20  # bytes for partial results of split sequences
 _LAUNCHES = 256 << 20  # bytes for the graphs themselves, and what their forwards compute with
 _CLOSE = 0.25  # how far log probabilities of the same tokens may lie apart, by what 16 bits round
@@ -260,14 +261,24 @@ def graph_tokens(config: EngineConfig) -> int:
     """Tokens of the largest step that is to run in a graph; 0: none."""
     if not config.cuda_graphs or config.device == "cpu":
         return 0
-    drafts = config.speculation.max_draft if config.speculation.enabled else 0
-    return min(_GRAPH_TOKENS, config.max_sequences * (1 + drafts))
+    return min(_GRAPH_TOKENS, most_rows(config))
 
 
-def graph_bytes(config: EngineConfig, vocabulary: int) -> int:
-    """Memory to keep for graphs."""
+def most_draws(config: EngineConfig) -> int:
+    """Rows that the largest step draws from."""
+    return config.max_sequences * (1 + (config.speculation.max_draft if config.speculation.enabled else 0))
+
+
+def most_rows(config: EngineConfig) -> int:
+    """Tokens of the largest step."""
+    return most_draws(config) + _prefilled(config)
+
+
+def graph_bytes(config: EngineConfig, vocabulary: int, item: int) -> int:
+    """Memory to keep for graphs; `item`: bytes of one of the model's numbers."""
     tokens = graph_tokens(config)
-    return _PARTIALS + _LAUNCHES + 2 * 4 * tokens * vocabulary if tokens else 0
+    logits = item * min(tokens, MOST_DRAWS) * vocabulary  # those that are kept, and those of a forward
+    return _PARTIALS + _LAUNCHES + 2 * logits if tokens else 0
 
 
 def plans_to_compare(config: EngineConfig) -> list[StepPlan]:

@@ -126,11 +126,17 @@ class Loop:
     """Drives a ModelRunner by hand: pages in random order, no cache, no admission."""
 
     def __init__(
-        self, family: str, page_size: int = 16, cells: int = 2048, rows: int = 16, shuffle: bool = True
+        self,
+        family: str,
+        page_size: int = 16,
+        cells: int = 2048,
+        rows: int = 16,
+        shuffle: bool = True,
+        scratch: bool = False,
     ) -> None:
         self.module = model = tiny_model(family)
         model.set_attn_implementation(ATTENTION)
-        self.kv = KVTensors(cell_shape(model), cells // page_size, page_size, torch.float32)
+        self.kv = KVTensors(cell_shape(model), cells // page_size, page_size, torch.float32, scratch=scratch)
         self.kv.data.fill_(torch.nan)  # whatever is read before it is written shows
         self.model = AnyModel(model, self.kv)
         self.runner = ModelRunner(self.model, self.kv, rows, 512)

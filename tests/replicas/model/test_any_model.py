@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tiny_decoder import ROOM, replayed
 
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.replicas.events import Draw, Sampling
@@ -10,7 +11,7 @@ from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model import any_model
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite
+from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt_neox", "gpt2"]
 COUNT = 12
@@ -54,8 +55,27 @@ def test_on_a_gpu_its_attention_is_the_kernel_that_our_decoder_has(tiny, family,
     assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_steps_of_it_run_in_graphs_once_its_layers_have_said_what_they_ask_for(tiny, family, monkeypatch):
+    def by_the_kernel(q, kv, layer, batch, scale, window=None, softcap=None, sinks=None):
+        return attend_gpu(q, kv, layer, batch, scale, window or 0, softcap or 0.0, sinks)
+
+    prompt = tiny.prompt(30)
+    loop = tiny.Loop(family, scratch=True)
+    monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
+    loop.runner = ModelRunner(loop.model, loop.kv, 4, 512, on_device=True)
+    assert loop.model.attention is None
+    assert not loop.runner.capture(replayed, ROOM, print)
+    chunk = Chunk(0, 0, np.array([1, 2], np.int32))
+    loop.runner.run(StepPlan((chunk,), (RowWrite(0, 0, np.array([5], np.int32)),)))
+    assert loop.model.attention.windows == {"llama": (0,)}.get(family, (0, 20))
+    assert loop.runner.capture(replayed, ROOM, print)
+    assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
+    assert loop.runner.replayed == 4
+
+
 def test_what_would_change_the_attention_and_is_not_known_is_refused(tiny):
-    state = any_model.PagedState(tiny.Loop("llama").kv, None)
+    state = any_model.PagedState(tiny.Loop("llama").kv, None, set())
     x = torch.zeros(1, 2, 1, 8)
     with pytest.raises(ValueError, match="Module asks for position_bias, which is not known here"):
         any_model.paged_attention_forward(

@@ -189,12 +189,15 @@ def test_the_largest_step_is_as_large_as_any():
 
 def test_graphs_are_for_steps_that_decode_and_verify_on_a_gpu():
     gpu = replace(CONFIG, device="cuda")
-    assert graph_tokens(gpu) == 6 * 17
-    assert graph_tokens(replace(gpu, speculation=DraftConfig(enabled=False))) == 6
-    assert graph_tokens(replace(gpu, max_sequences=512)) == 256
+    prompt = min(gpu.step_tokens, gpu.context_length)
+    assert graph_tokens(gpu) == 6 * 17 + prompt
+    assert graph_tokens(replace(gpu, speculation=DraftConfig(enabled=False))) == 6 + prompt
+    assert graph_tokens(replace(gpu, max_sequences=512)) == 1024
     for without in (CONFIG, replace(gpu, cuda_graphs=False)):
-        assert graph_tokens(without) == graph_bytes(without, 1000) == 0
-    assert graph_bytes(gpu, 1000) - graph_bytes(gpu, 0) == 2 * 4 * 102 * 1000
+        assert graph_tokens(without) == graph_bytes(without, 1000, 4) == 0
+    assert graph_bytes(gpu, 1000, 4) - graph_bytes(gpu, 0, 4) == 2 * 4 * (102 + prompt) * 1000
+    wide = replace(gpu, max_sequences=512)
+    assert graph_bytes(wide, 1000, 2) - graph_bytes(wide, 0, 2) == 2 * 2 * 256 * 1000
 
 
 @pytest.mark.parametrize("broken", [False, True])

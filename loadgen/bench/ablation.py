@@ -94,6 +94,7 @@ VARIANTS = (
     Variant("device_sampling", {"device_sampling": False}, gpu=True),
     Variant("overlap_steps", {"overlap_steps": "off"}, gpu=True),
     Variant("cuda_graphs", {"cuda_graphs": False}, gpu=True),
+    Variant("batch_invariant", {"batch_invariant": True}, gpu=True),
 )
 """Every mechanism that can be turned off; `docs/mechanisms.md` says what each is. One list for benchmark and tests."""
 

@@ -1,8 +1,9 @@
 """``python -m holdfast.loadgen.bench.gpu [--json FILE] [--seconds N]``: the engine's figures on a GPU, in one call.
 
-Single steps of a Llama 3.1 8B with random weights, then whole workflows on Pocket inflated to that shape, by our engine
-and by transformers; on nothing but torch, triton, transformers and numpy. Each part is measured by itself: one that
-fails, or for which there is no time left, is written down as such and leaves the others their figures.
+Pocket's replies against transformers', then single steps of a Llama 3.1 8B with random weights, then whole workflows on
+Pocket inflated to that shape, by our engine and by transformers; on nothing but torch, triton, transformers and numpy.
+Each part is measured by itself: one that fails, or for which there is no time left, is written down as such and leaves
+the others their figures.
 On a machine without a GPU, with TRITON_INTERPRET=1 set, the same runs over models of a few numbers, to see that it
 runs; its figures say nothing.
 """
@@ -22,7 +23,7 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.loadgen.bench.gpu import steps, workflows
+from holdfast.loadgen.bench.gpu import invariance, parity, steps, workflows
 from holdfast.loadgen.bench.gpu.stage import Stage, free_device, full_turns, small_turns
 from holdfast.loadgen.bench.gpu.steps import World, full_steps, small_steps
 from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Part, Report, module_command, supervised
@@ -31,11 +32,11 @@ _SECONDS = 440.0  # after which no other part begins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; exit status 1 when a part failed."""
+    """Command line; exit status 1 when a part failed, or a reply in float32 is wrong."""
     parser = argparse.ArgumentParser(prog="bench gpu", description=__doc__)
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
-    parser.add_argument("--only", choices=("steps", "turns"), help="single steps, or whole workflows")
+    parser.add_argument("--only", choices=("parity", "steps", "turns"), help="replies, steps, or workflows")
     parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
     parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -47,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(options.json, options.seconds, options.resume)
     report.found |= {"machine": _machine(gpu), "versions": _versions()}
     print(report.found["machine"]["device"], report.found["versions"], flush=True)
+    if options.only in (None, "parity"):
+        parity.run(report, parity.full_parity() if gpu else parity.small_parity())
     if options.only == "steps":
         _steps(report, _ceilings(report, gpu), gpu)
-    else:
+    elif options.only != "parity":
         stage = Stage(full_turns() if gpu else small_turns(), _ceilings(report, gpu))
         workflows.remember(stage, report.found["parts"])
         try:
@@ -115,6 +118,9 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
         "alias": steps.alias,
         "host tier": steps.host_tier,
         "host": steps.host_time,
+        "long prompt": steps.long_prompt,
+        "invariance": invariance.found,
+        "invariance, kept": invariance.kept,
     }
     if report.wants((*launched, *in_graphs)):
         report.run_anew("products", part(steps.products), 60.0)
@@ -125,6 +131,9 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
     for name, call in in_graphs.items():
         report.run(name, part(call), 20.0)
     worlds.clear()
+    free_device()
+    sizes = full_steps() if gpu else small_steps()
+    report.run("transformers' model", lambda deadline: steps.transformers_model(sizes, ceilings), 40.0)
     free_device()
 
 

@@ -61,7 +61,8 @@ class Bounds:
 class Counts:
     """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
 
-    `filling` and `filling_positions`: the same of forwards that compute more than what is drawn from.
+    `filling` and `filling_positions`: the same of forwards that compute more than what is drawn from. `ahead`: steps
+    that began while one ran. `pieces`: chunks of prompts that are not their last.
     """
 
     forwards: int = 0
@@ -69,6 +70,8 @@ class Counts:
     filling: int = 0
     filling_positions: int = 0
     prepare_s: float = 0.0  # laying steps out, their copy to the device and their launches, with nothing running yet
+    ahead: int = 0
+    pieces: int = 0
 
 
 class CountingRunner:
@@ -106,6 +109,8 @@ class CountingRunner:
             before.filling + filling,
             before.filling_positions + positions * filling,
             before.prepare_s + prepare_s,
+            before.ahead + (self._flying > 0),
+            before.pieces + sum(chunk.draw is None for chunk in plan.chunks),
         )
 
 

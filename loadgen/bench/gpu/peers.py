@@ -33,7 +33,11 @@ class Way(Protocol):
 
 
 def load_model(folder: str, device: str, dtype: torch.dtype) -> Any:
-    """transformers' own model, which ends no turn by itself."""
+    """transformers' own model, which ends no turn by itself.
+
+    Without cuDNN's attention, for all: it makes a plan for each length anew, which took most of the time of a reply.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     model = tf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )

@@ -98,7 +98,7 @@ class TurnSizes:
     rows: tuple[int, ...] = (1, 32)
     most_tokens: int = 5000  # of a conversation
     warm_turns: int = 3
-    peer_seconds: float = 90.0  # for each of transformers' ways with all workflows
+    peer_seconds: float = 50.0  # for each of transformers' ways with all workflows
     peer_blocks: int | None = None  # of continuous batching's cache; None: what it takes by default, here as there
     peer_step: int | None = None  # tokens of one of its steps
 

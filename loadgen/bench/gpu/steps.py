@@ -7,7 +7,8 @@ sequences. Not here: whole conversations (`workflows`).
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Draw, Sampling, Submit
+from holdfast.replicas.events import Draw, Finished, Sampling, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
+from holdfast.replicas.model.any_model import ATTENTION, AnyModel
+from holdfast.replicas.model.batch import Model
 from holdfast.replicas.model.decoder import decoder_shape, rotary_table
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 from holdfast.replicas.model.graphs import gpu_capture, room_for
@@ -104,20 +107,26 @@ def small_steps() -> StepSizes:
 
 
 class World:
-    """The runner over random weights, with graphs where the device has any."""
+    """The runner over random weights, with graphs where the device has any; of our decoder, or of transformers' own."""
 
-    def __init__(self, sizes: StepSizes, ceilings: Ceilings) -> None:
+    def __init__(self, sizes: StepSizes, ceilings: Ceilings, ours: bool = True) -> None:
         shape = decoder_shape(sizes.model)
         assert shape is not None  # both sizes are of a family that the decoder knows
         self.sizes, self.shape = sizes, shape
         dtype = torch.bfloat16 if sizes.device == "cuda" else torch.float32
-        weights = random_weights(shape, dtype, sizes.device)
         cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
         self.kv = KVTensors(cell, sizes.cells // 16, 16, dtype, sizes.device, scratch=True)
         self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
         context = sizes.model.max_position_embeddings
-        self.decoder = GpuDecoder(shape, weights, rotary_table(sizes.model, context, sizes.device), self.kv)
-        self.runner = ModelRunner(self.decoder, self.kv, sizes.rows + 1, context, on_device=True)
+        self.model: Model
+        if ours:
+            weights = random_weights(shape, dtype, sizes.device)
+            self.model = GpuDecoder(shape, weights, rotary_table(sizes.model, context, sizes.device), self.kv)
+        else:
+            with torch.device(sizes.device):
+                module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
+            self.model = AnyModel(module.eval(), self.kv)
+        self.runner = ModelRunner(self.model, self.kv, sizes.rows + 1, context, on_device=True)
         self.config = EngineConfig(
             cells=self.kv.cells,
             context_length=context,
@@ -130,10 +139,16 @@ class World:
             speculation=DraftConfig(enabled=False),
         )
 
-    def engine(self) -> tuple[Engine, CountingRunner]:
+    @property
+    def decoder(self) -> GpuDecoder:
+        """Ours."""
+        assert isinstance(self.model, GpuDecoder)
+        return self.model
+
+    def engine(self, **settings: Any) -> tuple[Engine, CountingRunner]:
         """An engine with an empty cache over the runner, and what counts between the two."""
         counting = CountingRunner(self.runner)
-        return Engine(self.config, counting, vocabulary=self.shape.vocabulary), counting
+        return Engine(replace(self.config, **settings), counting, vocabulary=self.shape.vocabulary), counting
 
     def tokens(self, count: int, seed: int) -> TokenIds:
         return np.random.default_rng(seed).integers(1, self.shape.vocabulary, count).astype(np.int32)
@@ -189,14 +204,13 @@ class StepTimes:
     replayed: float
 
 
-def decoding(world: World, rows: int, cached: int, window: int = 1) -> StepPlan:
-    """`rows` sequences of `cached` tokens, each with a window of tokens to verify."""
+def decoding(world: World, rows: int, cached: int, window: int = 1, common: int = 0) -> StepPlan:
+    """`rows` sequences of `cached` tokens, each with a window of tokens to verify; the first `common` pages are one."""
     pages = -(-(cached + window) // 16)
     own = min(world.kv.pages // rows, pages)  # a store too small for all lets them share their last pages
     numbers = np.arange(world.kv.pages, dtype=np.int32)
-    writes = tuple(
-        RowWrite(row, 0, np.resize(numbers[row * own : (row + 1) * own], pages).astype(np.int32)) for row in range(rows)
-    )
+    each = [np.resize(numbers[row * own : (row + 1) * own], pages).astype(np.int32) for row in range(rows)]
+    writes = tuple(RowWrite(row, 0, np.append(each[0][:common], mine[common:])) for row, mine in enumerate(each))
     draw = Draw(Sampling(), 0, drafts=window - 1)
     chunks = tuple(Chunk(row, cached, world.tokens(window, row), draw) for row in range(rows))
     return StepPlan(chunks, writes)
@@ -235,8 +249,10 @@ def products(world: World) -> Lines:
     matrices, layers = choose_ways(world.decoder, world.seconds)
     for each in matrices:
         read_s = each.outputs * each.inputs * world.bounds.item_bytes / world.bounds.ceilings.bandwidth
-        figures = {"ours_s": each.ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / each.ours_s}
-        figures |= {"ours_of_bandwidth": read_s / each.ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}
+        ours_s = min(each.ours_s, each.tall_s)
+        figures = {"ours_s": ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / ours_s}
+        figures |= {"ours_of_bandwidth": read_s / ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}
+        figures |= {"tall_over_ours": each.tall_s / each.ours_s}
         yield f"{each.rows} rows, {each.inputs} to {each.outputs}", figures
     read_s = world.bounds.layer_bytes / world.bounds.ceilings.bandwidth
     for one in layers:
@@ -263,12 +279,57 @@ def verify_cost(world: World) -> Lines:
 
 
 def prefill_share(world: World) -> Lines:
-    """The matrix rate's share of a whole chunk."""
+    """The matrix rate's share of a whole chunk, and of the shorter ones that turns begin with."""
     size = world.sizes.chunk
-    pages = np.arange(-(-size // 16), dtype=np.int32)
-    plan = StepPlan((Chunk(0, 0, world.tokens(size, 1), Draw(Sampling(), 0)),), (RowWrite(0, 0, pages),))
-    times = timed(world, plan)
-    yield f"prefill {size}", _figures(times, world.bounds.compute_s(size))
+    for part, cached in ((size, 0), (size // 8, world.sizes.context // 2), (size // 12, world.sizes.context // 2)):
+        pages = np.arange(-(-(cached + part) // 16), dtype=np.int32)
+        chunk = Chunk(0, cached, world.tokens(part, 1), Draw(Sampling(), 0))
+        times = timed(world, StepPlan((chunk,), (RowWrite(0, 0, pages),)))
+        name = f"prefill {part} after {cached}" if cached else f"prefill {part}"
+        yield name, _figures(times, world.bounds.compute_s(part, cached))
+
+
+def transformers_model(sizes: StepSizes, ceilings: Ceilings) -> Lines:
+    """A model that our decoder does not know, by transformers over our pages: with its launches, and in graphs."""
+    world = World(replace(sizes, cells=sizes.cells // 3), ceilings, ours=False)
+    for way in ("launched", "in graphs"):
+        for rows in (1, max(sizes.rows // 4, 2)):
+            times = timed(world, decoding(world, rows, sizes.short))
+            ideal = world.bounds.read_s(rows * sizes.short)
+            yield f"decode, {rows} at {sizes.short}, {way}", _figures(times, ideal)
+        if way == "launched" and sizes.device == "cuda":  # elsewhere it has an attention that is no kernel
+            capture(world)
+
+
+def long_prompt(world: World) -> Lines:
+    """A prompt beside sequences that decode, by what it may add to their steps (`step_ms`): the gaps between their
+    tokens, and how long its own first token takes. Raises RuntimeError where steps fail."""
+    rows, sizes = world.sizes.rows // 2, world.sizes
+    length = min(5 * sizes.chunk, sizes.model.max_position_embeddings - 8)
+    for bound in (1e6, 100.0, 50.0, 25.0):
+        engine, _ = world.engine(step_ms=bound)
+        for row in range(rows):
+            engine.handle(Submit(f"{row}", world.tokens(16, row), Sampling(4000, ignore_eos=True)), time.perf_counter())
+        # Twice: what steps cost is learned from the first, of another length.
+        for number, tokens in (("learned", length // 2), ("asked", length)):
+            began, gaps, done = time.perf_counter(), [], False
+            engine.handle(Submit(number, world.tokens(tokens, 77), Sampling(1, ignore_eos=True)), began)
+            while not done:
+                if not engine.busy:
+                    raise RuntimeError("the steps fail: the log says why")
+                t0 = time.perf_counter()
+                events = engine.step(t0)
+                gaps.append(time.perf_counter() - t0)
+                done = any(event.request_id == number and isinstance(event, Finished) for event in events)
+            first_s = time.perf_counter() - began
+        gaps.sort()
+        figures = {
+            "gap_p50_s": statistics.median(gaps),
+            "gap_p99_s": gaps[int(0.99 * len(gaps))],
+            "longest_s": gaps[-1],
+        }
+        yield f"{length} tokens beside {rows}, step_ms {bound:g}", figures | {"first_token_s": first_s}
+        world.wait()
 
 
 def alias(world: World) -> Lines:
@@ -380,12 +441,23 @@ def host_time(world: World) -> Lines:
 
 def graphs(world: World) -> Lines:
     """Capture graphs, so that the parts after this one replay them, and see whether they compute the same."""
-    shape = world.decoder.attention
-    before = world.now()
+    before, free = world.now(), _free_bytes(world)
+    capture(world)
+    figures = {"seconds": world.now() - before, "device_bytes": free - _free_bytes(world)}
+    yield "graphs", figures | {"same_draws": int(world.runner.check_graphs(world.config))}
+
+
+def capture(world: World) -> None:
+    """Graphs of the model as it is now."""
+    shape = world.model.attention
+    assert shape is not None  # it has run
     if world.sizes.device == "cuda":
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        world.runner.capture(gpu_capture(), room_for(256, shape, processors), print)
+        world.runner.capture(gpu_capture(), room_for(1024, shape, processors), print)
     else:
         world.runner.capture(lambda call: call, room_for(4, shape, 1, 1 << 20), print)
-    seconds = world.now() - before
-    yield "graphs", {"seconds": seconds, "same_draws": int(world.runner.check_graphs(world.config))}
+
+
+def _free_bytes(world: World) -> int:
+    """Of the device; what torch keeps for tensors to come is not free."""
+    return int(torch.cuda.mem_get_info()[0]) if world.sizes.device == "cuda" else 0

@@ -261,7 +261,7 @@ def run_ours(stage: Stage, report: Report) -> None:
     for name, (count, rows) in with_drafts.items():
         report.run(name, partial(turns, stage, count, rows), 45.0)
     for name, rows in without.items():
-        report.run(name, partial(turns, stage, longest, rows, speculation=False), 30.0)
+        report.run(name, partial(turns, stage, longest, rows, speculation=False), 15.0)
 
 
 def run_peers(stage: Stage, report: Report) -> None:

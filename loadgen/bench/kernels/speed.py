@@ -36,10 +36,13 @@ DECODES = {  # sequences of (cached, new), cells of a page, cells that all have 
     "decode, 1 at 1k": ([(1023, 1)], 16, 0),
     "decode, 1 at 4k": ([(4095, 1)], 16, 0),
     "decode, 64 at 4k": ([(4095, 1)] * 64, 16, 0),
+    "decode, 16 at 8k": ([(8191, 1)] * 16, 16, 0),
     "decode, 16 at 32k": ([(32767, 1)] * 16, 16, 0),
     "decode, 16 at 32k, pages of 1": ([(32767, 1)] * 16, 1, 0),
     "verify 8, 1 at 4k": ([(4088, 8)], 16, 0),
     "verify 8, 16 at 32k": ([(32760, 8)] * 16, 16, 0),
+    "verify 16, 16 at 8k": ([(8176, 16)] * 16, 16, 0),
+    "verify 17, 16 at 8k": ([(8175, 17)] * 16, 16, 0),
     "decode, 32 at 8k, 7k in common": ([(8191, 1)] * 32, 16, 7168),
 }
 NARROW_TILES = tuple(Tile(*each) for each in ((64, 4, 3), (64, 2, 5), (32, 2, 5), (32, 4, 7), (128, 8, 3), (128, 8, 5)))
@@ -220,7 +223,8 @@ def _draws() -> Iterator[tuple[str, Measure]]:
     """Drawing, compared with torch's argmax or sort over the same logits."""
     yield "draw 64 rows, greedy", partial(_draw, False)
     yield "draw 64 rows, sampled", partial(_draw, True)
-    yield "cutoffs of 64 rows, top_k and top_p", _cut
+    yield "cutoffs of 64 rows, top_k and top_p", partial(_cut, 50)
+    yield "cutoffs of 64 rows, top_p", partial(_cut, 0)
 
 
 def _draw(sampled: bool, clock: Clock, ceilings: Ceilings) -> Figures:
@@ -233,9 +237,9 @@ def _draw(sampled: bool, clock: Clock, ceilings: Ceilings) -> Figures:
     return {"seconds": ours, "over_torchs_argmax": ours / clock.seconds(lambda: logits.argmax(-1))}
 
 
-def _cut(clock: Clock, ceilings: Ceilings) -> Figures:
+def _cut(k: int, clock: Clock, ceilings: Ceilings) -> Figures:
     rows, logits = 64, torch.randn(64, VOCABULARY, device="cuda")
-    top_k = torch.full((rows,), 50, dtype=torch.int32, device="cuda")
+    top_k = torch.full((rows,), k, dtype=torch.int32, device="cuda")
     settings = (top_k, torch.full((rows,), 0.8, device="cuda"), torch.zeros(rows, device="cuda"))
     ours = clock.seconds(partial(cutoffs, logits, *settings))
     return {"seconds": ours, "over_torchs_sort": ours / clock.seconds(lambda: logits.sort(dim=-1, descending=True))}

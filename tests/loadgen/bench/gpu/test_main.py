@@ -24,13 +24,20 @@ def test_single_steps_run_and_are_written_down(tmp_path, capsys):
     assert found["failed"] == {}
     assert found["left_out"] == []
     parts = ["products", "decode, launched", "verify, launched", "graphs", "decode", "verify", "prefill", "alias"]
-    assert list(found["parts"]) == [*parts, "host tier", "host"]
+    more = ["host tier", "host", "long prompt", "invariance", "invariance, kept", "transformers' model"]
+    assert list(found["parts"]) == [*parts, *more]
     assert all(found["parts"].values())
     assert found["parts"]["graphs"]["graphs"]["same_draws"] == 1
     assert [moved["same_bits"] for moved in found["parts"]["host tier"].values()] == [1]
     assert 0 < found["shares"]["prefill: prefill 20"] < 1
     replayed = {part: {figures.get("replayed") for figures in lines.values()} for part, lines in found["parts"].items()}
-    assert replayed["decode, launched"] == replayed["verify, launched"] == replayed["prefill"] == {0.0}
+    assert replayed["decode, launched"] == replayed["verify, launched"] == {0.0}
+    assert found["parts"]["prefill"]["prefill 20"]["replayed"] == 0.0
+    kept = found["parts"]["invariance, kept"]
+    assert {line["same_bits"] for line in kept.values() if "same_bits" in line} <= {0, 1}  # the interpreter's sums vary
+    assert kept["as drafts"]["accepted"] == 4
+    gaps = found["parts"]["long prompt"].values()
+    assert all(line["gap_p50_s"] <= line["gap_p99_s"] <= line["longest_s"] for line in gaps)
     assert replayed["decode"] == replayed["host"] == {1.0}
     assert replayed["verify"] == {0.5}  # in a graph for one token, a window of 8 is too long for one of these
     host = found["parts"]["host"]["a step of 2 sequences"]
@@ -51,7 +58,8 @@ def test_a_process_behind_a_fault_chooses_and_captures_itself(tmp_path, monkeypa
     assert main(["--json", str(file), "--only", "steps", "--resume"]) == 1
     found = json.loads(file.read_text())
     assert list(found["parts"])[5:] == [
-        "products, again", "graphs, again", "verify", "prefill", "alias", "host tier", "host"
+        "products, again", "graphs, again", "verify", "prefill", "alias", "host tier", "host", "long prompt",
+        "invariance", "invariance, kept", "transformers' model",
     ]  # fmt: skip
     assert list(found["failed"]) == ["decode"]
     assert found["parts"]["host"]["a step of 2 sequences"]["replayed"] == 1

@@ -1,0 +1,280 @@
+"""Replies held against transformers': what counts as wrong, and that engines are right in every setting."""
+
+import json
+import time
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from holdfast.loadgen.bench.gpu import parity
+from holdfast.loadgen.bench.gpu.__main__ import main
+from holdfast.loadgen.bench.gpu.accounting import CountingRunner
+from holdfast.loadgen.bench.gpu.parity import (
+    NEAR,
+    ROUNDED,
+    Counters,
+    Expected,
+    Parity,
+    ParityError,
+    ParitySizes,
+    Reply,
+    Setting,
+    apart,
+    compared,
+    difference,
+    full_parity,
+    make_prompts,
+    settings,
+    small_parity,
+)
+from holdfast.loadgen.bench.parts import Deadline, Report, put
+from holdfast.replicas.model import startup
+from holdfast.replicas.scheduling.plan import StepOutput
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
+
+NOTHING = Counters(*(0 for _ in fields(Counters)))
+SIZES = ParitySizes("cpu", prompts=6, turns=3, longest=120, new=12, chunk=32, abreast=3, dtypes=("float32",))
+PROMPTS = make_prompts(SIZES)
+ALL = {each.name: each for each in settings(SIZES, PROMPTS)}
+
+
+@st.composite
+def expectations(draw):
+    """Transformers' choices by random logits."""
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    logits = rng.normal(size=(draw(st.integers(1, 8)), draw(st.integers(3, 9)))).astype(np.float32)
+    return Expected(logits.argmax(1).astype(np.int32), logits)
+
+
+def logprobs(expected: Expected) -> list[float]:
+    """Of its tokens, in another way than there."""
+    exact = torch.log_softmax(torch.from_numpy(expected.logits).double(), 1)
+    return [float(row[token]) for row, token in zip(exact, expected.tokens, strict=True)]
+
+
+@given(expectations(), st.data())
+def test_a_reply_differs_where_its_first_other_token_stands_whatever_follows(expected, data):
+    same = Reply(0, expected.tokens, tuple(logprobs(expected)))
+    assert difference(same, expected) is None
+    assert apart(same, expected) < 1e-9
+    n, vocabulary = expected.logits.shape
+    at = data.draw(st.integers(0, n - 1))
+    ours = expected.tokens.copy()
+    ours[at:] = data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=n - at, max_size=n - at))
+    assume(ours[at] != expected.tokens[at])
+    found = difference(Reply(3, ours), expected)
+    assert (found.prompt, found.at, found.ours, found.theirs) == (3, at, ours[at], expected.tokens[at])
+    assert found.gap == pytest.approx(expected.logits[at].max() - expected.logits[at, ours[at]])
+    assert found.share == pytest.approx(found.gap / (expected.logits[at].max() - expected.logits[at].min()))
+    # Log probabilities of what comes after it are of another text.
+    assert apart(Reply(0, ours, (*logprobs(expected)[:at], *[-9.0] * (n - at))), expected) < 1e-9
+
+
+@given(expectations())
+def test_the_nearest_rival_is_that_of_the_least_margin(expected):
+    margins = []
+    for row in expected.logits:
+        best, second, *_ = sorted(row.tolist(), reverse=True)
+        margins.append((best - second) / (max(row) - min(row)))
+    assert expected.nearest() == pytest.approx(min(margins))
+
+
+@given(expectations(), st.floats(2 * ROUNDED, 1.0))
+def test_log_probabilities_that_are_off_are_seen(expected, share):
+    told = logprobs(expected)
+    told[-1] -= share * expected.spread(len(told) - 1)
+    assert apart(Reply(0, expected.tokens, tuple(told)), expected) == pytest.approx(share)
+    told[0] = float("nan")
+    assert np.isnan(apart(Reply(0, expected.tokens, tuple(told)), expected))
+
+
+def tied(gap: float) -> Expected:
+    """Two tokens of two thousand, which lie so far apart in the second place, in a spread of 10."""
+    logits = np.array([[10.0, 0.0, 1.0], [10.0, 10.0 - gap, 0.0]], np.float32)
+    return Expected(np.array([0, 0], np.int32), logits)
+
+
+@pytest.mark.parametrize(
+    ("gap", "faults"),
+    [(3 * NEAR, []), (30 * NEAR, ["other tokens"]), (5.0, ["other tokens"]), (float("nan"), ["other tokens"])],
+)
+def test_only_what_transformers_cannot_tell_apart_may_be_another_token(gap, faults):
+    right, other = (Reply(0, np.array(tokens, np.int32)) for tokens in ([0, 0], [0, 1]))
+    figures, found = compared(Setting("any"), [right, other], [tied(gap)], NOTHING)
+    assert found == faults
+    assert (figures["asked"], figures["same"], figures["agreed"]) == (2, 1, 1)
+    assert figures["gap"] == pytest.approx(gap, rel=1e-2, nan_ok=True)
+    assert "after 1 tokens: 1 for 0" in figures["worst"]
+
+
+def test_the_worst_difference_is_told():
+    near, far = tied(3 * NEAR), tied(5.0)
+    replies = [Reply(i, np.array([0, 1], np.int32)) for i in range(3)]
+    figures, faults = compared(Setting("any"), replies, [near, far, near], NOTHING)
+    assert figures["worst"].startswith("prompt 1")
+    assert faults == ["other tokens"]
+
+
+def test_a_reply_of_another_length_is_none():
+    with pytest.raises(ParityError, match="1 tokens, and 2"):
+        difference(Reply(0, np.array([0], np.int32)), tied(1.0))
+
+
+@pytest.mark.parametrize("counter", [each.name for each in fields(Counters)])
+def test_a_mechanism_that_stood_still_proves_nothing(counter):
+    replies, expected = [Reply(0, np.array([0, 0], np.int32))], [tied(1.0)]
+    setting = Setting("any", (counter,))
+    figures, faults = compared(setting, replies, expected, NOTHING)
+    assert faults == [f"nothing {counter}"]
+    assert (figures["idle"], figures[counter]) == (counter, 0)
+    figures, faults = compared(setting, replies, expected, replace(NOTHING, **{counter: 1}))
+    assert faults == []
+    assert "idle" not in figures
+
+
+def ready(sizes: ParitySizes, dtype: str) -> Parity:
+    """Over the kernels for a CPU, which are faster than the interpreter; no graphs there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parity, "interpreted", lambda loaded: loaded)
+        made = Parity(sizes, PROMPTS, dtype)
+        list(made.reference(Deadline(1000.0)))
+        list(made.load(Deadline(1000.0)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return ready(SIZES, "float32")
+
+
+@pytest.mark.parametrize("name", [name for name, each in ALL.items() if not each.graphs])
+def test_each_mechanism_works_and_changes_no_reply(exact, name):
+    ((line, figures),) = exact.ask(ALL[name], Deadline(1000.0))
+    assert line == f"float32, {name}"
+    assert figures["verdict"] == "ok"
+    assert figures["same"] == figures["asked"] == -(-6 // ALL[name].every) * ALL[name].rounds
+    assert figures["agreed"] == SIZES.new
+    assert all(figures[counter] > 0 for counter in ALL[name].counters)
+
+
+def test_together_they_change_no_reply_either(exact):
+    everything = replace(ALL["all"], counters=tuple(c for c in ALL["all"].counters if c != "replayed"))
+    ((_, figures),) = exact.ask(everything, Deadline(1000.0))
+    assert (figures["same"], figures["verdict"]) == (12, "ok")
+
+
+def test_the_baseline_does_without_every_mechanism(exact):
+    watching = replace(ALL["baseline"], counters=tuple(c.name for c in fields(Counters) if c.name != "pieces"))
+    lines = exact.ask(watching, Deadline(1000.0))
+    _, figures = next(lines)
+    assert figures["idle"].split(", ") == list(watching.counters)
+    with pytest.raises(ParityError, match="nothing replayed"):
+        next(lines)
+
+
+def test_graphs_that_are_not_there_are_missed(exact):
+    lines = exact.ask(ALL["graphs"], Deadline(1000.0))
+    assert next(lines)[1]["verdict"] == "WRONG"
+    with pytest.raises(ParityError, match="float32, graphs: nothing replayed"):
+        next(lines)
+
+
+def test_one_after_the_other_is_asked_as_long_as_there_is_time(exact):
+    ((_, figures),) = exact.ask(ALL["one at a time"], Deadline(0.0))
+    assert figures["asked"] == 1
+
+
+class Wrong(CountingRunner):
+    """One token of one step is another one."""
+
+    def run(self, plan):
+        output = super().run(plan)
+        drawn = [each for each in output.drawn if each is not None]
+        if len(drawn) < SIZES.prompts:
+            return output
+        first = drawn[0]
+        other = replace(first, tokens=(first.tokens[0] ^ 1, *first.tokens[1:]))
+        return StepOutput(tuple(other if each is first else each for each in output.drawn))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_that_says_something_else_is_wrong_in_float32_and_told_of_in_bfloat16(exact, monkeypatch, dtype):
+    asked = exact if dtype == "float32" else ready(SIZES, dtype)
+    monkeypatch.setattr(parity, "CountingRunner", Wrong)
+    lines = asked.ask(replace(ALL["baseline"], logprobs=False), Deadline(1000.0))
+    _, figures = next(lines)
+    assert figures["same"] < figures["asked"]
+    assert figures["agreed"] < SIZES.new
+    assert figures["gap_of_spread"] > NEAR
+    if dtype == "float32":
+        assert figures["verdict"] == "WRONG"
+        with pytest.raises(ParityError, match="other tokens"):
+            next(lines)
+    else:
+        assert "verdict" not in figures
+        assert next(lines, None) is None
+
+
+def test_the_command_runs_it_in_graphs_that_are_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "plans_to_compare", lambda config: [])  # test_main has some
+    monkeypatch.setattr(parity, "small_parity", lambda: replace(small_parity(), settings=("all",)))
+    file = tmp_path / "gpu.json"
+    assert main(["--json", str(file), "--only", "parity"]) == 0
+    found = json.loads(file.read_text())
+    assert (found["failed"], found["left_out"]) == ({}, [])
+    assert list(found["parts"]) == [f"float32, {part}" for part in ("transformers", "engine", "capture", "all")]
+    figures = found["parts"]["float32, all"]["float32, all"]
+    assert (figures["asked"], figures["same"], figures["verdict"]) == (6, 6, "ok")
+    assert all(figures[each.name] > 0 for each in fields(Counters))
+
+
+def test_the_command_fails_where_float32_is_wrong_and_goes_on(tmp_path, monkeypatch):
+    wanted = replace(SIZES, settings=("baseline", "overlap"))
+    monkeypatch.setattr(parity, "small_parity", lambda: wanted)
+    monkeypatch.setattr(parity, "interpreted", lambda loaded: loaded)
+    monkeypatch.setattr(parity, "ROUNDED", -1.0)
+    file = tmp_path / "gpu.json"
+    assert main(["--json", str(file), "--only", "parity"]) == 1
+    found = json.loads(file.read_text())
+    assert list(found["failed"]) == ["float32, baseline"]
+    assert "other log probabilities" in found["failed"]["float32, baseline"]
+    assert found["parts"]["float32, baseline"]["float32, baseline"]["verdict"] == "WRONG"
+    assert found["parts"]["float32, overlap"]["float32, overlap"]["verdict"] == "ok"
+
+
+def test_a_process_behind_a_fault_asks_and_loads_again(tmp_path, monkeypatch):
+    for part in ("reference", "load", "capture"):
+        monkeypatch.setattr(Parity, part, lambda self, deadline: iter(()))
+    monkeypatch.setattr(Parity, "ask", lambda self, setting, deadline: iter(()))
+    file, names = tmp_path / "gpu.json", [f"float32, {name}" for name in ALL]
+    begun = ["float32, transformers", "float32, engine", *names[:3]]
+    put(file, {"parts": {name: {} for name in begun}, "failed": {names[2]: "ended"}, "began": time.time()})
+    report = Report(file, 1000.0, resume=True)
+    parity.run(report, SIZES)
+    launched = [f"float32, {name}" for name, each in ALL.items() if not each.graphs]
+    again = ["float32, transformers, again", "float32, engine, again", *launched[3:], "float32, capture"]
+    assert list(report.found["parts"])[len(begun) :] == [*again, *names[len(launched) :]]
+    third = Report(file, 1000.0, resume=True)
+    parity.run(third, SIZES)
+    assert list(third.found["parts"]) == list(report.found["parts"])  # nothing is left to load for
+
+
+def test_the_full_size_is_what_is_wanted_and_fits():
+    full = full_parity()
+    prompts = make_prompts(full)
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    assert (full.prompts, full.new, full.dtypes) == (32, 64, ("float32", "bfloat16"))
+    assert min(lengths) < 300
+    assert max(lengths) == full.longest == 1500
+    assert len({prompt.tokens.tobytes() for prompt in prompts}) == 32
+    by_name = {each.name: each for each in settings(full, prompts)}
+    few = by_name["preemption"].changes["cells"]
+    assert max(lengths) + full.new + 32 <= few < sum(lengths) / 3
+    assert sum(lengths) + 32 * full.new < full.host_cells
+    assert set(by_name["all"].counters) == {each.name for each in fields(Counters)}
+    assert {c for each in by_name.values() if each.name != "all" for c in each.counters} == set(by_name["all"].counters)

@@ -3,8 +3,10 @@
     a turn ends           pinned for a moment, until it is known what the turn called
     what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
     the next turn comes   kept past the deadline while it waits; given back as it begins
-    others need cells     what yields and is past its time gives way, then programs behind them in order, of those first
-                          what will be past its time first; where nothing runs, any
+    others need cells     what yields and is past its time gives way, unless its next turn waits already; then programs
+                          behind them in order, of those first what will be past its time first; where nothing runs, any
+    it comes, without     where its cells yielded before their time it stands with those that have theirs: it lost them
+                          to others, and not because it was away for too long
 
 `Pins` is the book: at most one pin a program, deadlines, limits. `Retention` decides, as the engine tells it what
 happens to programs. Not here: for how long (`policy`), what sessions keep and who keeps a row (`rows`).
@@ -13,6 +15,7 @@ happens to programs. Not here: for how long (`policy`), what sessions keep and w
 import heapq
 import math
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -31,6 +34,7 @@ from holdfast.replicas.types import Priority
 
 _LOOKED_AT = 16  # pins past their deadline, kept for a turn that waits, that are looked at in one step
 _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
+_PLACES = 65_536  # programs whose cells gave way that are remembered, the oldest forgotten first
 
 Rank: TypeAlias = tuple[float, ...]
 
@@ -102,7 +106,8 @@ class ProgramPin:
 class Pins:
     """Programs' pins, and the cells they keep: at most one a program, no more than a tenant, or all, may keep.
 
-    Waiting turns of a program know whether it has a pin, and stand where the order puts them then.
+    Waiting turns of a program know whether it has a pin, or kept its place when that gave way, and stand where the
+    order puts them then.
     """
 
     def __init__(self, config: RetentionConfig, cache: KVCache, waiting: Waiting, *, by_arrival: bool = True) -> None:
@@ -120,6 +125,7 @@ class Pins:
         self._lines: dict[tuple[Priority, str], list[tuple[float, int, ProgramPin]]] = {}  # each by `place`
         self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
+        self._places: OrderedDict[Owner, None] = OrderedDict()  # kept by programs whose pins gave way
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -137,6 +143,15 @@ class Pins:
 
     def cells_of(self, tenant: str) -> int:
         return self._cache.cells.soft_pinned_of(tenant)
+
+    def has_place(self, owner: Owner | None) -> bool:
+        """Whether a program has a pin, or kept its place when that gave way."""
+        return owner in self._pins or owner in self._places
+
+    def leave(self, owner: Owner | None) -> None:
+        """A program needs no place any more: it runs, or is over."""
+        if owner is not None:
+            self._places.pop(owner, None)
 
     def find(self, owner: Owner | None) -> ProgramPin | None:
         return self._pins.get(owner) if owner is not None else None
@@ -226,8 +241,8 @@ class Pins:
         self._due.push(deadline, pin)
         self._due.trim(2 * len(self))
 
-    def drop(self, pin: ProgramPin) -> None:
-        """Give a pin's cells back."""
+    def drop(self, pin: ProgramPin, *, keeps_place: bool = False) -> None:
+        """Give a pin's cells back; what comes next of its program stands where it would with the pin, or does not."""
         del self._pins[pin.owner]
         if pin.owner.is_handle:
             del self._handles[pin.program][pin]
@@ -242,7 +257,11 @@ class Pins:
         self._due.trim(len(self))
         self._lapsing.trim(len(self))
         give_back(self._cache.unpin, pin.pin)
-        self._mark(pin.owner, pinned=False)
+        if keeps_place:
+            self._places[pin.owner] = None
+            if len(self._places) > _PLACES:
+                self._places.popitem(last=False)
+        self._mark(pin.owner, pinned=keeps_place)
 
     @property
     def due(self) -> float | None:
@@ -346,11 +365,11 @@ class Retention:
 
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
-        sequence.pinned = sequence.owner in self.pins
+        sequence.pinned = self.pins.has_place(sequence.owner)
         if sequence.owner is not None and not sequence.background:
             self._learned.pauses.ended(sequence.owner, sequence.arrived)
         if sequence.submit.program_turns and self._active and not sequence.background:
-            if sequence.pinned:
+            if sequence.owner in self.pins:
                 self._stats.pin_hits += 1
             else:
                 self._stats.pin_misses += 1
@@ -363,6 +382,7 @@ class Retention:
         if sequence.background:
             return False
         pin = self.pins.find(sequence.owner)
+        self.pins.leave(sequence.owner)
         if pin is not None:
             self.pins.drop(pin)
         elif sequence.submit.program_turns and sequence.scheduled is None:
@@ -405,6 +425,7 @@ class Retention:
         elif isinstance(notice, ProgramEnded):
             program = Owner(notice.scope, notice.program_id, session=False)
             self._learned.pauses.forget(program, now)
+            self.pins.leave(program)
             pin = self.pins.find(program)
             if pin is not None:
                 self._learned.turns.ended(pin.run_turn)
@@ -479,14 +500,14 @@ class Retention:
         def may(pin: ProgramPin) -> bool:
             return pin.program != besides and whose(pin.owner.scope)
 
-        pin = self._lapsed(may)
+        lapsed = pin = self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))
         if pin is None:
             rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
             pin = max(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, default=None)
             if pin is None:
                 return False
         self._stats.pins_given_way += 1
-        self.pins.drop(pin)
+        self.pins.drop(pin, keeps_place=self._policy.yielding and lapsed is None and not pin.owner.is_handle)
         return True
 
     def makes_room(self, mark: int, to: Sequence) -> bool:

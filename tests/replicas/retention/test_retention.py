@@ -8,6 +8,7 @@ from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
+from holdfast.replicas.sequences import Owner
 
 
 def make(policy: str = "fixed", cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, **settings) -> World:
@@ -276,6 +277,60 @@ def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
     flood(world, 100, began=0.5)
     world.run()
     assert pinned(world) == {"early"}, "it is worth the wait now, for longer than the other"
+
+
+def all_give_way() -> World:
+    """The slow one, whose time is over, and the other, whose time is not, to a program that came before both."""
+    world = two_that_pause()
+    pins = world.engine.scheduler.retention.pins
+    (late,) = [held for held in pins if held.owner.name == "late"]
+    pins.lapses(late, world.now + 50.0)
+    flood(world, 200, began=0.5)
+    world.run()
+    return world
+
+
+def places(world: World) -> set[str]:
+    """Programs that stand with those whose cells are pinned."""
+    pins = world.engine.scheduler.retention.pins
+    return {name for name in ("early", "late") if pins.has_place(Owner("", name, session=False))}
+
+
+def test_under_gittins_a_program_whose_cells_gave_way_before_their_time_keeps_its_place_until_it_runs():
+    world = all_give_way()
+    assert (pinned(world), places(world)) == (set(), {"late"}), "the slow one was away for longer than it was worth"
+    for i in range(2):
+        world.submit(f"runs{i}", words(30 + i, 8), 12, began=0.1)
+    world.step()
+    world.submit("before", words(50, 200), 4, began=1.0)
+    world.submit("again", words(2, 80), 4, began=2.0, program="late", turns=1)
+    world.run()
+    assert world.end("again").timing.scheduled < world.end("before").timing.scheduled
+    assert places(world) == set(), "it has run, and what it left was taken too"
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_program_that_is_over_needs_no_place(over):
+    world = all_give_way()
+    world.give(ProgramEnded("", "late" if over else "early"))
+    assert places(world) == (set() if over else {"late"})
+
+
+def test_under_other_policies_who_lost_its_cells_has_no_place():
+    world = make("fixed")
+    turn(world, "late", words(2, 80), began=2.0)
+    flood(world, 200, began=0.5)
+    world.run()
+    assert (pinned(world), places(world)) == (set(), set())
+
+
+def test_under_gittins_what_has_lapsed_does_not_go_first_while_its_next_turn_waits(monkeypatch):
+    world = two_that_pause()
+    pins = world.engine.scheduler.retention.pins
+    monkeypatch.setattr(pins, "awaited", lambda pin: pin.owner.name == "early")
+    flood(world, 100, began=0.5)
+    world.run()
+    assert pinned(world) == {"early"}
 
 
 def test_a_replica_knows_its_pauses_from_their_beginning():

@@ -12,8 +12,9 @@ row. The query heads of a group are rows of one tile, so a KV head is read once 
              (a cascade); each chunk then continues behind the prefix by itself.
 
 How a sequence is cut depends on its own length alone, never on what else is in the batch, with the one exception of a
-shared prefix. `attention_work` is numpy in, numpy out and knows no device; `make_plan` puts its result on one, and
-`attention_gpu` launches that.
+shared prefix; where it is asked for (`invariant`) on a token's own position alone, without exception.
+`attention_work` is numpy in, numpy out and knows no device; `make_plan` puts its result on one, and `attention_gpu`
+launches that.
 """
 
 from collections import defaultdict

@@ -5,10 +5,10 @@ keys and values, attention, the sum with the second norm, and the activation. Fe
 sums inside of the products (`kernels.stream_gpu`): four launches and attention's. On a machine without a GPU it runs in
 Triton's interpreter, which is how it is tested.
 
-Which way products of few rows take, torch's or our own, is timed when the model is loaded (`choose_ways`). Decoding and
-verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the size of a matrix
-and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a whole layer but
-for its attention, apart or with norms, activation and sums inside of our products.
+Which way products of few rows take, torch's or one of our two, is timed when the model is loaded (`choose_ways`).
+Decoding and verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the size
+of a matrix and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a
+whole layer but for its attention, apart or with norms, activation and sums inside of our products.
 
 Where a row's bits must not depend on the other rows nothing is timed: every product is summed in the one order of our
 own kernel (`one_order`), by torch's wherever that gives the same bits.

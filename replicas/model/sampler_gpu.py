@@ -1,9 +1,10 @@
 """Choosing tokens on a GPU without waiting for it: `sampler`'s maths, by the kernels of `kernels.sampling_gpu`.
 
 What rows ask for goes over as arrays with the step's other inputs (`settings`); `begin` draws and verifies all rows of
-all sequences in two launches, three where something is filtered; `Draws.finish` reads ids and accepted counts once they
-have come. Rows with bias, penalties or masks are no exception: their logits are changed on the device before, for which
-masks cross over on their own, since they are worked out while the forward runs.
+all sequences in two launches, and three before them where something is filtered, or takes what a graph has drawn, which
+is greedy; `Draws.finish` reads ids and accepted counts once they have come. Rows with bias, penalties or masks are no
+exception: their logits are changed on the device before, for which masks cross over on their own, since they are worked
+out while the forward runs.
 """
 
 from collections.abc import Sequence

@@ -136,7 +136,7 @@ class Running:
             insort(self._in_order, sequence, key=self._key)
         same = common_prefix(last.pages, holding.pages) if last is not None and last.row is not None else 0
         builder.copies[row] = acquired.copies
-        builder.write(sequence, same, holding.pages[same:].copy())
+        builder.write(sequence, same, holding.pages[same:])
         if sequence.scheduled is None and not sequence.background:
             self._count(sequence, last)
             self.ahead.used(sequence, holding.n_cached)

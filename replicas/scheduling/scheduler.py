@@ -282,8 +282,9 @@ class Scheduler:
             more = chunk_sizes(pending, narrow(part, self._running, config), config, left, seconds, cost)
             seconds -= _taken(pending, more, cost)
             sizes += more
-        if config.batch_invariant:  # a prompt's last token by itself would be summed as one that is decoded
-            sizes = [size - (1 < size == each.pending - 1) for size, each in zip(sizes, prefilling, strict=False)]
+        if config.batch_invariant and sizes:  # a prompt's last token by itself would be summed as one that is decoded
+            sizes = [size - (size == each.pending - 1) for size, each in zip(sizes, prefilling, strict=False)]
+            sizes[0] = sizes[0] or min(2, config.step_tokens - sum(sizes))  # the first gets on
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:

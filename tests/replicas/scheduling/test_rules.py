@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from engine_world import World, words
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
@@ -241,6 +241,7 @@ def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
         assert world.end(f"r{i}").timing.scheduled == 1.0, "requests were admitted at once"
 
 
+@example([2, 2, 7, 2], 12, True)  # one token is left of the step, for a prompt of two
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(2, 40), st.booleans())
 def test_no_cut_leaves_a_prompts_last_token_by_itself_where_that_would_move_bits(lengths, step_tokens, adaptive):
     world = World(cells=1024, step_tokens=step_tokens, adaptive_chunks=adaptive, batch_invariant=True)

@@ -133,6 +133,7 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
         help="each of these in turn, as --programs and --burst",
     )
     add("--turns-times", type=int, default=1, help="turns of swe, mixed and bfcl, multiplied (default: 1)")
+    add("--tool-times", type=float, default=1.0, help="seconds of their tools, multiplied (default: 1)")
     text = "of sutradhara's prompts, of what the tools of swe, mixed and bfcl tell (default: 1000)"
     add("--prompt-tokens", type=int, default=1000, help=text)
     add("--scale", type=float, default=0.01, help="of the lengths of coding (default: 0.01)")
@@ -158,6 +159,7 @@ def _add_scheduling(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--rate", type=float, default=1.0, help="of those, a second (default: 1)")
     add("--prompt-tokens", type=int, default=600, help="words that tools tell a program in all (default: 600)")
     add("--turns-times", type=int, default=1, help="turns, multiplied (default: 1)")
+    add("--tool-times", type=float, default=1.0, help="seconds of tools, multiplied (default: 1)")
     add("--max-tokens", type=int, default=96, help="of every answer (default: 96)")
     add("--repetitions", type=int, default=3, help="each of other programs, on servers started anew (default: 3)")
     add("--seed", type=int, default=0, help="of the first repetition's programs (default: 0)")
@@ -367,6 +369,7 @@ def _scheduling(options: argparse.Namespace) -> int:
             rate=options.rate,
             prompt_tokens=options.prompt_tokens,
             turns_times=options.turns_times,
+            tool_times=options.tool_times,
         ),
         max_tokens=options.max_tokens,
         repetitions=options.repetitions,

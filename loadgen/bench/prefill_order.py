@@ -29,29 +29,6 @@ from holdfast.replicas.events import Sampling, Submit, Tokens
 from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
 
 PROFILE = machines.profile("8b-a100")
-CPU = Profile(  # 253 M in bfloat16 on two cores with AVX512-BF16; docs/performance.md, forwards on a CPU
-    "cpu",
-    2e-3,
-    weights_s=13e-3,
-    token_s=1.2e-3,
-    pair_s=2.7e-7,
-    cell_s=1.3e-6,
-    reload_s=1e-6,
-    cells=60_000,
-    host_cells=0,
-)
-H100 = Profile(  # 8B in bfloat16: 4,096 tokens take 101 ms, 512 behind 3,000 14.2, 32 sequences that decode 7 to 8
-    "h100",
-    1.2e-3,
-    weights_s=6e-3,
-    token_s=21.5e-6,
-    pair_s=1.3e-9,
-    cell_s=44e-9,
-    reload_s=2.6e-6,
-    cells=427_000,
-    host_cells=0,
-)
-MEASURED = {"cpu": CPU, "h100": H100}
 FLOORS = (16, 64, 256)
 BUDGETS = (0, 25, 50, 100, 200, 400)  # milliseconds
 WORKLOADS = {"swe": (40, 0.12, 1.0), "bfcl": (60, 0.15, 1.0), "mixed": (30, 0.12, 1.0), "coding": (30, 0.3, 0.1)}
@@ -169,10 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     all, of each load under each rule.
     """
     parser = argparse.ArgumentParser(prog="bench prefill_order", description="How prefills share a step.")
-    parser.add_argument("--machine", choices=(*MEASURED, *machines.names()), default=PROFILE.name)
+    parser.add_argument("--machine", choices=machines.names(), default=PROFILE.name)
     parser.add_argument("--programs", action="store_true", help="programs with tools, under each `step_ms`; 3 seeds")
     options = parser.parse_args(argv)
-    machine = MEASURED.get(options.machine) or machines.profile(options.machine)
+    machine = machines.profile(options.machine)
     base = engine_config("default", machine, host=False)
     rules = {"equal": replace(base, equal_chunks=True)}
     rules |= {f"in order, floor {floor}": replace(base, chunk_floor=floor) for floor in FLOORS}

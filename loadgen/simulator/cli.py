@@ -25,7 +25,9 @@ def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--rates", type=numbers, default=(0.1,), metavar="R,R,..", help="programs a second (default: 0.1)")
     add("--turns-times", type=counts, default=(1,), metavar="N,N,..", help="turns multiplied, texts divided by it")
     add("--scale", type=float, default=1.0, help="of all lengths; coding asks for 0.1 or so (default: 1)")
-    add("--profile", default="8b-a100", help="MODEL-GPU: 8b, 14b or 70b (on 4) and a100, h200 or b200")
+    add("--tool-times", type=float, default=1.0, help="seconds of tools, multiplied (default: 1)")
+    add("--profile", default="8b-a100", help="MODEL-GPU: 8b, 14b or 70b (on 4) and a100, h200 or b200; measured ones: "
+        "8b-h100, 253m-cpu, 38m-cpu")  # fmt: skip
     add("--replicas", type=int, default=1, help="behind the router's placement (default: 1)")
     add("--cells", type=int, help="KV cells of a replica (default: what the profile has room for)")
     add("--policy", action="append", help="request, plas, infercept-request, infercept-program, infercept, program, "
@@ -157,6 +159,7 @@ def _simulate(options: argparse.Namespace) -> int:
             rates=options.rates,
             turns_times=options.turns_times,
             scale=options.scale,
+            tool_times=options.tool_times,
             profile=options.profile,
             replicas=options.replicas,
             cells=options.cells,

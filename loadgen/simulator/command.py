@@ -35,6 +35,7 @@ class Options:
     rates: tuple[float, ...] = (0.1,)
     turns_times: tuple[int, ...] = (1,)
     scale: float = 1.0
+    tool_times: float = 1.0
     profile: str = "8b-a100"
     replicas: int = 1
     cells: int | None = None
@@ -52,7 +53,8 @@ class Options:
         profile = machines.profile(self.profile)
         if self.cells is not None:
             profile = replace(profile, cells=self.cells)
-        workload = Workload(self.workload, self.programs, self.rates[0], scale=self.scale)
+        rate, tools = self.rates[0], self.tool_times
+        workload = Workload(self.workload, self.programs, rate, scale=self.scale, tool_times=tools)
         base = Case(workload.within(profile.cells), profile, self.replicas)
         return list(cases(base, self.rates, self.hosts, self.turns_times))
 

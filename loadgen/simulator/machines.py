@@ -1,4 +1,4 @@
-"""Profiles of machines from data-sheet ceilings, and the share of them that is taken to be reached. No measurements.
+"""Profiles of machines: from data-sheet ceilings and the share of them that is taken to be reached, and measured ones.
 
 Ceilings, of one GPU: NVIDIA A100 80GB (SXM), H200 (SXM) and HGX B200 data sheets, bf16 without sparsity. Shapes: the
 models' own configurations on the Hugging Face hub. The shares and constants are ours: what well-tuned servers are known
@@ -57,15 +57,55 @@ MODELS = {
     "70b": Model(70.6e9, 80, 8, 8192),  # Llama-3.1-70B
 }
 _MANY = {"70b": 4}  # GPUs that share a model; the others have one
+MEASURED = {
+    # 8B in bfloat16: 4,096 tokens take 101 ms, 512 behind 3,000 14.2, 32 sequences that decode 7 to 8.
+    "8b-h100": Profile(
+        "8b-h100",
+        1.2e-3,
+        weights_s=6e-3,
+        token_s=21.5e-6,
+        pair_s=1.3e-9,
+        cell_s=44e-9,
+        reload_s=2.6e-6,
+        cells=427_000,
+        host_cells=0,
+    ),
+    # 253 M in bfloat16 on two cores with AVX512-BF16: docs/performance.md, forwards on a CPU.
+    "253m-cpu": Profile(
+        "253m-cpu",
+        2e-3,
+        weights_s=13e-3,
+        token_s=1.2e-3,
+        pair_s=2.7e-7,
+        cell_s=1.3e-6,
+        reload_s=1e-6,
+        cells=60_000,
+        host_cells=0,
+    ),
+    # 38 M in float32 on the same cores, fitted (`fitting.fit`) to 13,000 steps of coding agents.
+    "38m-cpu": Profile(
+        "38m-cpu",
+        3.65e-3,
+        weights_s=0.0,
+        token_s=1.61e-4,
+        pair_s=6.15e-8,
+        cell_s=1.04e-6,
+        reload_s=1e-6,
+        cells=60_000,
+        host_cells=0,
+    ),
+}
 
 
 def names() -> list[str]:
     """Every profile's name."""
-    return [f"{model}-{gpu}" for gpu in GPUS for model in MODELS]
+    return [*(f"{model}-{gpu}" for gpu in GPUS for model in MODELS), *MEASURED]
 
 
 def profile(name: str) -> Profile:
     """The profile called MODEL-GPU, as in `names`. Raises ConfigError."""
+    if name in MEASURED:
+        return MEASURED[name]
     if name not in names():
         raise ConfigError(f"there is no profile {name!r}; there are {', '.join(names())}", "profile")
     model_name, _, gpu_name = name.partition("-")

@@ -180,7 +180,7 @@ class Workload:
     """Which programs, how many of them and how fast they come: `rate` a second, by a Poisson process.
 
     `turns_times` multiplies the turns and divides the lengths of replies and results (Continuum, section 6.3). `scale`
-    is of all lengths.
+    is of all lengths, `tool_times` of the seconds that tools take.
     """
 
     kind: str
@@ -188,12 +188,13 @@ class Workload:
     rate: float
     turns_times: int = 1
     scale: float = 1.0
+    tool_times: float = 1.0
     context: int = CONTEXT
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"there is no workload {self.kind!r}; there are {', '.join(KINDS)}", "workload")
-        for name in ("programs", "turns_times", "rate", "scale"):
+        for name in ("programs", "turns_times", "rate", "scale", "tool_times"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be more than 0", name)
         least = KINDS[self.kind].shared * self.scale + 2 * MAX_TOKENS
@@ -219,7 +220,7 @@ class Workload:
     def _alone(self, kind: Kind, number: int, arrived: float, rng: random.Random, shared: int) -> Program:
         """A program that begins with `shared` tokens which others have as well."""
         times = self.turns_times
-        tool_times = kind.times() if kind.gaps is None else Times(1.0, 0.0)
+        drawn = kind.times() if kind.gaps is None else Times(1.0, 0.0)
         count = kind.figures.turns(rng) * times
         turns: list[Turn] = []
         room = self.context - MAX_TOKENS
@@ -229,11 +230,11 @@ class Workload:
             else:
                 prompt = min(shared + kind.task.draw(rng, self.scale), room - MAX_TOKENS)
             reply = min(kind.reply.draw(rng, self.scale / times), MAX_TOKENS - 1)
-            name, tool_s = kind.tool(rng, tool_times)
+            name, tool_s = kind.tool(rng, drawn)
             room -= prompt + reply
             if room < 0:  # the context is full: the agent ends with what it has
                 break
-            turns.append(Turn(prompt, reply, name, tool_s))
+            turns.append(Turn(prompt, reply, name, tool_s * self.tool_times))
         turns[-1] = replace(turns[-1], tool="", tool_s=0.0)
         return Program(number, arrived, shared, tuple(turns))
 

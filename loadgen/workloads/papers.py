@@ -165,7 +165,9 @@ def _one_by_one(
     figures: Figures,
     seconds: Callable[[random.Random], float],
 ) -> Round:
-    """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same."""
+    """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same. They
+    take ``tool_times`` as long as ``seconds`` draws.
+    """
     scripts = []
     for i in range(sizes.jobs):
         name = f"job{i}"
@@ -173,7 +175,8 @@ def _one_by_one(
         between = count - 1
         ends = [sizes.prompt_tokens * n // max(between, 1) for n in range(between + 1)]
         each = [end - start for start, end in pairwise(ends)]
-        pauses = tuple(Pause(seconds(draw.rng(f"{name}/tool/{turn}")), words) for turn, words in enumerate(each))
+        took = [seconds(draw.rng(f"{name}/tool/{turn}")) * sizes.tool_times for turn in range(between)]
+        pauses = tuple(map(Pause, took, each))
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))
     return _arriving(tuple(scripts), poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))

@@ -104,8 +104,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the workloads are. Raises ConfigError for sizes below 1 (words: 0), and for a rate or scale that is not
-    above 0.
+    """How large the workloads are. Raises ConfigError for sizes below 1 (words: 0), and for a rate, a scale or times of
+    tools that are not above 0.
     """
 
     webapp_turns: int = 35
@@ -117,19 +117,21 @@ class Sizes:
     jobs: int = 20  # programs that arrive by a schedule; in `tenants`, of each quiet tenant
     rate: float = 0.2  # of those, a second
     turns_times: int = 1  # how often the turns of `swe`, `mixed` and `bfcl` are multiplied
+    tool_times: float = 1.0  # the same of the seconds that their tools take
     prompt_tokens: int = 1000  # words that tools add to a program of these; a prompt of `sutradhara`
     scale: float = 0.01  # of the lengths of `coding`: prompts of 195,000 tokens become 1,950
     quiet: int = 3  # tenants beside the noisy one
     noise: int = 8  # how many times the programs of a quiet one that one sends, at as many times the rate
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name not in ("rate", "scale")):
+        above = "rate", "scale", "tool_times"
+        for name in (field.name for field in fields(self) if field.name not in above):
             least = 0 if name == "webapp_words" else 1
             if getattr(self, name) < least:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least {least}", name)
-        for name in ("rate", "scale"):
+        for name in above:
             if not 0 < getattr(self, name) < inf:
-                raise ConfigError(f"{name} must be a number more than 0", name)
+                raise ConfigError(f"{name.replace('_', '-')} must be a number more than 0", name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def test_a_profile_is_its_data_sheet() -> None:
     four = machines.profile("70b-b200")
     assert four.weights_s == pytest.approx(2 * 70.6e9 / (4 * 0.8 * 8e12))
     assert all(machines.profile(name).cells > 0 for name in machines.names())
+    assert all(machines.profile(name).name == name for name in machines.names())
 
 
 def test_an_unknown_profile_is_an_error() -> None:

@@ -25,6 +25,16 @@ def test_another_rate_brings_the_same_programs() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_slower_tools_are_all_that_differs(kind: str) -> None:
+    programs, slower = (list(Workload(kind, 20, 0.5, scale=0.1, tool_times=times).draw(0)) for times in (1.0, 4.0))
+    turns, longer = ([turn for program in drawn for turn in program.turns] for drawn in (programs, slower))
+    assert [turn.tool_s for turn in longer] == [4.0 * turn.tool_s for turn in turns]
+    assert [(turn.prompt, turn.reply, turn.tool) for turn in longer] == [
+        (turn.prompt, turn.reply, turn.tool) for turn in turns
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_figures_of_the_traces(kind: str) -> None:
     programs = list(Workload(kind, 1500, 1.0, scale=SCALES.get(kind, 1.0)).draw(0))
     figures = KINDS[kind].figures

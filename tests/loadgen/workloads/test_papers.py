@@ -3,6 +3,7 @@
 import random
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,12 @@ def test_commands_of_two_kinds_come_under_one_name() -> None:
     assert statistics.mean(quick) == pytest.approx(0.25, rel=0.05)
     assert statistics.mean(seconds for seconds in pauses if seconds > 2.0) == pytest.approx(15.0, rel=0.05)
     assert {len(script.tools) for script in round_.scripts} == {1}
+    slower = drawn("mixed", jobs=150, tool_times=3.0)
+    longer = [pause.seconds for script in slower.scripts for pause in script.pauses]
+    assert longer == [3.0 * seconds for seconds in pauses]
+    assert [replace(script, pauses=()) for script in slower.scripts] == [
+        replace(script, pauses=()) for script in round_.scripts
+    ]
 
 
 def test_coding_sessions_are_as_those_that_were_seen() -> None:

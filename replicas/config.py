@@ -99,13 +99,15 @@ class RetentionConfig:
 
     # continuum
     trusted_samples: int = 100  # continuum: a tool with so many calls or fewer is taken for the average tool
-    wait_window: int = 128  # continuum: turns without a pin over which the queue delay is averaged
+    wait_window: int = 128  # continuum, gittins: turns without a pin over which the queue delay is averaged
 
+    # gittins
     prior_s: float = 1.0  # gittins: half of the calls of which nothing is known are over by then
+    away_waits: float = 2.0  # gittins: times that delay, after which programs that are away give way before later ones
 
     def __post_init__(self) -> None:
         _check(self, _one_of(get_args(PolicyName)), "policy")
-        _check(self, _NOT_NEGATIVE, "fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s")
+        _check(self, _NOT_NEGATIVE, "fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s", "away_waits")
         _check(self, _POSITIVE, "prior_s")
         _check(self, _AT_LEAST_ONE, "tool_samples", "overall_samples", "trusted_samples", "wait_window")
         _check(self, _SHARE, "share", "tenant_share")

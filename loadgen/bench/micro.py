@@ -30,7 +30,7 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
-from holdfast.replicas.retention.policy import Conditions, Here, Pause, RestoreCost, policy_of
+from holdfast.replicas.retention.policy import Conditions, Here, Pause, Policy, RestoreCost, policy_of
 from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost
@@ -149,12 +149,13 @@ def retention() -> Iterator[Figure]:
             pauses.ended(call, call + seconds)
     known = book.snapshot()
     pause = Pause("", "tool0", 20_000)
-    conditions = Conditions(1.0, 1.0, 5.0, 30_000, RestoreCost(1e-9, 1e-4, 0.02))
+    cost = RestoreCost(1e-9, 1e-4, 0.02)
+    conditions = Conditions(1.0, mean_turns=5.0, others=30_000, paused=100_000, returning=5000.0, restore=cost)
     for name in get_args(PolicyName):
-        ttl = policy_of(RetentionConfig(policy=name)).ttl
+        policy = policy_of(RetentionConfig(policy=name))
         asked = range(_ROUNDS * 200)
         news = iter([(replace(known), replace(conditions, here=Here(pauses, _CALLS))) for _ in asked])
-        seconds = _best(partial(_ask, ttl, pause, news), 200)
+        seconds = _best(partial(_ask, policy, pause, news), 200)
         yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 
 
@@ -184,12 +185,10 @@ def masks() -> Iterator[Figure]:
     yield Figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
 
 
-def _ask(
-    ttl: Callable[[Pause, LatencySnapshot, Conditions], float],
-    pause: Pause,
-    news: Iterator[tuple[LatencySnapshot, Conditions]],
-) -> None:
-    ttl(pause, *next(news))
+def _ask(policy: Policy, pause: Pause, news: Iterator[tuple[LatencySnapshot, Conditions]]) -> None:
+    known = next(news)
+    policy.ttl(pause, *known)
+    policy.away(pause, *known)
 
 
 def _text_side(config: EngineConfig) -> TextSide:

@@ -4,7 +4,7 @@
     what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
     the next turn comes   kept past the deadline while it waits; given back as it begins
     others need cells     what yields and is past its time gives way, unless its next turn waits already; then programs
-                          behind them in order, of those first what will be past its time first; where nothing runs, any
+                          behind them in order, first who is away for long, then the latest; where nothing runs, any
     it comes, without     where its cells yielded before their time it stands with those that have theirs: it lost them
                           to others, and not because it was away for too long
 
@@ -25,8 +25,8 @@ from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.retention.latency import tool_set
-from holdfast.replicas.retention.policy import Learned, Pause, policy_of
+from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
+from holdfast.replicas.retention.policy import Conditions, Learned, Pause, policy_of
 from holdfast.replicas.retention.rows import Rows, give_back
 from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import EngineStats
@@ -74,8 +74,8 @@ class ProgramPin:
 
     `request_id` is the turn, `turn` its number in the program, `since` when it ended. `run_turn` counts from 1 after
     the program's last answer. `arrival` is the program's; `live` until it is dropped. From `lapse` on it is worth less
-    than what it holds to whoever is short of that, as far as that was known when it was `paused`. No two pins have one
-    `number`.
+    than what it holds to whoever is short of that, as far as that was known when it was `paused`; from `away` on its
+    next turn is far off. No two pins have one `number`.
     """
 
     owner: Owner
@@ -92,6 +92,7 @@ class ProgramPin:
     live: bool = True
     paused: Pause | None = None
     lapse: float = math.inf
+    away: float = math.inf
 
     @property
     def batch(self) -> bool:
@@ -366,11 +367,13 @@ class Retention:
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
         sequence.pinned = self.pins.has_place(sequence.owner)
+        pin = self.pins.find(sequence.owner)
         if sequence.owner is not None and not sequence.background:
             self._learned.pauses.ended(sequence.owner, sequence.arrived)
         if sequence.submit.program_turns and self._active and not sequence.background:
-            if sequence.owner in self.pins:
+            if pin is not None:
                 self._stats.pin_hits += 1
+                self._learned.returned(pin.pin.length, sequence.arrived)
             else:
                 self._stats.pin_misses += 1
 
@@ -458,22 +461,25 @@ class Retention:
         pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
         if not ended.last and not self.pins.awaited(pin):
             self._learned.pauses.began(pin.program, ended.scope, pin.paused.tools, pin.since)
-        ttl = 0.0 if ended.last else self._ttl(pin.paused)
+        known = self._known
+        ttl = 0.0 if ended.last else self._policy.ttl(pin.paused, *known)
         if self._policy.yielding and not ended.last:
             self._stats.pins += 1
             self.pins.until(pin, pin.since + self._config.most_s)
             self.pins.lapses(pin, pin.since + ttl)
+            pin.away = pin.since + self._policy.away(pin.paused, *known)
         elif ttl > 0.0:
             self._stats.pins += 1
             self.pins.until(pin, pin.since + min(ttl, self._config.most_s))
         else:
             self.pins.drop(pin)
 
-    def _ttl(self, pause: Pause) -> float:
-        """What the policy says of a pause, as things are now."""
+    @property
+    def _known(self) -> tuple[LatencySnapshot, Conditions]:
+        """What the policy may know, as things are now."""
         # What is kept for programs and for idle sessions waits for nobody.
         busy = max(self._cache.cells.active - self._rows.sessions.idle, 0)
-        return self._policy.ttl(pause, self._learned.latency, self._learned.conditions(busy, self._now))
+        return self._learned.latency, self._learned.conditions(busy, self.pins.cells, self._now)
 
     # ---- pins come to their end ----
 
@@ -526,16 +532,18 @@ class Retention:
         """A pin that has lapsed and, as things are now, would have."""
         while (pin := self.pins.lapsed(self._now, may)) is not None:
             assert pin.paused is not None, "what nobody spoke of does not lapse"
-            lapse = pin.since + self._ttl(pin.paused)
+            lapse = pin.since + self._policy.ttl(pin.paused, *self._known)
             if lapse <= self._now:
                 return pin
             self.pins.lapses(pin, lapse)
         return None
 
     def _yields(self, pin: ProgramPin) -> Rank:
-        """The greatest gives way first: among pins that differ by arrival alone the one that will lapse first."""
+        """The greatest gives way first: among pins that differ by arrival alone who has been away longest, or else the
+        latest.
+        """
         *tenant, arrival = self._rank(pin)
-        return (*tenant, -pin.lapse, arrival)
+        return (*tenant, 1.0, -pin.away) if pin.away <= self._now else (*tenant, 0.0, arrival)
 
     def _rank(self, pin: ProgramPin) -> Rank:
         return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))

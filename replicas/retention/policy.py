@@ -69,14 +69,23 @@ class Conditions:
     """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
     turns a program has behind it say of those before it. `mean_turns` from a question to its answer. `here`: its own
     latest pauses.
+
+    `others` are the cells of the sequences that run, `paused` those that are kept for programs between their turns, of
+    which so many a second are `returning`.
     """
 
     wait_s: float = 0.0
     eta: float = 1.0
     mean_turns: float = 1.0
-    others: int = 0  # cells of the sequences that run
+    others: int = 0
+    paused: int = 0
+    returning: float = 0.0
     restore: RestoreCost = field(default_factory=RestoreCost)
     here: "Here | None" = None
+
+    def back_within(self, seconds: float) -> int:
+        """Cells of programs between their turns that are asked for again so soon, by how fast that has gone."""
+        return int(min(self.paused, self.returning * seconds))
 
 
 class Policy(Protocol):
@@ -85,6 +94,13 @@ class Policy(Protocol):
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         """Seconds from the turn's end; 0: not at all."""
+        ...
+
+    def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        """Seconds from the turn's end after which the next is so far off that the program gives way before later ones.
+
+        inf: it never is.
+        """
         ...
 
 
@@ -102,21 +118,27 @@ def policy_of(config: RetentionConfig) -> Policy:
     return policies[config.policy]
 
 
-class NoRetention:
-    """Nothing is kept beyond what the cache keeps anyway."""
+class Dropping:
+    """A policy for which what is past its time goes at once, and before that the latest program gives way."""
 
     yielding: ClassVar[bool] = False
+
+    def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        return math.inf
+
+
+class NoRetention(Dropping):
+    """Nothing is kept beyond what the cache keeps anyway."""
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(Dropping):
     """The same for all tools whose mean interval is at most as long, and for those that nobody knows (section 4.5)."""
 
     config: RetentionConfig
-    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         limit = self.config.fixed_s
@@ -124,14 +146,13 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bernstein:
+class Bernstein(Dropping):
     """An upper bound of the interval, longer for a program that is likely to have many turns before it.
 
     The paper's scaling by turns is lost; ours is 1 + weight * max(0, 1 - turn / mean turns).
     """
 
     config: RetentionConfig
-    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         config, tool = self.config, latency.of(pause.tenant, pause.tools)
@@ -158,11 +179,10 @@ def upper_bound(tool: ToolLatency, delta: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuum:
+class Continuum(Dropping):
     """Where keeping pays most: argmax over t of P(back within t) * (wait * eta + cost to restore) - t."""
 
     config: RetentionConfig
-    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         benefit = conditions.wait_s * conditions.eta + conditions.restore.seconds(pause.cells)
@@ -187,32 +207,33 @@ def best_time(tool: ToolLatency, benefit: float) -> float:
     return best
 
 
-class RestoreTime:
+class RestoreTime(Dropping):
     """As long as having the cells again would take: at most twice the cost of who knew the interval beforehand."""
-
-    yielding: ClassVar[bool] = False
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return conditions.restore.seconds(pause.cells)
 
 
-class InferCept:
+class InferCept(Dropping):
     """As long as keeping wastes less memory and time than computing again, or copying out and in (InferCept).
 
     The time that a pause has lasted is taken for the time it will last.
     """
 
-    yielding: ClassVar[bool] = False
-
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return preserve_until(interception(pause, conditions))
 
 
-def interception(pause: Pause, conditions: Conditions) -> "Interception":
-    """What a pause costs under these conditions; copies overlap with steps."""
+def interception(pause: Pause, conditions: Conditions, *, pauses_too: bool = False) -> "Interception":
+    """What a pause costs under these conditions; copies overlap with steps. `pauses_too`: who comes back meanwhile
+    waits as those do that run.
+    """
     cost = conditions.restore
     swap = math.inf if cost.reload is None else cost.reload * pause.cells
-    return Interception(pause.cells, conditions.others, cost.computed(pause.cells), swap, stalled=pause.cells)
+    recompute_s, others = cost.computed(pause.cells), conditions.others
+    if pauses_too:
+        others += conditions.back_within(recompute_s)
+    return Interception(pause.cells, others, recompute_s, swap, stalled=pause.cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +243,7 @@ class Interception:
     Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
     bytes do not appear.
 
-    `others` are the cells of the other running sequences: they wait while this one's are computed again. `stalled` are
+    `others` are the cells of those that wait while this one's are computed again: the others that run. `stalled` are
     the cells that wait while cells are copied: the whole batch where a copy stops it, the program's own where copies
     overlap with steps.
     """
@@ -256,7 +277,8 @@ def preserve_until(pause: Interception) -> float:
 
 
 class Gittins:
-    """While the expected waste of keeping on is less than that of losing the cells, which is InferCept's.
+    """While the expected waste of keeping on is less than that of losing the cells, which is InferCept's, but that who
+    comes back while they are computed again waits for it as well.
 
     At age e of a pause T, keeping for t more holds its cells for E[min(T - e, t)] and saves their loss with
     P(T <= e + t), both given T > e. So it pays where
@@ -267,23 +289,32 @@ class Gittins:
     to that of its slow ones. The first age at which it is too low is the time to stop. It does not matter when that is
     asked: nothing but new conditions, or new statistics, changes the answer. A cell that nobody is short of costs
     nothing to keep, so the policy is `yielding`.
+
+    Of programs that may give way it is the latest: its cells are taken sooner or later, and an earlier one would come
+    back and take them. Not so where it is `away` for longer than that takes: the median of what is left of its pause is
+    over `away_waits` times what turns wait whose cells are gone.
     """
 
     yielding: ClassVar[bool] = True
 
     def __init__(self, config: RetentionConfig) -> None:
-        self._prior_s = config.prior_s
-        self._delta = config.delta
+        self._config = config
         self._known: tuple[LatencySnapshot, Here | None] = (LatencySnapshot(), None)  # what the pauses are of
         self._pauses: dict[ToolKey, ExpectedPause] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        keep_s = preserve_until(interception(pause, conditions))
+        keep_s = preserve_until(interception(pause, conditions, pauses_too=True))
         if keep_s <= 0.0:
             return 0.0
-        return self._expected((pause.tenant, pause.tools), latency, conditions.here).stop(keep_s)
+        return self._expected(pause, latency, conditions.here).stop(keep_s)
 
-    def _expected(self, key: ToolKey, latency: LatencySnapshot, here: "Here | None") -> "ExpectedPause":
+    def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        if not conditions.wait_s:  # nobody has waited yet
+            return math.inf
+        return self._expected(pause, latency, conditions.here).away(self._config.away_waits * conditions.wait_s)
+
+    def _expected(self, of: Pause, latency: LatencySnapshot, here: "Here | None") -> "ExpectedPause":
+        key = of.tenant, of.tools
         if self._known[0] is not latency or self._known[1] is not here:
             self._known = latency, here
             self._pauses.clear()
@@ -292,7 +323,7 @@ class Gittins:
             known = [LifeCounts.of(latency.overall), LifeCounts.of(latency.of(*key))]
             if here is not None:
                 known = [known[0], here.of(None), known[1], here.of(key)]
-            pause = self._pauses[key] = ExpectedPause.of(survival(known, self._prior_s, self._delta))
+            pause = self._pauses[key] = ExpectedPause.of(survival(known, self._config.prior_s, self._config.delta))
         return pause
 
 
@@ -350,18 +381,20 @@ def trust(count: int, delta: float) -> float:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpectedPause:
     """A pause at each of `AGES`: `alive`, whether it lasts that long, and `held`, for how long cells are held by then
-    that are given up no earlier; in expectation.
+    that are given up no earlier; in expectation. `left`: the median of what is left of it then, in seconds.
     """
 
     alive: Array
     held: Array
+    left: Array
 
     @classmethod
     def of(cls, alive: Array) -> "ExpectedPause":
         """From P(T > age)."""
         held = np.zeros(len(AGES))
         np.cumsum(_HALF_WIDTHS * (alive[1:] + alive[:-1]), out=held[1:])
-        return cls(alive, held)
+        half = np.searchsorted(-alive, -alive / 2).clip(max=len(AGES) - 1)
+        return cls(alive, held, AGES[half] - AGES)
 
     def stop(self, keep_s: float) -> float:
         """The age at which to give up what holding for `keep_s` costs as much as losing, for the least waste.
@@ -371,8 +404,17 @@ class ExpectedPause:
         """
         return float(AGES[(self.held + keep_s * self.alive).argmin()])
 
+    def away(self, seconds: float) -> float:
+        """The first age at which more than that is left; inf: there is none."""
+        longer = self.left > seconds
+        at = longer.argmax()
+        return float(AGES[at]) if longer[at] else math.inf
+
 
 # ---- what is learned ----
+
+_RETURNS = 128  # of programs to their cells, the latest, that tell how fast it goes
+_INSTANT = 1e-6  # seconds, for what has only just begun
 
 
 class Learned:
@@ -390,6 +432,8 @@ class Learned:
         self.reload: float | None = None
         self._waits: deque[float] = deque(maxlen=wait_window)
         self._waited = 0.0
+        self._returns: deque[tuple[float, int]] = deque(maxlen=_RETURNS)
+        self._returned = 0
         self._prefill = PrefillFit()
         self._here = Here(self.pauses, -math.inf)
 
@@ -399,6 +443,13 @@ class Learned:
             self._waited -= self._waits[0]
         self._waits.append(seconds)
         self._waited += seconds
+
+    def returned(self, cells: int, now: float) -> None:
+        """A turn came, and so many cells had been kept for its program."""
+        if len(self._returns) == _RETURNS:
+            self._returned -= self._returns[0][1]
+        self._returns.append((now, cells))
+        self._returned += cells
 
     def prefilled(self, spans: Iterable[Span], seconds: float) -> None:
         """A step that computed these took so long."""
@@ -414,15 +465,16 @@ class Learned:
         """Seconds that a prompt of a thousand tokens takes for each of them; 0: not known yet."""
         return self._prefill.cost.seconds(1000) / 1000
 
-    def conditions(self, others: int = 0, now: float = 0.0) -> Conditions:
-        """What a policy may know `now`; `others` are the cells of the sequences that run."""
+    def conditions(self, others: int = 0, paused: int = 0, now: float = 0.0) -> Conditions:
+        """What a policy may know `now`; `others` and `paused` are as there."""
         if now - self._here.at >= LOOKED_AT_S:
             self._here = Here(self.pauses, now)
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
         cost = self._prefill.cost
         if self.reload is not None:
             cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
-        return Conditions(wait, self.turns.eta, self.turns.mean, others, cost, self._here)
+        returning = self._returned / max(now - self._returns[0][0], _INSTANT) if self._returns else 0.0
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, paused, returning, cost, self._here)
 
 
 class Here:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
@@ -189,6 +190,46 @@ def test_a_tool_that_nobody_knows_is_taken_for_all_of_them():
     assert ttl(ToolLatency(), others=9_000, overall=everybody) == ttl(everybody, others=9_000)
     assert ttl(tool([0.3] * 3), others=9_000, overall=everybody) == 0.0, "three calls say nothing yet"
     assert ttl(tool([0.3] * 100), others=9_000, overall=everybody) > 0.3
+
+
+@pytest.mark.parametrize("policy", ["gittins", "infercept"])
+def test_who_comes_back_meanwhile_waits_too_and_infercept_does_not_know(policy):
+    """A second to compute it again, in which 3,000 of the 5,000 cells are asked for that are kept for others."""
+    busy = Conditions(restore=COST, paused=5000, returning=3000.0)
+    found = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), busy)
+    alone = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST))
+    running = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST, others=3000))
+    assert found == (running if policy == "gittins" else alone)
+    assert alone < running
+
+
+@given(durations, counts)
+def test_what_is_left_of_a_pause_is_a_median(seconds, count):
+    alive = survival((counts_of(seconds, count=count),), 1.0, 0.05)
+    left = ExpectedPause.of(alive).left
+    for age, after in enumerate(left):
+        half = int(np.abs(AGES - (AGES[age] + after)).argmin())
+        assert alive[half] <= alive[age] / 2 or half == len(AGES) - 1
+        assert half == age or alive[half - 1] > alive[age] / 2
+
+
+def test_who_is_away_for_long_is_known_when_the_quick_calls_are_over():
+    shell = tool(times(1000, (0.8, 0.3), (0.2, 40.0)))
+    snapshot, policy = LatencySnapshot(shell, {("acme", "shell"): shell}), policy_of(RetentionConfig("gittins"))
+    away = [policy.away(PAUSE, snapshot, Conditions(wait_s=wait_s)) for wait_s in (0.0, 0.01, 1.0, 10.0, 100.0)]
+    assert away[0] == inf, "nobody has waited yet"
+    assert away[1] == 0.0, "what is lost is had again at once"
+    assert 0.3 <= away[2] == away[3] < 0.6, "20 s are less than a slow call takes"
+    assert away[4] > 40.0
+    away_waits = RetentionConfig("gittins", away_waits=20.0)
+    assert policy_of(away_waits).away(PAUSE, snapshot, Conditions(wait_s=10.0)) > 40.0
+
+
+@pytest.mark.parametrize("policy", ["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"])
+def test_under_other_policies_nobody_is_away(policy):
+    slow = tool([40.0] * 1000)
+    known = LatencySnapshot(slow, {("acme", "shell"): slow})
+    assert policy_of(RetentionConfig(policy)).away(PAUSE, known, Conditions(wait_s=1.0)) == inf
 
 
 def test_trust_comes_with_samples():

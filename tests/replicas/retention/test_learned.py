@@ -116,6 +116,15 @@ def test_the_queue_delay_is_averaged_over_a_window():
     assert learned.conditions().wait_s == pytest.approx(2.0)
 
 
+def test_how_fast_programs_come_back_is_counted_over_the_latest():
+    learned = Learned(8)
+    assert learned.conditions(paused=1000).returning == 0.0
+    for i in range(400):
+        learned.returned(1_000_000 if i < 200 else 50, float(i))
+    assert learned.conditions(now=400.0).returning == pytest.approx(50.0)
+    assert learned.conditions(now=400.0 + 128.0).returning == pytest.approx(25.0), "nobody came since"
+
+
 def test_a_host_tier_is_part_of_the_conditions():
     learned = Learned(8)
     learned.reload = 1e-5

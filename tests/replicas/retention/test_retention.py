@@ -1,5 +1,7 @@
 """Programs between their turns: what is kept, for how long, and who gives way."""
 
+from math import inf
+
 import pytest
 from engine_world import World, words
 from fake_runner import complete
@@ -257,15 +259,50 @@ def test_under_gittins_what_has_lapsed_is_taken_by_programs_that_come_later_and_
     world.assert_right(name)
 
 
-@pytest.mark.parametrize("first", ["early", "late"])
-def test_under_gittins_of_what_is_worth_its_cells_that_gives_way_first_which_will_lapse_first(first):
+@pytest.mark.parametrize(
+    ("away", "first"),
+    [
+        ({}, "late"),
+        ({"early": 5.0}, "early"),
+        ({"early": 1.0, "late": 2.0}, "late"),
+        ({"early": 2.0, "late": 1.0}, "early"),
+    ],
+)
+def test_under_gittins_of_what_is_worth_its_cells_the_latest_gives_way_first_unless_another_is_away(away, first):
+    """Of those that are away it is who has been for longest."""
     world = two_that_pause()
     pins = world.engine.scheduler.retention.pins
     for held in pins:
-        pins.lapses(held, world.now + (50.0 if held.owner.name == first else 60.0))
+        pins.lapses(held, world.now + 60.0)
+        held.away = world.now - away.get(held.owner.name, -60.0)
     flood(world, 100, began=0.5)
     world.run()
     assert {"early", "late"} - pinned(world) == {first}
+
+
+def test_under_gittins_who_is_away_is_told_by_what_turns_wait_that_have_no_cells():
+    """Nobody has waited when the first two pause; then turns have, for long, and for less than the tool takes."""
+    world, tools = two_that_pause(), ("make",)
+    world.engine._learned.waited(100.0)
+    turn(world, "patient", words(4, 20), began=3.0, tools=tools)
+    for _ in range(99):
+        world.engine._learned.waited(1.0)
+    turn(world, "brief", words(5, 20), began=4.0, tools=tools)
+    away = {held.owner.name: held.away - held.since for held in world.engine.scheduler.retention.pins}
+    assert away.pop("patient") > 50.0
+    assert away == {"early": inf, "late": inf, "brief": 0.0}
+
+
+def test_under_gittins_it_is_counted_how_fast_programs_come_back_to_their_cells():
+    world = make("gittins")
+    said = turn(world, "one", words(1, 80))
+    world.now += 2.0
+    turn(world, "one", [*said, *words(2, 10)], number=1)
+    world.now = world.engine._learned._returns[0][0] + 4.0
+    known = world.engine._learned.conditions(paused=1000, now=world.now)
+    assert known.returning == pytest.approx(len(said) / 4.0, abs=0.5), "but for the last token, which has no cell"
+    assert known.back_within(8.0) == pytest.approx(2 * len(said), abs=4)
+    assert known.back_within(1e9) == 1000
 
 
 def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():

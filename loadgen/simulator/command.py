@@ -86,7 +86,7 @@ def simulate(options: Options) -> Iterator[Row]:
     """Every run, seed by seed. Raises ConfigError before the first one where it can be told."""
     wanted, policies = options.cases(), options.compared
     for policy in policies:
-        engine_config(policy, wanted[0].profile, host=False)
+        engine_config(policy, wanted[0].profile, host=any(options.hosts))
     bulk = ONE_BY_ONE if options.one_by_one else None
     total = sum(case.workload.programs for case in wanted) * len(policies) * options.seeds
     with bar("programs", total) as shown:

@@ -57,9 +57,9 @@ MODELS = {
     "70b": Model(70.6e9, 80, 8, 8192),  # Llama-3.1-70B
 }
 _MANY = {"70b": 4}  # GPUs that share a model; the others have one
-MEASURED = {
+_MEASURED = (
     # 8B in bfloat16: 4,096 tokens take 101 ms, 512 behind 3,000 14.2, 32 sequences that decode 7 to 8.
-    "8b-h100": Profile(
+    Profile(
         "8b-h100",
         1.2e-3,
         weights_s=6e-3,
@@ -71,7 +71,7 @@ MEASURED = {
         host_cells=0,
     ),
     # 253 M in bfloat16 on two cores with AVX512-BF16: docs/performance.md, forwards on a CPU.
-    "253m-cpu": Profile(
+    Profile(
         "253m-cpu",
         2e-3,
         weights_s=13e-3,
@@ -83,7 +83,7 @@ MEASURED = {
         host_cells=0,
     ),
     # 38 M in float32 on the same cores, fitted (`fitting.fit`) to 13,000 steps of coding agents.
-    "38m-cpu": Profile(
+    Profile(
         "38m-cpu",
         3.65e-3,
         weights_s=0.0,
@@ -94,7 +94,8 @@ MEASURED = {
         cells=60_000,
         host_cells=0,
     ),
-}
+)
+MEASURED = {each.name: each for each in _MEASURED}
 
 
 def names() -> list[str]:

@@ -51,6 +51,8 @@ def policy(name: str) -> Policy:
 def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
     """One replica under the policy of that name, with a second tier or without. Raises ConfigError."""
     named = policy(name)
+    if host and not profile.host_cells:
+        raise ConfigError(f"nothing is known of a second tier of {profile.name}", "host-tier")
     return EngineConfig(
         model=profile.name,
         context_length=CONTEXT,

@@ -1,10 +1,11 @@
 """For how long a program's cells are kept after a turn, and what a replica learns to decide it (Continuum, 4.3).
 
-Seven policies behind one pure call. `gittins`, the default, weighs InferCept's waste by what is known of the tools.
-Source of the other formulas: Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one
-(`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost` are what to measure them against. Below them
-what they look at: the cost of having cells again, fitted to the steps that the engine runs, the turns of programs, the
-queue delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
+Seven policies behind two pure calls: for how long, and from when on a program is away. `gittins`, the default, weighs
+InferCept's waste by what is known of the tools. Source of the other formulas: Continuum's first version (`bernstein`),
+its simplified one (`fixed`), its later one (`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost`
+are what to measure them against. Below them what they look at: the cost of having cells again, fitted to the steps that
+the engine runs, the turns of programs, how fast they come back, the queue delay. Not here: how long tools take
+(`latency`), whose cells are kept (`pins`).
 """
 
 import math
@@ -243,9 +244,9 @@ class Interception:
     Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
     bytes do not appear.
 
-    `others` are the cells of those that wait while this one's are computed again: the others that run. `stalled` are
-    the cells that wait while cells are copied: the whole batch where a copy stops it, the program's own where copies
-    overlap with steps.
+    `others` are the cells of those that wait while this one's are computed again: the others that run, and who comes
+    back meanwhile where that is counted. `stalled` are the cells that wait while cells are copied: the whole batch
+    where a copy stops it, the program's own where copies overlap with steps.
     """
 
     cells: int
@@ -466,7 +467,7 @@ class Learned:
         return self._prefill.cost.seconds(1000) / 1000
 
     def conditions(self, others: int = 0, paused: int = 0, now: float = 0.0) -> Conditions:
-        """What a policy may know `now`; `others` and `paused` are as there."""
+        """What a policy may know `now`; `others` and `paused` are as of `Conditions`."""
         if now - self._here.at >= LOOKED_AT_S:
             self._here = Here(self.pauses, now)
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0

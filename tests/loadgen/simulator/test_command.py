@@ -39,6 +39,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     [
         ["--workload", "poetry"],
         ["--profile", "8b-abacus"],
+        ["--profile", "38m-cpu", "--host-tier", "on"],
         ["--policy", "whim"],
         ["--rates", "0"],
         ["--seeds", "0"],

@@ -103,7 +103,7 @@ class RetentionConfig:
 
     # gittins
     prior_s: float = 1.0  # gittins: half of the calls of which nothing is known are over by then
-    away_waits: float = 2.0  # gittins: times that delay, after which programs that are away give way before later ones
+    away_waits: float = 2.0  # gittins: times that delay; who is away for longer gives way before later programs
 
     def __post_init__(self) -> None:
         _check(self, _one_of(get_args(PolicyName)), "policy")

@@ -2,11 +2,12 @@
 
     a turn ends           pinned for a moment, until it is known what the turn called
     what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
-    the next turn comes   kept past the deadline while it waits; given back as it begins
+    the next turn comes   kept past the deadline while it waits; given back as it begins. With its cells it stands
+                          before programs without, for as long as the policy says; it stays there if others take them
     others need cells     what yields and is past its time gives way, unless its next turn waits already; then programs
                           behind them in order, first who is away for long, then the latest; where nothing runs, any
-    it comes, without     where its cells yielded before their time it stands with those that have theirs: it lost them
-                          to others, and not because it was away for too long
+    it comes, without     where they yielded it stands with those that have theirs: again for as long as the policy
+                          says, and where it was not away for long
 
 `Pins` is the book: at most one pin a program, deadlines, limits. `Retention` decides, as the engine tells it what
 happens to programs. Not here: for how long (`policy`), what sessions keep and who keeps a row (`rows`).
@@ -126,7 +127,7 @@ class Pins:
         self._lines: dict[tuple[Priority, str], list[tuple[float, int, ProgramPin]]] = {}  # each by `place`
         self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
-        self._places: OrderedDict[Owner, None] = OrderedDict()  # kept by programs whose pins gave way
+        self._places: OrderedDict[Owner, float] = OrderedDict()  # of programs whose pins gave way: as of `place`
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -145,9 +146,9 @@ class Pins:
     def cells_of(self, tenant: str) -> int:
         return self._cache.cells.soft_pinned_of(tenant)
 
-    def has_place(self, owner: Owner | None) -> bool:
-        """Whether a program has a pin, or kept its place when that gave way."""
-        return owner in self._pins or owner in self._places
+    def place(self, owner: Owner | None) -> float:
+        """Until when a turn of a program whose pin gave way stands where it would with that; -inf: it does not."""
+        return self._places.get(owner, -math.inf) if owner is not None else -math.inf
 
     def leave(self, owner: Owner | None) -> None:
         """A program needs no place any more: it runs, or is over."""
@@ -242,8 +243,10 @@ class Pins:
         self._due.push(deadline, pin)
         self._due.trim(2 * len(self))
 
-    def drop(self, pin: ProgramPin, *, keeps_place: bool = False) -> None:
-        """Give a pin's cells back; what comes next of its program stands where it would with the pin, or does not."""
+    def drop(self, pin: ProgramPin, *, place: float | None = None) -> None:
+        """Give a pin's cells back. `place`: those turns of its program that wait, or come by then, stand where they
+        would with the pin.
+        """
         del self._pins[pin.owner]
         if pin.owner.is_handle:
             del self._handles[pin.program][pin]
@@ -258,11 +261,12 @@ class Pins:
         self._due.trim(len(self))
         self._lapsing.trim(len(self))
         give_back(self._cache.unpin, pin.pin)
-        if keeps_place:
-            self._places[pin.owner] = None
-            if len(self._places) > _PLACES:
-                self._places.popitem(last=False)
-        self._mark(pin.owner, pinned=keeps_place)
+        if place is None:
+            self._mark(pin.owner, pinned=False)
+            return
+        self._places[pin.owner] = place
+        if len(self._places) > _PLACES:
+            self._places.popitem(last=False)
 
     @property
     def due(self) -> float | None:
@@ -366,8 +370,9 @@ class Retention:
 
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
-        sequence.pinned = self.pins.has_place(sequence.owner)
         pin = self.pins.find(sequence.owner)
+        place = self._first_until(pin, lost=False) if pin is not None else self.pins.place(sequence.owner)
+        sequence.pinned = sequence.arrived <= place
         if sequence.owner is not None and not sequence.background:
             self._learned.pauses.ended(sequence.owner, sequence.arrived)
         if sequence.submit.program_turns and self._active and not sequence.background:
@@ -506,15 +511,24 @@ class Retention:
         def may(pin: ProgramPin) -> bool:
             return pin.program != besides and whose(pin.owner.scope)
 
-        lapsed = pin = self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))
+        pin = self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))
         if pin is None:
             rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
             pin = max(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, default=None)
             if pin is None:
                 return False
         self._stats.pins_given_way += 1
-        self.pins.drop(pin, keeps_place=self._policy.yielding and lapsed is None and not pin.owner.is_handle)
+        keeps_place = self._policy.yielding and not pin.owner.is_handle
+        self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
         return True
+
+    def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
+        """A turn that comes by then stands before those of programs without cells, as things are now. `lost`: as of
+        `Policy`.
+        """
+        if pin.paused is None:
+            return math.inf
+        return pin.since + self._policy.first_within(pin.paused, self._known[1], lost=lost)
 
     def makes_room(self, mark: int, to: Sequence) -> bool:
         """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it.

@@ -1,11 +1,11 @@
 """For how long a program's cells are kept after a turn, and what a replica learns to decide it (Continuum, 4.3).
 
-Seven policies behind two pure calls: for how long, and from when on a program is away. `gittins`, the default, weighs
-InferCept's waste by what is known of the tools. Source of the other formulas: Continuum's first version (`bernstein`),
-its simplified one (`fixed`), its later one (`continuum`). `infercept` is InferCept's rule, `none` and `restore-cost`
-are what to measure them against. Below them what they look at: the cost of having cells again, fitted to the steps that
-the engine runs, the turns of programs, how fast they come back, the queue delay. Not here: how long tools take
-(`latency`), whose cells are kept (`pins`).
+Seven policies behind three pure calls: for how long, from when on a program is away, and until when its next turn goes
+first. `gittins`, the default, weighs InferCept's waste by what is known of the tools. Source of the other formulas:
+Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one (`continuum`). `infercept` is
+InferCept's rule, `none` and `restore-cost` are what to measure them against. Below them what they look at: the cost of
+having cells again, fitted to the steps that the engine runs, the turns of programs, how fast they come back, the queue
+delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
 """
 
 import math
@@ -104,6 +104,13 @@ class Policy(Protocol):
         """
         ...
 
+    def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
+        """Seconds from the turn's end within which the next one stands before those of programs without cells.
+
+        `lost`: its own are gone, for others needed them. inf: whenever it comes.
+        """
+        ...
+
 
 def policy_of(config: RetentionConfig) -> Policy:
     """The policy that `config` names."""
@@ -126,6 +133,9 @@ class Dropping:
 
     def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return math.inf
+
+    def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
+        return 0.0 if lost else math.inf
 
 
 class NoRetention(Dropping):
@@ -294,6 +304,9 @@ class Gittins:
     Of programs that may give way it is the latest: its cells are taken sooner or later, and an earlier one would come
     back and take them. Not so where it is `away` for longer than that takes: the median of what is left of its pause is
     over `away_waits` times what turns wait whose cells are gone.
+
+    A turn that has its cells goes first, for they are held while it waits. One whose cells were `lost`, or come back
+    from a host tier for less than computing takes, does where it comes before keeping them would have cost as much.
     """
 
     yielding: ClassVar[bool] = True
@@ -313,6 +326,10 @@ class Gittins:
         if not conditions.wait_s:  # nobody has waited yet
             return math.inf
         return self._expected(pause, latency, conditions.here).away(self._config.away_waits * conditions.wait_s)
+
+    def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
+        loss = interception(pause, conditions, pauses_too=True)
+        return preserve_until(loss) if lost or loss.swap < loss.discard else math.inf
 
     def _expected(self, of: Pause, latency: LatencySnapshot, here: "Here | None") -> "ExpectedPause":
         key = of.tenant, of.tools

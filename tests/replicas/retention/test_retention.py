@@ -52,6 +52,12 @@ def pinned(world: World) -> set[str]:
     return {held.owner.name for held in world.engine.scheduler.retention.pins}
 
 
+def pause_of(world: World, name: str):
+    """The pin of a program that pauses."""
+    (held,) = [held for held in world.engine.scheduler.retention.pins if held.owner.name == name]
+    return held
+
+
 def by_age(*seconds: float) -> list[int]:
     """How many are no longer than each of `AGES`."""
     return [sum(each <= age for each in seconds) for age in AGES]
@@ -309,48 +315,83 @@ def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
     world = two_that_pause()
     world.engine._learned._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
     pins = world.engine.scheduler.retention.pins
-    (late,) = [held for held in pins if held.owner.name == "late"]
-    pins.lapses(late, world.now + 9.0)
+    pins.lapses(pause_of(world, "late"), world.now + 9.0)
     flood(world, 100, began=0.5)
     world.run()
     assert pinned(world) == {"early"}, "it is worth the wait now, for longer than the other"
 
 
-def all_give_way() -> World:
-    """The slow one, whose time is over, and the other, whose time is not, to a program that came before both."""
+def all_give_way(away: float = inf) -> World:
+    """Both lose their cells to a program that came before them; `late` is away for long `away` seconds from now on."""
     world = two_that_pause()
-    pins = world.engine.scheduler.retention.pins
-    (late,) = [held for held in pins if held.owner.name == "late"]
-    pins.lapses(late, world.now + 50.0)
+    pause_of(world, "late").away = world.now + away
     flood(world, 200, began=0.5)
     world.run()
+    assert pinned(world) == set()
     return world
 
 
 def places(world: World) -> set[str]:
-    """Programs that stand with those whose cells are pinned."""
+    """Programs whose next turn may stand with those whose cells are pinned, though its own are not."""
     pins = world.engine.scheduler.retention.pins
-    return {name for name in ("early", "late") if pins.has_place(Owner("", name, session=False))}
+    return {name for name in ("early", "late") if pins.place(Owner("", name, session=False)) > -inf}
 
 
-def test_under_gittins_a_program_whose_cells_gave_way_before_their_time_keeps_its_place_until_it_runs():
-    world = all_give_way()
-    assert (pinned(world), places(world)) == (set(), {"late"}), "the slow one was away for longer than it was worth"
+def goes_first(world: World) -> bool:
+    """Whether a turn of `late` that comes now starts before a program that came first and has no cells."""
     for i in range(2):
         world.submit(f"runs{i}", words(30 + i, 8), 12, began=0.1)
     world.step()
     world.submit("before", words(50, 200), 4, began=1.0)
     world.submit("again", words(2, 80), 4, began=2.0, program="late", turns=1)
     world.run()
-    assert world.end("again").timing.scheduled < world.end("before").timing.scheduled
-    assert places(world) == set(), "it has run, and what it left was taken too"
+    return world.end("again").timing.scheduled < world.end("before").timing.scheduled
+
+
+@pytest.mark.parametrize(
+    ("after", "away", "first"), [(2.0, inf, True), (60.0, inf, False), (2.0, 1.0, False), (2.0, 8.0, True)]
+)
+def test_under_gittins_who_lost_its_cells_goes_first_where_it_comes_back_in_time(after, away, first):
+    """Before keeping them would have cost more than losing them, here some 5 s, and before it is away for long."""
+    world = all_give_way(away)
+    world.now += after
+    assert goes_first(world) is first
+    assert "late" not in places(world), "it has run since"
+
+
+@pytest.mark.parametrize(("after", "reload", "first"), [(2.0, None, True), (40.0, None, True), (40.0, 0.01, False)])
+def test_under_gittins_who_has_its_cells_goes_first_unless_a_tier_would_give_them_back_for_less(after, reload, first):
+    """And then only where it comes within what the copy takes."""
+    world = two_that_pause()
+    world.engine._learned.reload = reload
+    world.now += after
+    assert goes_first(world) is first
+
+
+@pytest.mark.parametrize(("reload", "first"), [(None, True), (0.01, False)])
+def test_a_turn_that_waits_while_its_cells_give_way_stands_where_it_stood(monkeypatch, reload, first):
+    world = two_that_pause()
+    scheduler = world.engine.scheduler
+    world.engine._learned.reload = reload
+    world.now += 40.0
+    with monkeypatch.context() as held_up:
+        held_up.setattr(scheduler.admission, "admit", lambda builder, now: None)
+        world.submit("again", words(2, 80), 4, began=2.0, program="late", turns=1)
+        world.engine.step(world.now)
+    (waits,) = scheduler.admission
+    assert waits.pinned is first
+    while scheduler.retention.give_way(to=None):
+        pass
+    assert (pinned(world), waits.pinned) == (set(), first)
+    world.run()
+    world.assert_right("again")
 
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_program_that_is_over_needs_no_place(over):
     world = all_give_way()
-    world.give(ProgramEnded("", "late" if over else "early"))
-    assert places(world) == (set() if over else {"late"})
+    world.give(ProgramEnded("", "late" if over else "other"))
+    assert places(world) == ({"early"} if over else {"early", "late"})
 
 
 def test_under_other_policies_who_lost_its_cells_has_no_place():

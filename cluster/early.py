@@ -134,7 +134,7 @@ def written(batch: Batch) -> bytes | None:
         return None
     pieces = [(type(piece).__name__, piece) for piece in batch.pieces]
     try:
-        told = orjson.dumps([batch.replica_id, pieces, drawn.tokens, drawn.seed, drawn.start])
+        told = orjson.dumps([batch.replica_id, pieces, drawn.tokens, drawn.seed, drawn.start, drawn.at, drawn.over])
     except TypeError:  # half a character, or a number that is none to JSON
         return None
     return told if len(told) <= MOST else None
@@ -142,8 +142,8 @@ def written(batch: Batch) -> bytes | None:
 
 def read(told: bytes) -> Batch:
     """The batch that was `written`."""
-    replica_id, pieces, tokens, seed, start = orjson.loads(told)
-    return Batch(replica_id, tuple(_piece(*each) for each in pieces), drawn=ReplyTokens(tuple(tokens), (), seed, start))
+    replica_id, pieces, tokens, *drawn = orjson.loads(told)
+    return Batch(replica_id, tuple(_piece(*each) for each in pieces), drawn=ReplyTokens(tuple(tokens), (), *drawn))
 
 
 def _piece(kind: str, fields: dict[str, Any]) -> Piece:

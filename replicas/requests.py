@@ -112,7 +112,7 @@ class ReplyTokens:
     """Tokens of a reply from its `start`-th on, with their log probabilities where these are asked for.
 
     `seed`: what they are drawn with, where neither the request nor its prompt says that. `at`: tokens of the history
-    that a session's operation goes on from.
+    that a session's operation goes on from. `over`: the model has ended the reply with them.
     """
 
     tokens: tuple[int, ...] = ()
@@ -120,6 +120,7 @@ class ReplyTokens:
     seed: int | None = None
     start: int = 0
     at: int | None = None
+    over: bool = False
 
 
 NOTHING_DRAWN = ReplyTokens()
@@ -412,6 +413,7 @@ class Drawing:
         self._told = 0
         self.seed: int | None = None
         self.at: int | None = None
+        self.over = False
         if drawn is not None:
             self.merge(drawn)
             self._told = len(self._tokens)
@@ -423,22 +425,27 @@ class Drawing:
     def withdraw(self, kept: int) -> None:
         """Only the first `kept` tokens stand."""
         del self._tokens[kept:], self._logprobs[kept:]
+        self.over = False
         self._told = min(self._told, kept)
 
     def merge(self, drawn: ReplyTokens) -> None:
         """What a replica has told."""
         self.withdraw(drawn.start)
         self.add(drawn.tokens, drawn.logprobs)
-        self.seed, self.at = drawn.seed, drawn.at
+        self.seed, self.at, self.over = drawn.seed, drawn.at, drawn.over
 
     def take(self) -> ReplyTokens:
         """What was drawn, or withdrawn, since the last call."""
         start, self._told = self._told, len(self._tokens)
-        return ReplyTokens(tuple(self._tokens[start:]), tuple(self._logprobs[start:]), self.seed, start, self.at)
+        return self._since(start)
 
     @property
     def whole(self) -> ReplyTokens:
-        return ReplyTokens(tuple(self._tokens), tuple(self._logprobs), self.seed, at=self.at)
+        return self._since(0)
+
+    def _since(self, start: int) -> ReplyTokens:
+        tokens, logprobs = tuple(self._tokens[start:]), tuple(self._logprobs[start:])
+        return ReplyTokens(tokens, logprobs, self.seed, start, self.at, self.over)
 
 
 class AnswerBuilder:

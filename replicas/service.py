@@ -95,6 +95,7 @@ from holdfast.replicas.requests import (
     SessionState,
     SessionTurn,
     TextDelta,
+    ToolCallDelta,
 )
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
@@ -245,13 +246,12 @@ class Service:
                     async for events in steps:
                         if request.session is not None and attempt.drawing.at is None:
                             attempt.drawing.at = self.sessions.begun_at(request.request_id)
-                        pieces = tuple(piece for event in events for piece in self._pieces(request, attempt, event))
-                        if self._preposition is not None and pieces:
-                            built.add(pieces)
-                            self._preposition.turn_ended(request, built.answer())
-                        if pieces and echo is not None:
-                            pieces, begun = _with_echo(pieces, echo, begun=begun), True
-                        if pieces:
+                        for pieces in self._batches(request, attempt, events):
+                            if self._preposition is not None:
+                                built.add(pieces)
+                                self._preposition.turn_ended(request, built.answer())
+                            if echo is not None:
+                                pieces, begun = _with_echo(pieces, echo, begun=begun), True
                             yield pieces
                 attempt = self._second(request, encoded, attempt, events[-1])
         except HoldfastError as error:
@@ -340,6 +340,22 @@ class Service:
         submit = first.going_on(rewrite.tokens, rewrite.matcher)
         return Attempt(submit, reply, first.spent, first.drawing, ended)
 
+    def _batches(
+        self, request: GenerateRequest, attempt: Attempt, events: Sequence[Event]
+    ) -> Iterator[tuple[Piece, ...]]:
+        """What the client is told of events: all of it together, but for a call that has closed. A client runs that
+        from then on, so it does not wait for what is done at the reply's end, here and in the router.
+        """
+        pieces: list[Piece] = []
+        for event in events:
+            if isinstance(event, Finished) and any(isinstance(each, ToolCallDelta) and each.closed for each in pieces):
+                attempt.drawing.over = event.reason == "stop"
+                yield tuple(pieces)
+                pieces = []
+            pieces += self._pieces(request, attempt, event)
+        if pieces:
+            yield tuple(pieces)
+
     def _pieces(self, request: GenerateRequest, attempt: Attempt, event: Event) -> Sequence[Piece]:
         """What the client is told of an event."""
         if isinstance(event, Tokens):
@@ -369,7 +385,7 @@ class Service:
         reply = attempt.reply
         if reply.rewrite is not None:
             return ()
-        tail, reason = reply.finish(ended.reason)
+        tail, reason = reply.finish("stop" if attempt.over else ended.reason)
         reply.remember()
         if request.session is not None:
             usage, timing = attempt.usage(ended), attempt.timing(ended)
@@ -480,13 +496,17 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One submission of a request and the reader of its reply. `earlier` is how the one before it ended."""
+    """One submission of a request and the reader of its reply. `earlier` is how the one before it ended.
+
+    `over`: another replica has drawn all of the reply.
+    """
 
     submit: Submit
     reply: Reply
     spent: Spent
     drawing: Drawing
     earlier: Finished | None = None
+    over: bool = False
 
     def resumed(self, drawn: ReplyTokens) -> tuple[Attempt, Sequence[Piece]]:
         """This attempt from behind what another replica has drawn of it, and the pieces of that. The matcher is there
@@ -496,10 +516,11 @@ class Attempt:
         submit = self.going_on(drawn.tokens, self.submit.matcher)
         if drawn.seed is not None:
             submit = replace(submit, sampling=replace(submit.sampling, seed=drawn.seed))
-        if self.reply.done:  # but for its end, which was lost
+        over = drawn.over or self.reply.done  # but for its end, which was lost
+        if over:
             submit = replace(submit, sampling=replace(submit.sampling, max_tokens=0))
         self.drawing.seed = submit.sampling.seed
-        return replace(self, submit=submit), pieces
+        return replace(self, submit=submit, over=over), pieces
 
     def going_on(self, drawn: Sequence[int], matcher: Matcher | None) -> Submit:
         """What to submit to go on from these tokens of the reply.

@@ -32,6 +32,8 @@ DRAWN = st.builds(
     st.just(()),
     st.none() | st.integers(-(2**63), 2**63 - 1),
     st.integers(0, 99),
+    st.none() | st.integers(0, 99),
+    st.booleans(),
 )
 
 

@@ -39,9 +39,19 @@ def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -
     assert (found.policy, found.ratio.value, found.each) == ("continuum", 2.0, (3.0, 1.0))
     assert (found.first_mean_s, found.mean_s) == (20.0, 10.0)
     assert str(found).endswith("2 of 2 programs served under both; target 1.3: met")
-    (even,) = faster(programs[1:], 1, "large", 64, ("continuum", "request"), seed=0)
+    (even,) = faster(programs[1:], 1, "large", 64, PAIR, seed=0)
     assert even.ratio.value == 1.0
     assert str(even).endswith("target 0.98: met")
+
+
+def test_between_two_policies_of_programs_no_target_is_set() -> None:
+    programs = [program("infercept", 0, "a", 10.0), program("gittins", 0, "a", 20.0)]
+    (slower,) = faster(programs, 1, "small", 64, ("infercept", "gittins"), seed=0)
+    assert slower.met
+    assert "infercept 10.0 s: 0.50x faster" in str(slower)
+    assert str(slower).endswith("1 of 1 programs served under both")
+    (failed,) = faster(programs, 2, "small", 64, ("infercept", "gittins"), seed=0)
+    assert not failed.met, "a program failed"
 
 
 def test_a_target_is_missed_where_a_program_failed() -> None:

@@ -20,6 +20,7 @@ from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
     Completed,
+    Drawing,
     Errored,
     GenerateRequest,
     RawPrompt,
@@ -152,7 +153,34 @@ def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message():
                 if isinstance(piece, ToolCallDelta) and piece.closed
             ]
             assert len(closing) == len(set(closing)) == 2
-            assert closing[0] < len(batches) - 1
+            assert closing[-1] < len(batches) - 1
+
+    asyncio.run(main())
+
+
+def test_a_call_does_not_wait_for_the_end_of_its_reply():
+    """Though the engine has ended it before anybody reads of either: both are in one list of events then."""
+
+    async def main():
+        async with serving() as service:
+            run = service._bridge.run
+
+            async def at_once(*told):
+                yield [event async for events in run(*told) for event in events]
+
+            service._bridge.run = at_once
+            asked = [{"role": "user", "content": "Check the weather in Oslo."}]
+            drawing = Drawing()
+            stream = service.stream(request("a", ChatPrompt(asked, TOOLS), 200), drawing)
+            batches = [(pieces, drawing.take()) async for pieces in stream]
+            (told, drawn), (end, nothing) = batches
+            assert isinstance(told[-1], ToolCallDelta)
+            assert told[-1].closed
+            assert isinstance(end[-1], Completed)
+            assert drawn.tokens, "who goes on from here has the call and all that it was drawn of"
+            assert not nothing.tokens
+
+    asyncio.run(main())
 
     asyncio.run(main())
 

@@ -111,8 +111,8 @@ def _add_compare(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add(
         "--workload",
         action="append",
-        help="agents, bugfix, webapp, burst, concurrency (by default these), arrivals, swe, bfcl, sutradhara, tenants, "
-        "repeats; may come several times",
+        help="agents, bugfix, webapp, burst, concurrency (by default these), arrivals, swe, mixed, coding, bfcl, "
+        "sutradhara, tenants, repeats; may come several times",
     )
     add("--forced", action="store_true", help="histories hold the scripted answers, alike everywhere")
     add("--webapp-turns", type=int, default=35, help="requests of webapp (default: 35)")
@@ -153,7 +153,7 @@ def _add_scheduling(kinds: "Commands[argparse.ArgumentParser]") -> None:
     add("--cells", type=counts, default=(8192, 65536), metavar="N,N", help="of both caches (default: 8192,65536)")
     add("--model", default="pocket", help="as for serve (default: pocket)")
     add("--threads", type=int, default=1, help="of each engine (default: 1)")
-    add("--workload", default="swe", help="swe, mixed or bfcl (default: swe)")
+    add("--workload", default="swe", help="swe, mixed, coding or bfcl (default: swe)")
     add("--cache", action="append", help="small or large (default: both)")
     add("--jobs", type=int, default=12, help="programs of a repetition (default: 12)")
     add("--rate", type=float, default=1.0, help="of those, a second (default: 1)")

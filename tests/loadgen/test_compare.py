@@ -1,6 +1,7 @@
 """`holdfast bench compare` as a whole, against servers in this process."""
 
 import json
+import re
 import signal
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from holdfast.loadgen.runner import Runner
 from holdfast.loadgen.summary import summarize
 from holdfast.loadgen.table import brief
 from holdfast.loadgen.traces import formats
+from holdfast.loadgen.workloads.catalog import WORKLOADS
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
@@ -377,6 +379,13 @@ def test_what_cannot_be_asked_for_is_said_before_anything_is_sent(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):
         compare.main(Options(one, json_file=tmp_path / "file" / "out.json"))
+
+
+def test_the_help_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        holdfast(["bench", "compare", "--help"])
+    named = capsys.readouterr().out.rpartition("  --workload WORKLOAD")[2].partition("  --forced")[0]
+    assert {*WORKLOADS} <= set(re.findall(r"\w+", named))
 
 
 def test_the_command_takes_it_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -182,8 +182,6 @@ def test_a_call_does_not_wait_for_the_end_of_its_reply():
 
     asyncio.run(main())
 
-    asyncio.run(main())
-
 
 def test_32_streams_at_once_end_and_leave_everything_free():
     async def main():

@@ -19,6 +19,8 @@ Level: TypeAlias = Literal["amx", "avx512_bf16", "avx512", "avx2", "torch"]
 """Sets of instructions, each with all that follow; "torch": none of ours."""
 
 LEVELS: tuple[Level, ...] = get_args(Level)
+OPT_IN: frozenset[Level] = frozenset({"amx"})
+"""Levels that are used only where they are named: our kernels for them have never run on such a processor."""
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_cd", "avx2", "fma3")
 _NEEDS: dict[Level, tuple[str, ...]] = {  # of a processor, as torch names it
     "amx": (*_AVX512, "avx512_bf16", "amx_tile"),
@@ -69,15 +71,16 @@ def source_digest(source: bytes) -> int:
 
 
 def limit(wanted: Level | Literal["auto"]) -> Level:
-    """Let this process's kernels use no instructions above this level; "auto": all that the processor has.
+    """Let this process's kernels use no instructions above this level; "auto": all that the processor has but those in
+    `OPT_IN`.
 
     Returns the highest level that is left. What was prepared before, as weights in a way's order, keeps its way. Raises
     ValueError for a level that the processor does not have.
     """
-    there = next(level for level in LEVELS if _has(level))
-    if wanted != "auto" and LEVELS.index(wanted) < LEVELS.index(there):
-        raise ValueError(f"this processor has no {wanted}, only {', '.join(LEVELS[LEVELS.index(there) :])}")
-    _level[:] = [there if wanted == "auto" else wanted]
+    there = [level for level in LEVELS if _has(level)]
+    if wanted != "auto" and LEVELS.index(wanted) < LEVELS.index(there[0]):
+        raise ValueError(f"this processor has no {wanted}, only {', '.join(LEVELS[LEVELS.index(there[0]) :])}")
+    _level[:] = [next(level for level in there if level not in OPT_IN) if wanted == "auto" else wanted]
     return _level[0]
 
 

@@ -126,7 +126,7 @@ class EngineConfig:
     device: str = "auto"  # auto: cuda where there is one
     decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
     threads: int = 0  # of torch on a CPU; 0: all cores
-    cpu_kernels: CpuKernels = "auto"  # the highest instructions that kernels on a CPU use; torch: no kernels of ours
+    cpu_kernels: CpuKernels = "auto"  # highest instructions of CPU kernels; auto: all but amx; torch: none of ours
 
     context_length: int = 0  # 0: the model's own
     cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`

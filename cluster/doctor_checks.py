@@ -224,8 +224,8 @@ def model(settings: Settings) -> Iterator[Finding]:
     for fault in faults:
         yield fail("model", f"{folder}: {fault}", "download it again: hf download NAME --local-dir FOLDER")
     if not model_files.has_template(folder):
-        found = f"{folder} has no chat template"
-        yield warn("model", found, "take the instruct version: chat completions need a template, tools one for tools")
+        found = f"{folder} has no chat template: the server completes text and refuses chats"
+        yield warn("model", found, "serve the instruct version of the model to chat and to call tools")
     elif not faults:
         yield ok("model", f"{settings.engine.model}, {model_files.weight_bytes(folder) / GIB:.2f} GiB of weights")
 

@@ -32,7 +32,8 @@ def has_template(folder: Path) -> bool:
     """Whether a chat template comes with the tokenizer."""
     if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
         return True
-    return "chat_template" in (_json(folder / "tokenizer_config.json") or {})
+    config = _json(folder / "tokenizer_config.json")
+    return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -80,11 +80,8 @@ def run(settings: Settings, say: Say) -> None:
         stack.enter_context(MemoryGuard(say))
         try:
             running = _start(settings, stack, signals, say)
-            say(
-                warmup.banner(
-                    running.url, running.model, time.monotonic() - started, bool(settings.tenants), settings.router.page
-                )
-            )
+            took_s, page, chats = time.monotonic() - started, settings.router.page, warmup.chats(settings)
+            say(warmup.banner(running.url, running.model, took_s, bool(settings.tenants), page, chats))
             _watch(running, signals, say)
         except KeyboardInterrupt:
             signals.stopping = True

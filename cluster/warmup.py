@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from holdfast.cluster import checks, model_files
 from holdfast.cluster.config import Settings
 from holdfast.cluster.watch import URL
 from holdfast.replicas.errors import UnavailableError
@@ -37,12 +38,19 @@ TOOLS: list[dict[str, Any]] = [
     },
 ]
 QUESTION = "What is the weather in Paris?"
+BEGINNING = "The capital of France is"
+
+
+def chats(settings: Settings) -> bool:
+    """Whether the model has a chat template; without one it serves plain completions only."""
+    return model_files.has_template(checks.model_folder(settings.engine.model))
 
 
 def first_request(settings: Settings, url: str) -> str:
-    """Send one; the name under which the model is served. Raises UnavailableError where it does not work.
+    """Send a first request and return the name under which the model is served.
 
-    With API keys only the health of the cluster is asked for, because keys are known here by their hash alone.
+    With API keys, only `/health` is asked, because the server knows keys by their hash. Raises UnavailableError when
+    the request fails.
     """
     timeout = settings.server.ready_timeout_s
     try:
@@ -51,7 +59,8 @@ def first_request(settings: Settings, url: str) -> str:
             if settings.tenants:
                 return settings.engine.served_name or Path(settings.engine.model).name
             model = str(client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
-            client.post("/v1/chat/completions", json={**example(model), "max_tokens": 1}).raise_for_status()
+            path, body = example(model, chats(settings))
+            client.post(path, json={**body, "max_tokens": 1}).raise_for_status()
             return model
     except httpx.HTTPStatusError as error:
         raise UnavailableError(f"the first request failed: {error.response.text[:500]}") from error
@@ -59,30 +68,32 @@ def first_request(settings: Settings, url: str) -> str:
         raise UnavailableError(f"the first request failed: {error!r}") from error
 
 
-def example(model: str) -> dict[str, Any]:
-    """A chat completion with two tools, which the pocket model answers with a tool call."""
-    return {
-        "model": model,
-        "temperature": 0,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "tools": TOOLS,
-    }
+def example(model: str, chats: bool) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request: a chat with two tools, which Pocket answers with a call, or a plain completion."""
+    if not chats:
+        return "/v1/completions", {"model": model, "temperature": 0, "prompt": BEGINNING, "max_tokens": 32}
+    message = {"role": "user", "content": QUESTION}
+    return "/v1/chat/completions", {"model": model, "temperature": 0, "messages": [message], "tools": TOOLS}
 
 
-def banner(url: str, model: str, seconds: float, needs_key: bool = False, page: bool = True) -> str:
-    """What to do with the cluster: a line to paste, where its page is, and how the `openai` client reaches it."""
+def banner(url: str, model: str, seconds: float, needs_key: bool = False, page: bool = True, chats: bool = True) -> str:
+    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    body = json.dumps(example(model), separators=(",", ":"))
+    path, content = example(model, chats)
+    body = json.dumps(content, separators=(",", ":"))
     here = "" if url == URL else f" --url {url}"
     look, talk = (f"{url}/   or ", f"{url}/#try   or ") if page else ("", "")
+    first = (
+        "Try a tool call:" if chats else "The model has no chat template: it completes text and refuses chats. Try it:"
+    )
+    chat = f"\nTalk to it:   {talk}`holdfast chat{here}`" if chats else ""
     return f"""
 Holdfast serves {model} at {url}/v1 (ready in {seconds:.0f} s; Ctrl-C stops it)
 
-Try a tool call:
+{first}
 
-curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'
+curl -s {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'
 
-Look at it:   {look}`holdfast top{here}`
-Talk to it:   {talk}`holdfast chat{here}`
+Look at it:   {look}`holdfast top{here}`{chat}
 From Python:  openai.OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if needs_key else "none"}")
 """

@@ -158,7 +158,8 @@ class Renderer:
 
     def _check(self, prompt: ChatPrompt) -> None:
         if not self._tokenizer.chat_template:
-            raise InvalidRequestError("the model has no chat template; use plain completions", "messages")
+            text = "the model has no chat template: use /v1/completions, or serve the instruct version of the model"
+            raise InvalidRequestError(text, "messages")
         reserved = self._reserved.intersection(prompt.template_kwargs)
         if reserved:
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")

@@ -2,15 +2,21 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from stub_server import Answer, Asked, models, stub_server
 
 from holdfast.cluster import warmup
 from holdfast.cluster.config import Settings
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.tenants import Tenant, hash_key
 
 
@@ -33,6 +39,36 @@ def test_it_says_where_to_look_and_how_to_talk() -> None:
     other = warmup.banner("http://127.0.0.1:8001", "pocket", 1.0, page=False)
     assert "`holdfast top --url http://127.0.0.1:8001`" in other
     assert "#try" not in other
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Settings:
+    """Settings with a copy of Pocket that has no chat template."""
+    folder = Path(shutil.copytree(WEIGHTS, tmp_path / "plain"))
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    return Settings(engine=EngineConfig(model=str(folder)))
+
+
+def test_a_model_without_a_chat_template_is_asked_for_a_completion(plain: Settings) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def answer(request: Asked) -> Answer:
+        if request.method == "GET":
+            return models()
+        asked.append((request.path, request.body))
+        return Answer.of(b"{}")
+
+    with stub_server(answer) as stub:
+        assert warmup.first_request(plain, stub.url)
+    ((path, body),) = asked
+    assert path == "/v1/completions"
+    assert CompletionBody.model_validate(body).prompt
+    words = curl_words(warmup.banner("http://127.0.0.1:8000", "plain", 1.0, chats=warmup.chats(plain)))
+    assert "http://127.0.0.1:8000/v1/completions" in words
+    assert CompletionBody.model_validate_json(words[words.index("-d") + 1]).prompt
+    assert not any("chat" in word for word in words)
 
 
 def test_with_keys_the_line_has_a_place_for_one() -> None:

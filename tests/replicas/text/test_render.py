@@ -117,7 +117,7 @@ def test_half_a_surrogate_pair_is_refused(qwen_like: Any) -> None:
 def test_a_model_without_template_says_so(llama3_like: Any) -> None:
     template, llama3_like.chat_template = llama3_like.chat_template, None
     try:
-        with pytest.raises(InvalidRequestError, match="no chat template"):
+        with pytest.raises(InvalidRequestError, match="no chat template: use /v1/completions"):
             Renderer(llama3_like).render(ChatPrompt([user("x")]))
     finally:
         llama3_like.chat_template = template

@@ -101,6 +101,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         elsewhere.LINES.add(self._gate.shares)
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
+        self._listed: set[str] = set()  # the replicas that Serve listed last
         self._calls: WeakSet[Call] = WeakSet()
         # Trap: Serve copies this module into the process by value, and with it every object that it names: what is to
         # be found there stands in other modules, and is named through them.
@@ -338,6 +339,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        # Counted here alone: Serve drops a dead replica from its list once. A call that meets the death comes earlier,
+        # a list from before the death may follow it, and a silent replica is not dead.
+        listed = {each.replica_id.unique_id for each in replicas}
+        joined, lost = len(listed - self._listed), len(self._listed - listed)
+        self._listed, self._tally = listed, self._tally.changed(joined, lost)
         for replica in self._replicas.values():
             address(replica)
         self.replicas_changed()
@@ -351,8 +357,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         there = {each.replica_id.unique_id: each for each in self._replicas.values()}
         fleet.FLEET.keep(set(there))
         now = {each: replica for each, replica in there.items() if not fleet.FLEET.silent(each)}
-        joined, lost = now.keys() - self._by_id.keys(), self._by_id.keys() - now.keys()
-        self._tally = self._tally.changed(joined=len(joined), lost=len(lost))
+        joined = now.keys() - self._by_id.keys()
         self._by_id = now
         capacity = {each: self._room(replica) for each, replica in now.items()}
         self._placement.update(capacity)

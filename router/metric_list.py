@@ -276,13 +276,13 @@ REPLICAS = _gauge(
     "Fewer than configured: one is starting or has died; see Serve's status",
 )
 REPLICAS_JOINED = _counter(
-    "replicas_joined", "", "Replicas that came up", "Growing with the lost ones: they die and are started again"
+    "replicas_joined", "", "Replicas that started", "Growing with the lost ones: replicas die and are started again"
 )
 REPLICAS_LOST = _counter(
     "replicas_lost",
     "",
-    "Replicas that went: died, or were stopped",
-    "Any that nobody stopped: look into the replica's log",
+    "Replicas that died or were stopped, each counted once. A silent replica that answers again is not counted",
+    "A replica that nobody stopped has died: its log says why",
 )
 
 DEGRADED = _gauge(

@@ -43,11 +43,11 @@ SERVING = (
     Alert(
         "HoldfastReplicasLost",
         WARNING,
-        "max by (job, application) (increase(holdfast_replicas_lost_total[15m]))",
+        "round(max by (job, application) (increase(holdfast_replicas_lost_total[15m])))",  # increase() extrapolates
         "> 1",
         "0m",
-        "Replicas go again and again",
-        "{{ $value | humanize }} replicas went in 15 minutes. If nobody stopped them, they die.",
+        "Replicas die again and again",
+        "{{ $value | humanize }} replicas died or were stopped in 15 minutes.",
         after_rollout="16m",
     ),
     Alert(

@@ -81,9 +81,20 @@ def waiting_for(*names: str, **config: Any) -> tuple[AffinityRouter, list[Any]]:
     replicas = [replica(name) for name in names]
     for each in replicas:
         each.max_ongoing_requests = 1
-    made._replicas = {each.replica_id: each for each in replicas}
-    made.replicas_changed()
+    lists(made, replicas)
     return made, replicas
+
+
+def lists(made: AffinityRouter, replicas: list[Any]) -> None:
+    """Serve tells the router which replicas there are."""
+
+    def take(self: Any, replicas: list[Any]) -> None:
+        self._replicas = {each.replica_id: each for each in replicas}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RequestRouter, "update_replicas", take)
+        patched.setattr("holdfast.router.affinity.address", lambda replica: None)
+        made.update_replicas(replicas)
 
 
 async def turns() -> None:
@@ -802,13 +813,41 @@ def test_what_waits_and_which_replicas_came_and_went_is_told() -> None:
         task = asyncio.create_task(made._choose_replica_for_request(turn("b", 2.0)))
         await turns()
         assert made.line_stats.waiting == 1
-        made._replicas = {one.replica_id: one}
-        made.replicas_changed()
+        lists(made, [one])
         assert (made.line_stats.replicas, made.line_stats.lost) == (1, 1)
         task.cancel()
         await turns()
         assert made.line_stats.waiting == 0
         assert line_stats().replicas >= 1
         assert len(taken) == 2
+
+    asyncio.run(main())
+
+
+def test_one_death_counts_once() -> None:
+    """However often calls meet it, and though Serve lists the dead replica until it has noticed."""
+
+    async def main() -> None:
+        made, (one, two) = waiting_for("one", "two")
+        made.on_replica_actor_died(two.replica_id)
+        lists(made, [one, two])
+        made.on_replica_actor_died(two.replica_id)
+        lists(made, [one])
+        lists(made, [one, replica("three")])
+        assert (made.line_stats.joined, made.line_stats.lost) == (3, 1)
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_is_silent_for_a_while_is_not_lost() -> None:
+    async def main() -> None:
+        fleet = fleet_of([0.0])
+        with using(fleet):
+            made, _ = waiting_for("one", "two")
+            fleet.pass_by("one", 60.0)
+            assert made.line_stats.replicas == 1
+            fleet.keep({"two"})
+            made.replicas_changed()
+            assert (made.line_stats.replicas, made.line_stats.joined, made.line_stats.lost) == (2, 2, 0)
 
     asyncio.run(main())

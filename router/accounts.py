@@ -18,11 +18,11 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from holdfast.replicas.events import NO_WORK, Usage
 from holdfast.router.config import RouterConfig
@@ -79,6 +79,7 @@ _LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved
 # many requests at once, unlike those before them, do not go over a limit by much
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
+_Waiting: TypeAlias = "tuple[Call, asyncio.Future[list[Any] | None]]"
 
 
 class Scripts(Protocol):
@@ -124,35 +125,54 @@ class RoundTrips:
 
     def __init__(self, store: Scripts) -> None:
         self._store = store
-        self._waiting: deque[tuple[Call, asyncio.Future[list[Any] | None]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._runs: asyncio.Task[None] | None = None
 
     async def ask(self, call: Call) -> list[Any] | None:
-        """What a script returns; None where Redis is away."""
+        """What a script returns; None where Redis is away. Raises what the store raises for this call alone."""
         if self._store.degraded:
             return None
-        if self._runs is None and not self._waiting:  # nobody to join: no task for one
-            future: asyncio.Future[list[Any] | None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((call, future))
-            self._runs = asyncio.get_running_loop().create_task(self._run())
-            return await future
-        future = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Any] | None] = loop.create_future()
         self._waiting.append((call, future))
+        if self._runs is None:
+            self._runs = loop.create_task(self._run())
         return await future
 
     async def _run(self) -> None:
         try:
             while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), AT_ONCE))]
-                answers: Sequence[list[Any] | None] | None = None
-                try:
-                    answers = await self._store.scripts([call for call, _ in batch])
-                finally:
-                    for i, (_, future) in enumerate(batch):
-                        if not future.done():
-                            future.set_result(None if answers is None else answers[i])
+                await self._send([self._waiting.popleft() for _ in range(min(len(self._waiting), AT_ONCE))])
         finally:
             self._runs = None
+            _answer(self._waiting, None)  # the loop ends: nobody else would answer them
+            self._waiting.clear()
+
+    async def _send(self, batch: Sequence[_Waiting]) -> None:
+        """One round trip. A batch that fails is sent again call by call: every script may run twice."""
+        answers: Sequence[list[Any] | None] | Exception | None = None
+        try:
+            answers = await self._store.scripts([call for call, _ in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                answers = error
+            else:
+                log.error("a round trip to Redis failed; its calls are sent one by one", exc_info=error)
+                for each in batch:
+                    await self._send([each])
+        finally:
+            _answer(batch, answers)
+
+
+def _answer(batch: Iterable[_Waiting], answers: Sequence[list[Any] | None] | Exception | None) -> None:
+    """Tell those who still wait. An exception is told to each; None: Redis is away."""
+    for i, (_, future) in enumerate(batch):
+        if future.done():
+            continue
+        if isinstance(answers, Exception):
+            future.set_exception(answers)
+        else:
+            future.set_result(None if answers is None else answers[i])
 
 
 class Accounts:
@@ -245,13 +265,16 @@ class Accounts:
     async def _beats(self) -> None:
         renewed = time.monotonic()
         while True:
-            answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
-            if answer:
-                self.routers = max(1, int(answer[0]))
-            if time.monotonic() - renewed >= RENEW_S:
-                renewed = time.monotonic()
-                await self._renew()
-            await self._catch_up()
+            try:
+                answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
+                if answer:
+                    self.routers = max(1, int(answer[0]))
+                if time.monotonic() - renewed >= RENEW_S:
+                    renewed = time.monotonic()
+                    await self._renew()
+                await self._catch_up()
+            except Exception:  # the supervisor of the beats: the next one may succeed
+                log.exception("a sign of life failed")
             await asyncio.sleep(BEAT_S)
 
     async def _renew(self) -> None:
@@ -354,16 +377,22 @@ class Accounts:
     async def _book(self, booking: _Booking) -> bool:
         now = time.monotonic()
         told_s = 0.0 if booking.told is None else now - booking.told
-        call = (BOOK, booking.keys, booking.tell(now - booking.ended, told_s))
-        if booking.told is None and not self.local:
-            booking.told = now  # if its answer is lost it may be in the books
-        answer = await self._ask(call)
+        try:
+            call = (BOOK, booking.keys, booking.tell(now - booking.ended, told_s))
+            if booking.told is None and not self.local:
+                booking.told = now  # if its answer is lost it may be in the books
+            answer = await self._ask(call)
+        except Exception:  # another try would fail as well
+            log.exception("a record of usage could not be booked")
+            self.booked["lost"] += booking.record
+            return True
         if answer is None:
             return False
         if booking.record:
             self.booked[_RESULTS.get(int(answer[0]), "again")] += 1
             if int(answer[0]) == 1 and (int(answer[2]) == 1 or booking.tenant not in self._listed):
-                await self._list(booking.tenant)
+                with suppress(Exception):  # it is booked, and the next record of this tenant tries again
+                    await self._list(booking.tenant)
         return True
 
     async def _list(self, tenant: str) -> None:

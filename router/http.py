@@ -131,6 +131,7 @@ def retry_of(request: Request) -> Retry:
     if asked is None:
         return NO_RETRY
     name, known_s = (IDEMPOTENCY, RETRY_S) if IDEMPOTENCY in request.headers else (DELIVERY, SEEN_S)
+    asked = asked.copy()  # the scope keeps the hash of the body: every call gives the same answer
     asked.update(f"\n{name}: {request.headers[name]}".encode())
     return Retry(asked.hexdigest()[:32], known_s)
 

@@ -316,6 +316,10 @@ class QuotaError(RefusedError):
         super().__init__(refusal, message, retry_after_s=retry_after_s)
         self.limit = limit
         self.standing = standing
+        self._arguments = (tenant, limit, allowed, standing, retry_after_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
 
     @property
     def lasts(self) -> bool:

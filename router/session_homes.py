@@ -14,6 +14,7 @@ operation that ends at a home that is none any more. So an operation is done onc
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -70,7 +71,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 5  # of one operation, each at another home
 AWAY = "the session's replica does not answer, and while Redis is away the session does not move; try again"
-CHANGES = 100  # of a record by others, before one's own is given up
+CHANGES = 100  # tries to change a record that others change at the same time
+PAUSE_S = (0.001, 0.05)  # between two of them: at most, doubled from the first to the second
 SEEN = 65536  # sessions of which this router knows where they were and how much was done
 
 
@@ -267,7 +269,7 @@ class SessionHomes:
             return True
         tenant, session_id, record = found.tenant, found.session_id, found.record
         home, most = Home(told.life, found.home.replica_id), told.end
-        for _ in range(CHANGES):
+        for attempt in range(CHANGES):
             if self._histories.away:
                 put = Put.AWAY
             elif record is None:
@@ -295,7 +297,8 @@ class SessionHomes:
             record = await self._histories.look(tenant, session_id)
             if record is None and await self._programs.look(found.program) is None:
                 raise UnknownSessionError(f"session {session_id!r} was closed meanwhile", "session_id")
-        raise _again()
+            await _pause(attempt)
+        raise _contended()
 
     def _see(self, program: str, home: Home, tokens: int) -> None:
         seen = self._seen.get(program, 0.0)
@@ -318,7 +321,7 @@ class SessionHomes:
     async def _changed(self, found: Found, call: AddQuestion | RemoveQuestion, expires_s: float) -> bool:
         """The questions that stand are kept. False: the session has another home, which has not been told."""
         tenant, session_id = found.tenant, found.session_id
-        for _ in range(CHANGES):
+        for attempt in range(CHANGES):
             kept = await self._histories.read(tenant, session_id) if found.kept else None
             if kept is None or not kept.record.kept:
                 return True
@@ -334,7 +337,8 @@ class SessionHomes:
                 put = await self._histories.give_up(tenant, session_id, found.home, expires_s, kept.record)
             if put is not Put.CHANGED:
                 return True
-        raise _again()
+            await _pause(attempt)
+        raise _contended()
 
     # ---- moves ----
 
@@ -494,6 +498,15 @@ def _reason(error: HoldfastError) -> Why:
     if isinstance(error, SessionLostError):
         return Why.GONE
     return Why.FORGOTTEN if isinstance(error, UnknownSessionError) else Why.SILENT
+
+
+async def _pause(attempt: int) -> None:
+    """Between two tries to change a record that others change. A random time lets one of them be first."""
+    await asyncio.sleep(random.uniform(0, min(PAUSE_S[0] * 2**attempt, PAUSE_S[1])))
+
+
+def _contended() -> UnavailableError:
+    return UnavailableError("other requests changed the session at the same time; try again")
 
 
 def _again() -> UnavailableError:

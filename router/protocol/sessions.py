@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnknownQuestionError
 from holdfast.replicas.events import Sampling
 from holdfast.replicas.requests import (
     Answer,
@@ -172,9 +172,11 @@ def closed_reply(session_id: str) -> bytes:
 
 
 def question_reply(state: SessionState, question_id: str) -> bytes:
-    """Raises StopIteration for a question that the session does not have."""
-    found = next(each for each in state.questions if each.question.question_id == question_id)
-    return orjson.dumps(_question(found, state))
+    """Raises UnknownQuestionError for a question that the session does not have."""
+    for each in state.questions:
+        if each.question.question_id == question_id:
+            return orjson.dumps(_question(each, state))
+    raise UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")
 
 
 def questions_reply(state: SessionState) -> bytes:

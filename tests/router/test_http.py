@@ -161,6 +161,7 @@ def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, othe
         whole = await http.read_body(request, 10, PATIENT, long, BodyBytes(BodyMemory(64), "acme"))
         if not isinstance(whole, bytes):
             whole.close()
+        assert http.retry_of(request) == http.retry_of(request)
         return http.retry_of(request)
 
     first, second = asyncio.run(read(*one, 9, 3)), asyncio.run(read(*other, long, cut))

@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from datetime import UTC, datetime
 from math import sqrt
@@ -16,7 +16,7 @@ from redis_server import RedisServer
 
 from holdfast.replicas.events import Usage, Work
 from holdfast.router import accounts as accounts_module
-from holdfast.router.accounts import Accounts, Served
+from holdfast.router.accounts import Accounts, RoundTrips, Served
 from holdfast.router.config import Prices, RouterConfig
 from holdfast.router.limit_headers import anthropic_headers, duration, openai_headers
 from holdfast.router.protocol.errors import Refusal, api_error
@@ -98,6 +98,59 @@ async def let_in(accounts, who, **call):
         return await come(accounts, who, **call)
     except QuotaError:
         return None
+
+
+# ---- round trips ----
+
+
+class Failing:
+    """A store whose round trips fail where one of their calls is bad."""
+
+    degraded = False
+
+    def __init__(self):
+        self.trips = []
+        self.go_on = asyncio.Event()
+
+    async def scripts(self, calls):
+        self.trips.append(len(calls))
+        await self.go_on.wait()
+        if any(source == "bad" for source, _, _ in calls):
+            raise RuntimeError("this call cannot be sent")
+        return [[source.encode()] for source, _, _ in calls]
+
+
+def test_a_round_trip_that_fails_answers_everybody_and_is_the_failure_of_the_bad_call_alone():
+    async def run():
+        store = Failing()
+        trips = RoundTrips(store)
+        asked = [asyncio.create_task(trips.ask((source, [], []))) for source in ("bad", "a", "bad", "b")]
+        while not store.trips:  # noqa: ASYNC110 (the first one is on its way)
+            await asyncio.sleep(0)
+        last = asyncio.create_task(trips.ask(("c", [], [])))
+        store.go_on.set()
+        async with asyncio.timeout(60):
+            answers = await asyncio.gather(*asked, last, return_exceptions=True)
+            assert await trips.ask(("d", [], [])) == [b"d"]
+        assert [type(each) for each in answers] == [RuntimeError, list, RuntimeError, list, list]
+        assert answers[1::2] == [[b"a"], [b"b"]]
+        assert answers[4] == [b"c"]
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_booked_is_counted_and_keeps_nothing_else_from_the_books(redis):
+    async def run():
+        async with Routers(redis) as routers:
+            (accounts,) = routers.each
+            await go(await come(accounts, tenant()), used(1), program="half a pair: \ud800")
+            async with asyncio.timeout(60):
+                await go(await come(accounts, tenant()), used(2))
+            assert accounts.booked == Counter(booked=1, lost=1, again=0)
+            assert [row["input"] for row in await routers.books.records("acme", "-", "+", 10)] == [2]
+            assert accounts.unbooked == 0
+
+    asyncio.run(run())
 
 
 # ---- the window ----

@@ -10,16 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_backend import FakeBackend, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer
 from replicas_in_process import Loop, Replicas, Router, Trap
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.errors import UnknownQuestionError
 from holdfast.replicas.events import REMEMBERED
+from holdfast.replicas.requests import History, SessionState
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
-from holdfast.router.session_histories import SessionHistories
+from holdfast.router.protocol.sessions import question_reply
+from holdfast.router.session_histories import Home, SessionHistories
+from holdfast.router.session_homes import Found, SessionHomes
 from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore, Store
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
@@ -333,6 +338,41 @@ def test_what_two_routers_append_at_once_is_there_once(cluster: Cluster, loop: L
     assert kept is not None
     tokens = [int.from_bytes(kept.history.tokens[i : i + 4], "little") for i in range(0, len(kept.history.tokens), 4)]
     assert sorted(tokens[-20:]) == [100 + i for i in range(20)]
+
+
+class Contended(SessionHistories):
+    """Another request changes the record as long as it has not had its turn on the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(10, 2**16), RouterConfig())
+        self.over = False
+        self.tries = 0
+
+    async def put(self, *arguments: Any) -> Put:
+        self.tries += 1
+        return Put.DONE if self.over else Put.CHANGED
+
+
+def test_a_session_that_others_change_waits_between_its_tries() -> None:
+    async def run() -> None:
+        histories, programs = Contended(), ProgramTable(None, 10, 7200.0, 3600.0)
+        homes = SessionHomes(FakeBackend(), programs, histories, World().metrics)
+        found = Found("acme", "s", Home("life", "r1"), None)
+        await programs.begin(found.program)
+
+        def end() -> None:
+            histories.over = True
+
+        asyncio.get_running_loop().call_soon(end)
+        assert await homes._commit(found, History("life", 0, b"", 0, ()))
+        assert histories.tries == 2
+
+    asyncio.run(run())
+
+
+def test_a_question_that_a_session_does_not_have_is_told_as_such() -> None:
+    with pytest.raises(UnknownQuestionError):
+        question_reply(SessionState("s", 0, 0, 0.0, 0.0), "q_1")
 
 
 def test_questions_stand_again_after_a_move(cluster: Cluster) -> None:

@@ -1,10 +1,26 @@
+import importlib
 import pickle
+import pkgutil
+from typing import Any
 
 import orjson
 import pytest
+from ray import cloudpickle
 
-from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, OverloadedError
+import holdfast.router
+from holdfast.replicas.errors import (
+    DeadlineError,
+    ErrorInfo,
+    ErrorKind,
+    HoldfastError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from holdfast.replicas.events import Usage
+from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.protocol.errors import TABLE, Refusal, RefusedError, ReplyError, api_error
+from holdfast.router.quotas import QuotaError, Standing
+from holdfast.router.tenants import TenantLimits
 
 
 def test_every_kind_has_a_row():
@@ -39,16 +55,35 @@ def test_retry_after_is_in_whole_seconds_and_never_too_early():
     assert api_error(InvalidRequestError("no")).headers == {}
 
 
-def test_a_refusal_survives_pickling():
-    error = pickle.loads(pickle.dumps(RefusedError(Refusal.RATE_LIMITED, "slow down", "model", 3.0)))
-    assert (error.refusal, error.message, error.field, error.retry_after_s) == (
-        Refusal.RATE_LIMITED,
-        "slow down",
-        "model",
-        3.0,
-    )
+STANDING = Standing(TenantLimits(max_concurrent=2), {"max_concurrent": 2.0}, 3.0)
+ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
+    RefusedError: (Refusal.RATE_LIMITED, "slow down", "model", 3.0),
+    QuotaError: ("acme", "max_concurrent", 2, STANDING, 1.5),
+    ReplyError: (ErrorInfo(ErrorKind.TIMEOUT, "slow", "x", 2.0), Usage(3, 2, 1)),
+    DeadlineError: ("too late", "timeout", 2.0),
+    ClientGoneError: (),
+}
 
 
-def test_a_reply_error_survives_pickling():
-    error = pickle.loads(pickle.dumps(ReplyError(ErrorInfo(ErrorKind.TIMEOUT, "slow", "x"))))
-    assert error.info == ErrorInfo(ErrorKind.TIMEOUT, "slow", "x")
+def exceptions() -> list[type[Exception]]:
+    """Those that the modules of `replicas/errors.py` and `router/` define."""
+    names = ["holdfast.replicas.errors"]
+    names += [each.name for each in pkgutil.walk_packages(holdfast.router.__path__, "holdfast.router.")]
+    found = {
+        one
+        for name in names
+        for one in vars(importlib.import_module(name)).values()
+        if isinstance(one, type) and issubclass(one, Exception) and one.__module__ == name
+    }
+    return sorted(found, key=lambda each: each.__name__)
+
+
+@pytest.mark.parametrize("kind", exceptions())
+def test_every_error_is_the_same_after_it_has_crossed_processes(kind):
+    error = kind(*ARGUMENTS.get(kind, ("what happened", "field")))
+    for dump in (pickle.dumps, cloudpickle.dumps):
+        crossed = pickle.loads(dump(error))
+        assert type(crossed) is kind
+        assert (str(crossed), vars(crossed)) == (str(error), vars(error))
+        if isinstance(error, HoldfastError):
+            assert (crossed.info, api_error(crossed)) == (error.info, api_error(error))

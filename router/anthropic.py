@@ -11,7 +11,6 @@ from starlette.responses import Response
 from holdfast.replicas.errors import ErrorInfo, UnavailableError
 from holdfast.replicas.requests import Answer, Completed, Errored, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.backend import Backend
-from holdfast.router.config import RouterConfig
 from holdfast.router.formats import Arrival, Exchange
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
@@ -162,14 +161,13 @@ class MessagesFormat:
 
     name = "messages"
 
-    def __init__(self, guard: Guard, config: RouterConfig) -> None:
+    def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._config = config
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         body = await self._guard.read(request, read_messages)
         card = find_model(body.model, arrival.models)
-        translated = chat_prompt(body, steady=self._config.steady_system)
+        translated = chat_prompt(body)
         turn = check_length(messages_turn(body, translated.prompt, card))
         return MessagesExchange(body, arrival, turn, ", ".join(translated.skipped))
 
@@ -177,10 +175,9 @@ class MessagesFormat:
 class CountTokens:
     """`POST /v1/messages/count_tokens`."""
 
-    def __init__(self, guard: Guard, backend: Backend, config: RouterConfig) -> None:
+    def __init__(self, guard: Guard, backend: Backend) -> None:
         self._guard = guard
         self._backend = backend
-        self._config = config
 
     async def count(self, request: Request) -> Response:
         async with self._guard.entered(request):
@@ -189,7 +186,7 @@ class CountTokens:
                 raise UnavailableError("No model is loaded yet")
             body = await self._guard.read(request, read_count)
             find_model(body.model, models)
-            translated = chat_prompt(body, steady=self._config.steady_system)
+            translated = chat_prompt(body)
             answer_headers(request).skipped = ", ".join(translated.skipped)
             tokens = await self._backend.tokenize(translated.prompt)
             return json_response(orjson.dumps({"input_tokens": len(tokens)}))

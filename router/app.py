@@ -127,8 +127,8 @@ def create_app(
     routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", generates(ChatFormat(guard, handles))),
         ("POST", "/v1/completions", generates(CompletionFormat(guard))),
-        ("POST", "/v1/messages", generates(MessagesFormat(guard, config))),
-        ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend, config).count),
+        ("POST", "/v1/messages", generates(MessagesFormat(guard))),
+        ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend).count),
         ("POST", "/v1/responses", generates(ResponsesFormat(guard, backend, responses))),
         ("POST", "/v1/responses/compact", generates(CompactionFormat(guard, responses))),
         ("POST", "/v1/responses/input_tokens", CountInput(guard, backend, responses).count),

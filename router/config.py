@@ -101,8 +101,6 @@ class RouterConfig:
 
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
-    steady_system: bool = True  # `/v1/messages`: a client's nonce is taken out of its system prompt
-
     response_ttl_s: float = 86400.0  # a stored response is forgotten so long after it was made or continued last
     response_tenant_bytes: int = 2**28  # of the responses that one tenant may store in `response_ttl_s`
 

@@ -4,7 +4,6 @@ Chat is the inner form, so a conversation has the same prompt whichever API it c
 changes nothing and is told as left out: clients send new ones before servers know them. Events are in `anthropic`.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -32,7 +31,7 @@ from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools, left_out, system_text
 from holdfast.router.protocol.output import Effort, tool_choice
 from holdfast.router.protocol.responses import OPEN, Content, ResponsesBody
 from holdfast.router.protocol.turn import (
@@ -47,8 +46,6 @@ from holdfast.router.protocol.turn import (
     with_defaults,
 )
 
-NONCE = re.compile(r"\bcch=[^;\s]*")
-BILLING = "x-anthropic-billing-header:"  # what a system prompt of Claude Code begins with
 ERROR = "Error: "  # what the result of a tool that failed begins with: no chat template has a field for it
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -94,7 +91,7 @@ class UserParam(TypedDict):
 @with_config(OPEN)
 class AssistantParam(TypedDict):
     role: Literal["assistant"]
-    content: Annotated[Content, _blocks(_TEXT, _THINKING, _USE)]
+    content: NotRequired[Annotated[Content, _blocks(_TEXT, _THINKING, _USE)]]
 
 
 @with_config(OPEN)
@@ -227,18 +224,12 @@ class Translated:
     skipped: tuple[str, ...]
 
 
-def chat_prompt(body: CountBody, *, steady: bool) -> Translated:
-    """The prompt that `body` stands for; `steady`: nonces are taken out of its system prompt.
-
-    A client's nonce there, another one with each request, would make every prompt differ from its first line on, and
-    nothing of an earlier turn would be found again. Raises InvalidRequestError, naming the field.
-    """
+def chat_prompt(body: CountBody) -> Translated:
+    """The prompt that `body` stands for. Raises InvalidRequestError, naming the field."""
     reader = _BlockReader()
-    system = _texts(body.system, "system")
-    if steady:
-        system = [NONCE.sub("cch=", text) if text.startswith(BILLING) else text for text in system]
-    if any(system):
-        reader.messages.append({"role": "system", "content": "\n".join(system)})
+    system = "\n".join(_texts(body.system, "system"))
+    if system:
+        reader.messages.append({"role": "system", "content": system_text(system)})
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
     if not reader.messages:
@@ -290,7 +281,7 @@ def _unknown_fields(body: CountBody) -> set[str]:
     _look_into(body.system, "system", unknown)
     for message in body.messages:
         unknown.look(message, _OF_MESSAGE, "messages")
-        _look_into(message["content"], "messages.content", unknown)
+        _look_into(message.get("content"), "messages.content", unknown)
     for tool in body.tools:
         if _tool_kind(tool) == "a function":
             unknown.look(tool, _OF_TOOL, "tools")
@@ -317,12 +308,13 @@ class _BlockReader:
         self._calls: set[str] = set()
 
     def read(self, message: MessageParam, where: str) -> None:
-        content, where = message["content"], f"{where}.content"
+        content, where = message.get("content", ""), f"{where}.content"
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if message["role"] == "assistant":
             self._assistant(blocks, where)
         elif message["role"] == "system":
-            self.messages.append({"role": "system", "content": "\n".join(_texts(content, where))})
+            text = system_text("\n".join(_texts(content, where)))
+            self.messages.append({"role": "system", "content": text})
         else:
             self._user(blocks, where)
 
@@ -338,11 +330,22 @@ class _BlockReader:
             if call_id not in self._calls:
                 field = f"{where}.{index}.tool_use_id"
                 raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
-            result = "\n".join(_texts(block.get("content") or "", f"{where}.{index}.content"))
+            result = self._result(block.get("content") or "", f"{where}.{index}.content")
             if block.get("is_error") is True:
                 result = ERROR + result
             self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
         self._say(said)
+
+    def _result(self, content: Any, where: str) -> str:
+        """The text of a tool's result; a note stands for each block in it that is no text."""
+        if isinstance(content, list):
+            content = [block if _is_text(block) else self._note(block) for block in content]
+        return "\n".join(_texts(content, where))
+
+    def _note(self, block: object) -> dict[str, str]:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        self.skipped.append(word(kind))
+        return {"type": "text", "text": left_out(kind)}
 
     def _say(self, said: list[str]) -> None:
         if said:
@@ -386,6 +389,14 @@ def _texts(content: str | Sequence[Mapping[str, Any]], where: str) -> list[str]:
     if not isinstance(content, list):
         raise InvalidRequestError(f"'{where}' must be a string or a list of blocks", where)
     return [_text(block, f"{where}.{index}") for index, block in enumerate(content)]
+
+
+def _is_text(block: object) -> bool:
+    """Whether `block` is text, or should be: what is wrong in it is an error then."""
+    if not isinstance(block, Mapping) or block.get("type") != "document":
+        return not isinstance(block, Mapping) or block.get("type") == "text"
+    source = block.get("source")
+    return isinstance(source, Mapping) and source.get("type") == "text"
 
 
 def _text(block: object, where: str) -> str:

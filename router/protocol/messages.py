@@ -13,11 +13,15 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, Wit
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.router.protocol.body import MOST_MESSAGES, MOST_TOOLS, NULL_IS_ABSENT, Unknown, one_or_many
+from holdfast.router.protocol.body import MOST_MESSAGES, MOST_TOOLS, NULL_IS_ABSENT, Unknown, one_or_many, word
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
 OPEN = ConfigDict(strict=True, extra="allow")
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+# Claude Code's first line of a system prompt, and the values in it that differ from one request to the next.
+_BILLING = "x-anthropic-billing-header:"
+_BILLING_LINE = re.compile(f"^{_BILLING}.*$", re.MULTILINE)
+_NONCE = re.compile(r"\b(cch|cc_version)=[^;\s]*")
 
 
 @with_config(OPEN)
@@ -34,6 +38,17 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+@with_config(OPEN)
+class OtherPart(TypedDict):
+    """A part of a tool's result that is no text, for example an image."""
+
+    type: str
+
+
+def _result_part(part: object) -> str:
+    return "text" if isinstance(part, Mapping) and part.get("type") == "text" else "another"
+
+
 _MANY = Field(max_length=MOST_MESSAGES)
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], _MANY, Tag("many")],
@@ -42,6 +57,15 @@ Content: TypeAlias = Annotated[
 AssistantPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type"), NULL_IS_ABSENT]
 AssistantContent: TypeAlias = Annotated[
     Annotated[str, Tag("one")] | Annotated[list[AssistantPart], _MANY, Tag("many")], Discriminator(one_or_many)
+]
+
+ResultPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("another")],
+    Discriminator(_result_part),
+    NULL_IS_ABSENT,
+]
+ResultContent: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[ResultPart], _MANY, Tag("many")], Discriminator(one_or_many)
 ]
 
 
@@ -80,13 +104,19 @@ class UserMessage(TypedDict):
 
 @with_config(OPEN)
 class AssistantMessage(TypedDict):
-    """Besides what a template uses, what clients send back when they return a message, ours or OpenAI's, unchanged."""
+    """What a template uses, and what clients send back with a message of any server.
+
+    `reasoning` and `reasoning_details` (OpenRouter) and `thinking_blocks` (LiteLLM) count as `reasoning_content`.
+    """
 
     role: Literal["assistant"]
     content: NotRequired[AssistantContent]
     tool_calls: NotRequired[list[Annotated[CallMessage, NULL_IS_ABSENT]]]
     name: NotRequired[str]
     reasoning_content: NotRequired[str]
+    reasoning: NotRequired[Any]
+    reasoning_details: NotRequired[Any]
+    thinking_blocks: NotRequired[Any]
     refusal: NotRequired[str]
     annotations: NotRequired[list[Any]]
     parsed: NotRequired[Any]
@@ -95,7 +125,7 @@ class AssistantMessage(TypedDict):
 @with_config(OPEN)
 class ToolMessage(TypedDict):
     role: Literal["tool"]
-    content: Content
+    content: ResultContent
     tool_call_id: str
     name: NotRequired[str]
 
@@ -113,7 +143,9 @@ _OF_ROLE: Mapping[str, frozenset[str]] = {
     "assistant": frozenset(AssistantMessage.__annotations__),
     "tool": frozenset(ToolMessage.__annotations__),
 }
-_OF_PART = frozenset({"type", "text", "refusal"})
+_THOUGHTS = ("text", "summary", "thinking")  # where parts of reasoning have their text
+_TEXTS = frozenset({"text", "refusal"})
+_OF_PART = _TEXTS | {"type"}
 _OF_CALL, _OF_FUNCTION = frozenset(CallMessage.__annotations__), frozenset(FunctionCall.__annotations__)
 
 
@@ -230,13 +262,9 @@ def _check_parameters(parameters: Mapping[str, Any], where: str) -> None:
 def plain_messages(messages: Sequence[Mapping[str, Any]], *, go_on: bool = False) -> list[dict[str, Any]]:
     """`messages` as a template reads them: text content joined, empty and foreign fields left out.
 
-    Raises InvalidRequestError for an assistant message with neither content nor refusal nor tool calls, and as
-    `check_results`, unless they `go_on` from others that are not known here.
+    Raises as `check_results`, unless they `go_on` from others that are not known here.
     """
-    plain = [
-        _assistant(index, message) if message["role"] == "assistant" else _other(message)
-        for index, message in enumerate(messages)
-    ]
+    plain = [_assistant(message) if message["role"] == "assistant" else _other(message) for message in messages]
     if not go_on:
         check_results((), plain)
     return plain
@@ -253,21 +281,35 @@ def check_results(before: Sequence[Mapping[str, Any]], messages: Sequence[Mappin
             raise InvalidRequestError(f"'{field}': no earlier assistant message has a tool call {given!r}", field)
 
 
-def _assistant(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     content = message.get("content")
     if content is None:
         content = message.get("refusal")
     if content is None and not calls:
-        field = f"messages.{index}.content"
-        raise InvalidRequestError(f"'{field}' may be null only where there are tool_calls", field)
+        content = ""
     plain: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content)}
     if calls:
         plain["tool_calls"] = [{"id": call["id"], "type": "function", "function": _function(call)} for call in calls]
-    for name in ("name", "reasoning_content"):
-        if message.get(name) is not None:
-            plain[name] = message[name]
+    if message.get("name") is not None:
+        plain["name"] = message["name"]
+    if thoughts := _thoughts(message):
+        plain["reasoning_content"] = thoughts
     return plain
+
+
+def _thoughts(message: Mapping[str, Any]) -> str:
+    """The reasoning of an assistant message, under whichever name a server gave it."""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(text := message.get(name), str) and text:
+            return text
+    for name in ("reasoning_details", "thinking_blocks"):
+        parts = message.get(name)
+        mappings = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        texts = [part[key] for part in mappings for key in _THOUGHTS if isinstance(part.get(key), str)]
+        if any(texts):
+            return "".join(texts)
+    return ""
 
 
 def _function(call: Mapping[str, Any]) -> dict[str, str]:
@@ -276,7 +318,10 @@ def _function(call: Mapping[str, Any]) -> dict[str, str]:
 
 def _other(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message["role"]
-    plain = {"role": "system" if role == "developer" else role, "content": _text(message["content"])}
+    text = _text(message["content"])
+    if role in ("system", "developer"):
+        role, text = "system", system_text(text)
+    plain = {"role": role, "content": text}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             plain[name] = message[name]
@@ -284,4 +329,20 @@ def _other(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part[part["type"]] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part[part["type"]] if part["type"] in _TEXTS else left_out(part["type"]) for part in content)
+
+
+def system_text(text: str) -> str:
+    """A system prompt without the values of Claude Code's billing line that change with each request.
+
+    With them no two prompts would have a beginning in common.
+    """
+    return _BILLING_LINE.sub(lambda line: _NONCE.sub(r"\1=", line[0]), text) if _BILLING in text else text
+
+
+def left_out(kind: object) -> str:
+    """The note that stands for a part of a tool's result that is no text. `kind` is the part's type."""
+    name = word(kind).removeprefix("input_").removesuffix("_url")
+    return f"[{name} left out: this model reads only text]"

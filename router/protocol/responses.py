@@ -28,7 +28,7 @@ from holdfast.router.protocol.body import (
     word,
 )
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools
+from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools, left_out, system_text
 from holdfast.router.protocol.output import (
     EFFORTS,
     JsonObjectFormat,
@@ -71,7 +71,7 @@ Texts: TypeAlias = Annotated[
 class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
-    content: Texts
+    content: NotRequired[Texts]  # of an assistant alone: see `input_items`
 
 
 @with_config(OPEN)
@@ -252,7 +252,8 @@ def _checked(body: ResponsesBody) -> ResponsesBody:
 def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
     """The request's own items, each with a type and an id, as they are kept and shown.
 
-    Raises InvalidRequestError for a type or an id that is no text.
+    Raises InvalidRequestError for a type or an id that is no text, and for a message without content. An assistant's
+    counts as empty.
     """
     given: Sequence[Mapping[str, Any]] = (
         [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
@@ -261,6 +262,11 @@ def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
     for index, item in enumerate(given):
         kept: dict[str, Any] = {**item}
         kept.setdefault("type", "message" if "role" in kept else "item_reference" if "id" in kept else "unknown")
+        if kept["type"] == "message" and "content" not in kept:
+            if kept["role"] != "assistant":
+                field = f"input.{index}.content"
+                raise InvalidRequestError(f"Missing required parameter: '{field}'", field)
+            kept["content"] = ""
         if kept["type"] == "message" and isinstance(kept["content"], str):
             part = "output_text" if kept["role"] == "assistant" else "input_text"
             more: dict[str, Any] = {"annotations": []} if kept["role"] == "assistant" else {}
@@ -363,7 +369,7 @@ def chat_messages(
     known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
     reader = _ItemReader(reveal, known)
     if instructions:
-        reader.messages.append({"role": "system", "content": instructions})
+        reader.messages.append({"role": "system", "content": system_text(instructions)})
     for item in history:
         reader.read(item, "previous_response_id")
     for index, item in enumerate(own):
@@ -413,7 +419,9 @@ class _ItemReader:
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, text = item["role"], _text(item["content"], f"{where}.content")
         if role != "assistant":
-            self._others({"role": "system" if role == "developer" else role, "content": text})
+            if role in ("system", "developer"):
+                role, text = "system", system_text(text)
+            self._others({"role": role, "content": text})
             return
         own = self._own
         if own is None or own["content"] is not None or "tool_calls" in own:
@@ -432,8 +440,21 @@ class _ItemReader:
         if call_id not in self._calls:
             message = f"No tool call found for function call output with call_id {call_id}."
             raise InvalidRequestError(message, f"{where}.call_id")
-        text = _text(item["output"], f"{where}.output")
+        text = self._result(item["output"], f"{where}.output")
         self._others({"role": "tool", "content": text, "tool_call_id": call_id})
+
+    def _result(self, output: str | Sequence[Mapping[str, Any]], where: str) -> str:
+        """The text of a tool's output; a note stands for each part of it that is no text."""
+        if isinstance(output, str):
+            return output
+        parts = []
+        for part in output:
+            kind = part.get("type")
+            if kind not in TEXT_PARTS and kind != "refusal":
+                self.skipped.append(word(kind))
+                part = {"type": "text", "text": left_out(kind)}
+            parts.append(part)
+        return _text(parts, where)
 
     def _reasoning(self, item: Mapping[str, Any]) -> None:
         text = "".join(str(part.get("text", "")) for part in item.get("content") or ())

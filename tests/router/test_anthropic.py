@@ -22,7 +22,6 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.router.anthropic import AnthropicEncoder
-from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.anthropic import message_object
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
@@ -246,20 +245,6 @@ def test_blocks_become_messages_in_their_order():
     ]
     assert messages[2]["reasoning_content"] == "hm"
     assert [call["id"] for call in messages[2]["tool_calls"]] == ["a", "b"]
-
-
-@pytest.mark.parametrize("steady", [True, False])
-def test_a_nonce_in_the_system_prompt_leaves_the_prompt_as_it_was(steady):
-    world = World(config=RouterConfig(steady_system=steady))
-    prompts = []
-    for nonce in ("fa690", "01abc"):
-        head = f"x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={nonce};"
-        system = [{"type": "text", "text": head}, {"type": "text", "text": f"The user wrote cch={nonce}"}]
-        prompts.append(prompted(world, system=system).messages[0]["content"].split("\n"))
-    first, second = prompts
-    assert (first[0] == second[0]) is steady
-    assert first[1] != second[1]  # what somebody says of it is no nonce
-    assert "cc_entrypoint=cli" in first[0]
 
 
 @pytest.mark.parametrize(
